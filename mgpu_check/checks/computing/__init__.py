@@ -1,1 +1,1 @@
-"""The arithmetic of a GPU, held against what algebra, the IEEE standard, or the other GPUs say."""
+"""Compare the arithmetic of a GPU with algebra, with the IEEE standard, or with the other GPUs."""

@@ -1,4 +1,4 @@
-"""Random numbers of the device: the same for a seed, others after it, spread as they should be, the same on all GPUs."""
+"""Check the device's random numbers: equal for equal seeds and on all GPUs, without repeats, and rightly distributed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _generator(case: ComputeCase, device: torch.device) -> torch.Generator:
 
 
 def spread(case: ComputeCase) -> Judge:
-    """Judge two draws of random words, one after the other: no word twice, no bit set much more often than half the time.
+    """Judge two successive draws of random words: all words are distinct, and each bit is set about half the time.
 
-    Of n words of 64 bits two are equal with a probability of n²/2^65, 3·10^-8 for 2^20 of them. The share of words in which a bit is set is
-    off from a half by more than t with a probability of 2·e^(-2nt²) (Hoeffding, *Probability inequalities for sums of bounded
-    random variables*, 1963): t is chosen for 10^-12, all 64 bits together.
+    Among n words of 64 bits two are equal with probability n²/2^65, or 3·10^-8 for 2^20 words. The share of words with a given
+    bit set deviates from a half by more than t with probability at most 2·e^(-2nt²) (Hoeffding, *Probability inequalities for
+    sums of bounded random variables*, 1963). The bound t is chosen for 10^-12 over all 64 bits.
     """
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
@@ -65,11 +65,11 @@ def _words(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("normal numbers")
 def _normal(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare normal deviates: none beyond 8, and mean and mean square as near to 0 and 1 as they must be.
+    """Prepare normal deviates: none is beyond 8, the mean is near 0, and the mean square is near 1.
 
-    The mean of n of them is off by more than t with a probability of 2·e^(-nt²/2), and the mean square by more than
-    2·√(t/n) + 2·t/n with one of 2·e^(-t) (Laurent and Massart, *Adaptive estimation of a quadratic functional by model
-    selection*, 2000, lemma 1).
+    The mean of n deviates is off by more than t with probability at most 2·e^(-nt²/2). The mean square is off by more than
+    2·√(t/n) + 2·t/n with probability at most 2·e^(-t). Source: Laurent and Massart, *Adaptive estimation of a quadratic
+    functional by model selection*, 2000, lemma 1.
     """
 
     def call() -> torch.Tensor:
@@ -78,14 +78,14 @@ def _normal(case: ComputeCase, device: torch.device) -> Prepared:
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         values = got.cpu().double()
-        wrong = ~(values.abs() < 8)  # true for NaN; of a normal deviate true with a probability of 10^-15
+        wrong = ~(values.abs() < 8)  # true for NaN; true for a normal deviate with probability 10^-15
         share = math.log(2 / _UNLIKELY) / len(values)
         mean, square = float(values.mean()), float(values.square().mean())
         if bool(wrong.any()):
             return {"errors": int(wrong.sum()), "elements": len(values), "what": "deviates are beyond 8, or NaN"}
         if abs(mean) <= math.sqrt(2 * share) and abs(square - 1) <= 2 * math.sqrt(share) + 2 * share:
             return {}
-        what = "deviates are not spread as normal ones are"
+        what = "mean or mean square does not fit a normal distribution"
         return {"errors": len(values), "elements": len(values), "what": what, "mean": mean, "mean square": square}
 
     return Prepared(call, judge)
@@ -93,7 +93,7 @@ def _normal(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("permutation")
 def _permutation(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare a permutation: it has each number once."""
+    """Prepare a permutation, which must contain each number once."""
     count = min(case.size**2, _MOST)
 
     def judge(got: torch.Tensor) -> dict[str, Any]:

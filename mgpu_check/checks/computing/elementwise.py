@@ -1,6 +1,6 @@
-"""Element by element: what IEEE 754 and integer arithmetic define to the bit, and functions within documented bounds.
+"""Check elementwise operations: those that IEEE 754 defines bit for bit, and functions with documented error bounds.
 
-The host makes the same data from the same counters, and computes the same.
+The host makes the same data from the same counters, and computes the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FUNCTIONS", "within"]
 
 _HOST = torch.device("cpu")
 _MOST = 1 << 20
-"""Elements of operations that the host does as well."""
+"""Most elements per operation, because the host computes each of them too."""
 
 Function = Callable[..., torch.Tensor]
 
@@ -31,7 +31,7 @@ def _shape(case: ComputeCase) -> tuple[int, ...]:
 
 
 def _patterns(case: ComputeCase, number: int, device: torch.device) -> torch.Tensor:
-    """Return elements whose bits are as if drawn: of floats subnormal, infinite and NaN ones, too."""
+    """Return elements with pseudorandom bits; floats include subnormal, infinite and NaN ones."""
     dtype = DTYPES[case.dtype]
     words = counted(_shape(case), seeded(case, number), device)
     if not dtype.is_floating_point:
@@ -41,7 +41,7 @@ def _patterns(case: ComputeCase, number: int, device: torch.device) -> torch.Ten
 
 
 def _same(expected: torch.Tensor) -> Judge:
-    """Judge by what the host has computed: the same bits, or both NaN, whose bits no standard fixes."""
+    """Judge by the host's result: the same bits, or NaN in both, because no standard fixes the bits of NaN."""
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         here = got.cpu()
@@ -63,7 +63,7 @@ def _exact(name: str, function: Function, operands: int = 2) -> None:
 
 
 def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return quotient and remainder by divisors from 1 to 64, in one tensor."""
+    """Return quotients and remainders for divisors from 1 to 64, in one tensor."""
     divisor = (b & 63) + 1
     return torch.cat([torch.div(a, divisor, rounding_mode="floor"), torch.remainder(a, divisor)])
 
@@ -82,7 +82,7 @@ _exact("bits", _bits)
 
 @operation("conversion")
 def _conversion(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare the roundings to narrower dtypes and to whole numbers, and back; where numbers are in range."""
+    """Prepare conversions to narrower dtypes and to integers, and back, of numbers within their range."""
 
     def converted(x: torch.Tensor) -> torch.Tensor:
         kinds = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
@@ -109,18 +109,18 @@ FUNCTIONS: dict[str, tuple[Function, float, float, tuple[float, float]]] = {
 }
 """Name -> function, largest errors in units in the last place in float32 and in float64, range of the arguments.
 
-The errors are those of the tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions", the largest of the
-versions since 11. The ranges keep results normal in float16.
+The errors come from the tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions": the largest value of
+any version since 11. The ranges keep results normal in float16.
 """
 
 
 def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
-    """Judge by a reference in float64 from the host: off by no more than the documented error.
+    """Judge by a float64 reference from the host: the error must not exceed the documented one.
 
-    That counts from the correctly rounded value, so half a unit comes on top; in float64 one more for the reference, which
-    C libraries and SLEEF hold. For float16 and bfloat16 nobody documents it. They are worked out in float32 and rounded, or,
-    in a simulated GPU, in two steps of their own, as the reciprocal of a root: half a unit for the last rounding, and one for
-    what the first passes on.
+    The documented error counts from the correctly rounded value, so half a unit is added. In float64 another unit is added for
+    the reference, a bound that C libraries and SLEEF keep. For float16 and bfloat16 no bound is documented. A GPU computes in
+    float32 and rounds; a simulated GPU may take two steps in the narrow dtype, as for the reciprocal of a root. The last rounding
+    costs half a unit, and the error of the first step one.
     """
     reference = FUNCTIONS[function][0](x.double())
     narrow = DTYPES[dtype]
@@ -148,7 +148,7 @@ def _function(name: str) -> None:
             fractions(_shape(case), seed=seeded(case, 0), device=where, dtype=DTYPES[case.dtype], low=low, high=high)
             for where in (device, _HOST)
         )
-        # The bounds are NVIDIA's; other makers' GPUs vote only.
+        # The bounds are NVIDIA's, so GPUs of other makers are only compared with each other.
         judge = within(name, case.dtype, here) if torch.version.hip is None else None
         return Prepared(lambda: function(there), judge)
 

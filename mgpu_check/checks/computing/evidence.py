@@ -1,4 +1,4 @@
-"""Compare results on the device that made them, and say of what is wrong where it is and what it looks like."""
+"""Compare results on the device that made them, and describe where and how they are wrong."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _BLOCK = 1 << 24
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor, flat, as integers with the same bits: NaN equals the same NaN then."""
+    """Return a dense tensor, flat, as integers with the same bits, so that a NaN equals itself."""
     flat = tensor.reshape(-1)
     wanted = INTEGER_OF_SIZE[flat.element_size()]
     return flat if flat.dtype == wanted else flat.view(wanted)
 
 
 def differing(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return how many elements of each of `rows` differ from those of `right`: int64, on their device."""
+    """Return for each of `rows` how many elements differ from `right`: int64, on their device."""
     return (rows != right).sum(dim=-1)
 
 
 def length_of_piece(tensor: torch.Tensor) -> int:
-    """Return how many elements each of 64 pieces of a tensor has, in row-major order; the last has fewer."""
+    """Return the number of elements in each of at most 64 pieces of a tensor; the last piece may have fewer."""
     return max(1, -(-tensor.numel() // _PIECES))
 
 
@@ -44,17 +44,19 @@ def digests_of_pieces(tensor: torch.Tensor) -> list[int]:
 
 
 def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> dict[str, Any]:
-    """Return what a report says about wrong elements, as values that JSON has.
+    """Describe the wrong elements of a result, in values that JSON can hold.
 
     Args:
-        got, expected: of one shape and dtype, on one device.
-        wrong: booleans of that shape.
+        got, expected: tensors of the same shape and dtype, on one device.
+        wrong: a mask of the same shape.
 
     Returns:
-        errors: how many elements are wrong; indices: of the first; values: theirs, as (expected, got) in hexadecimal bits;
-        bits: bit -> in how many elements it differs; "share of single bits", "share of NaN"; period: the largest number
-        that divides all distances of wrong elements, in row-major order; box: first and last index of what is wrong, by
-        dimension. All but `errors` is of the first 4096 wrong ones.
+        `errors` is the number of wrong elements, and `elements` the number of all. The other keys describe at most the first
+        4096 wrong elements. `indices` and `values` list the first 16: their indices, and (expected, got) as hexadecimal bits.
+        `bits` maps a bit to the number of elements in which it differs. `share of single bits` and `share of NaN` are fractions;
+        the latter counts infinities too. `period` is the largest number that divides all distances between wrong elements in
+        row-major order. `lanes` is the number of distinct places modulo 32. `box` has the first and the last wrong index of
+        each dimension.
     """
     flat = wrong.reshape(-1)
     errors = int(flat.sum())
@@ -89,7 +91,7 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) 
 
 
 def _first(flat: torch.Tensor) -> list[int]:
-    """Return where the first 4096 of booleans are true, without an index of all that are."""
+    """Return the first 4096 places that are true, block by block, so that memory does not grow with the number of errors."""
     places: list[int] = []
     for start in range(0, flat.numel(), _BLOCK):
         block = flat[start : start + _BLOCK]

@@ -1,4 +1,4 @@
-"""Have a GPU compute, again and again, and judge each result."""
+"""Repeat operations on a GPU and judge each result."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from mgpu_check.torch_hooks import precision
 __all__ = ["elements_of_piece", "examine_arithmetic", "examine_case", "pieces_of_result"]
 
 _BATCH = 16
-_LEAST_LAPS = 3  # of which a rate is made
+_LEAST_LAPS = 3  # a rate needs as many
 _BATCH_BYTES = 1 << 29
 _ELEMENTS = 1 << 16
 
 
 def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[Entry | Ballot]:
-    """Do each case on the device of `rank`, judge its results, and cast a ballot with the digest of the first one.
+    """Run each case on the device of `rank`, judge its results, and cast a ballot with the digest of the first one.
 
-    The first result is judged by an oracle, where there is one. All others must have its bits. One that differs on purpose
-    is compared with it in each batch: a comparison that does not see it is a failure, too.
+    An oracle judges the first result, if the operation has one. All other results must have the same bits. Each batch also
+    compares a copy with one changed bit: a comparison that misses the change is a failure too.
     """
     found: list[Entry | Ballot] = []
     with torch.cuda.device(rank.device), torch.no_grad():
@@ -54,14 +54,16 @@ def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[Entry |
 
 
 _last: dict[torch.device, torch.Tensor] = {}
-"""By device, the last result of `pieces_of_result`, for `elements_of_piece`."""
+"""Device -> the last result of `pieces_of_result`, which `elements_of_piece` reads."""
 
 
 def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) -> tuple[bool, list[int]]:
-    """Compute until the digest of a result is the one that is wanted, or until it is another one; so often as `case` says.
+    """Repeat a case until the digest of a result equals `wanted`, or, if `equal` is false, until it differs.
+
+    The case sets the most repeats.
 
     Returns:
-        whether that came to be, and a digest for each of at most 64 pieces of the last result.
+        whether such a result occurred, and the digests of at most 64 pieces of the last result.
     """
     with torch.cuda.device(rank.device), torch.no_grad(), precision.repeatable(tf32=case.dtype == "tf32"):
         prepared = OPERATIONS[case.operation](case, rank.device)
@@ -73,7 +75,7 @@ def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) ->
 
 
 def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
-    """Return from where on a piece of the last result of `pieces_of_result` is, and its first elements, as bits."""
+    """Return the offset of a piece in the last result of `pieces_of_result`, and the bits of its first elements."""
     flat = bits(_last.pop(rank.device))
     start = number * length_of_piece(flat)
     mask = (1 << 8 * flat.element_size()) - 1
@@ -82,7 +84,7 @@ def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
 
 @dataclass
 class _Seen:
-    """What a case has shown."""
+    """The results of a case so far."""
 
     seen: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class _Seen:
 
 
 def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> list[Entry | Ballot]:
-    """Do one case on a device; see `examine_arithmetic`."""
+    """Run one case on a device; see `examine_arithmetic`."""
     with precision.repeatable(tf32=case.dtype == "tf32"):
         try:
             prepared = OPERATIONS[case.operation](case, device)
@@ -116,7 +118,7 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
 
 
 def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _Seen) -> None:
-    """Repeat the operation as often as the case says, or until its time is over, and compare each result with the first."""
+    """Repeat the operation up to the case's repeats or seconds, and compare each result with the first."""
     drawn = random.Random(case.seed)
     right = bits(first)
     batch = max(_LEAST_LAPS, min(_BATCH, _BATCH_BYTES // max(1, first.nbytes)))
@@ -140,7 +142,7 @@ def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _S
 
 
 def _timed(case: ComputeCase, prepared: Prepared, count: int, device: torch.device, seen: _Seen) -> list[torch.Tensor]:
-    """Do the operation `count` times. In a case that is timed, each of the first ones is by itself."""
+    """Run the operation `count` times. A timed case measures each operation of its first batch separately."""
     watch, results = Stopwatch(device), []
     apart = case.timed and not seen.laps
     for number in range(count):

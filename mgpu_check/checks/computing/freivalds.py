@@ -1,4 +1,4 @@
-"""Check a product of matrices without computing it again: Freivalds' check, on whole numbers."""
+"""Check a product of matrices of whole numbers without computing it again, by Freivalds' algorithm."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EXACT = 2**53
 
 
 def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return in which rows `c` differs from the product of `a` and `b`, in O(n²): bool, (m,).
+    """Return a mask of the rows of `c` that differ from the product of `a` and `b`: bool, (m,), in O(n²).
 
-    It compares c·x with a·(b·x) for two vectors x of numbers drawn from [1, 1024]. A row that is right is never called
-    wrong. A row with one wrong element is always found; one with more is missed with a probability of at most 1024^-2,
-    about 10^-6: given all numbers of x but one, at most one value of that one hides the difference.
-    (R. Freivalds, *Probabilistic machines can use less running time*, IFIP 1977.)
+    The check compares c·x with a·(b·x) for two vectors x of numbers drawn from [1, 1024]. It never calls a right row wrong, and
+    always finds a row with one wrong element. It misses a row with several with probability at most 1024^-2, about 10^-6: if all
+    numbers of x but one are fixed, at most one value of the last number hides the difference.
+    Source: R. Freivalds, *Probabilistic machines can use less running time*, IFIP 1977.
 
     Args:
         a, b, c: whole numbers, of shapes (m, k), (k, n) and (m, n), of any dtype, on one device; `c` may hold NaN.
@@ -43,7 +43,7 @@ def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> 
 
 
 def _times(matrix: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Return the product with few columns in float64, some rows at a time, by sums and not by units for products."""
+    """Multiply a matrix by a few columns in float64 by sums, because the units for products are under test."""
     blocks = [
         torch.stack([(rows.double() * vector).sum(dim=1) for vector in vectors.unbind(dim=1)], dim=1)
         for rows in matrix.split(_ROWS)
@@ -52,9 +52,9 @@ def _times(matrix: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def freivalds(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Return evidence of what is wrong with a product; nothing if Freivalds' check finds nothing. See `wrong_rows`.
+    """Return evidence of the errors in a product, empty if `wrong_rows` finds none.
 
-    Wrong rows and wrong columns are found; where they cross, some elements are computed again on the host.
+    The check finds wrong rows and wrong columns. The host computes some of the elements where they cross again.
     """
     rows = wrong_rows(a, b, c, seed)
     if not bool(rows.any()):

@@ -1,4 +1,4 @@
-"""Layers of networks: convolutions and attention whose results are known by algebra; these and others on random numbers."""
+"""Prepare convolutions and attention whose results are known by algebra, and layers on random numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEAD = 64
 
 
 def _image(case: ComputeCase) -> tuple[int, int, int]:
-    """Return images, channels and their side: about as many elements as a matrix of the case has."""
+    """Return images, channels and side, for about as many elements as a matrix of the case has."""
     side = max(8, min(64, case.size // 8)) // 2 * 2
     channels = max(16, min(256, case.size // 16))
     return max(1, min(64, case.size**2 // (side**2 * channels))), channels, side
@@ -28,10 +28,10 @@ def _image(case: ComputeCase) -> tuple[int, int, int]:
 
 @operation("convolution known by algebra")
 def _known_convolution(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare a convolution of 3 by 3 whose other channels cancel, as those of `products.factors` do.
+    """Prepare a 3x3 convolution in which all channels but two cancel, as in `products.factors`.
 
-    Channels are [x, y, -x], filters [z, w, z], where w has one tap for each pair of channels that it joins: the result is a sum
-    of two shifted images. With a stride of 2 cuDNN has neither Winograd's nor Fourier's algorithms, which round.
+    Channels are [x, y, -x] and filters [z, w, z]. Each filter w has one tap per input channel, so the result is a sum of two
+    shifted images. With a stride of 2 cuDNN cannot use Winograd's or Fourier's algorithms, which round.
     """
     require(case.dtype, device)
     count, channels, side = _image(case)
@@ -68,19 +68,19 @@ def _random_convolution(case: ComputeCase, device: torch.device) -> Prepared:
 
 
 def _sequence(case: ComputeCase) -> tuple[int, int, int]:
-    """Return heads of all batches, tokens, and elements of a head."""
+    """Return the number of heads over all batches, of tokens, and of elements of a head."""
     tokens = 1 << max(5, min(11, int(math.log2(case.size))))
     return max(1, case.size**2 // (tokens * _HEAD)), tokens, _HEAD
 
 
 @operation("attention known by algebra")
 def _known_attention(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare an attention in which each query attends to some keys equally, and to no others.
+    """Prepare attention in which each query attends equally to some keys, and to no others.
 
-    Keys hold rows of a Hadamard matrix, or their opposites, and queries multiples of such rows. So the scores of a query are a
-    large number for keys with its row, and 0 or less for others, where the exponential underflows to 0 (from e^-104 on in
-    float32, e^-746 in float64). The result is the mean of the values of these keys. They are a power of two, and values whole
-    numbers: the mean is exact, in every order, and whether or not it is worked out block by block.
+    Keys are rows of a Hadamard matrix or their negatives, and queries are multiples of such rows. So a query has a large score
+    for keys with its row. For others its score is 0 or less, and the exponential underflows to 0 (from e^-104 on in float32, from
+    e^-746 on in float64). The result is the mean of the values of the matching keys. Their number is a power of two and the
+    values are whole numbers, so the mean is exact in every order, and also block by block.
     """
     require(case.dtype, device)
     heads, tokens, width = _sequence(case)
@@ -101,10 +101,9 @@ def _known_attention(case: ComputeCase, device: torch.device) -> Prepared:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend by the kernel that torch chooses; by products and softmax where it is float32 or float64.
+    """Attend by the kernel that torch chooses, but by products and softmax in float32 and float64.
 
-    A fused kernel multiplies scores by log2(e), and so may be off by a rounding of float32, which a narrow result does not
-    show.
+    A fused kernel multiplies scores by log2(e), which may cost a rounding of float32. A narrow result hides this rounding.
     """
     if q.dtype in (torch.float32, torch.float64):
         with sdpa_kernel(SDPBackend.MATH):

@@ -1,4 +1,4 @@
-"""Sorting, searching and moving: results are elements in another order, which is known beforehand."""
+"""Prepare sorting, searching and moving of elements, whose results are known beforehand."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FACTOR = 0x9E3779B1  # odd, and prime: any length below it is coprime to it
 
 
 def _ascending(case: ComputeCase, device: torch.device) -> torch.Tensor:
-    """Return as many numbers as a matrix has in ascending order, of the dtype, all different where it has as many."""
+    """Return size² ascending numbers of the case's dtype, all different if the dtype has as many."""
     return _numbers(case, torch.arange(case.size**2, device=device))
 
 
 def _numbers(case: ComputeCase, places: torch.Tensor) -> torch.Tensor:
-    """Return those of the ascending numbers that are at `places`."""
+    """Return the ascending numbers at `places`."""
     count = case.size**2
     most = _LARGEST.get(case.dtype, 2**24)
     low = 0 if case.dtype == "uint8" else -min(most, count // 2)
@@ -30,14 +30,14 @@ def _numbers(case: ComputeCase, places: torch.Tensor) -> torch.Tensor:
 
 
 def _permutation(case: ComputeCase, device: torch.device) -> torch.Tensor:
-    """Return each of the numbers below that of elements once, in another order, by arithmetic alone: int64."""
+    """Return a permutation of range(size²), int64, made by arithmetic alone."""
     count = case.size**2
     start = case.seed * 7919 % count
     return (torch.arange(count, device=device) * (_FACTOR % count) + start) % count
 
 
 def _mixed_up(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (ascending, permutation, what is at these places of it)."""
+    """Return (ascending numbers, permutation, permuted numbers)."""
     require(case.dtype, device)
     ascending, permutation = _ascending(case, device), _permutation(case, device)
     return ascending, permutation, ascending[permutation]
@@ -58,7 +58,7 @@ def _topk(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("search")
 def _search(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare a search for each number in ascending order: found is the first place that holds it."""
+    """Prepare a search for each number among the ascending ones; it must find the first place that holds the number."""
     ascending, _, mixed = _mixed_up(case, device)
     count = case.size**2
     new = torch.ones(count, dtype=torch.int64, device=device)
@@ -71,7 +71,7 @@ def _search(case: ComputeCase, device: torch.device) -> Prepared:
 @operation("gather")
 def _gather(case: ComputeCase, device: torch.device) -> Prepared:
     ascending, permutation, _ = _mixed_up(case, device)
-    # By arithmetic instead of another index: place p of the result holds number permutation[p].
+    # Place p of the result holds number permutation[p]: known by arithmetic, without another index.
     expected = _numbers(case, permutation)
     return Prepared(lambda: torch.gather(ascending, 0, permutation), exactly(expected))
 
@@ -84,7 +84,7 @@ def _scatter(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("index")
 def _index(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare an index by rows that are drawn, an assignment by index, and a mask."""
+    """Prepare an index by drawn rows, an assignment by index, and masks."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     row_values = (torch.arange(case.size, device=device) % 100).to(dtype)
@@ -105,7 +105,7 @@ def _index(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("transpose")
 def _transpose(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare copies of a transposed matrix and of one that is rolled: strided reads and writes, of all bits."""
+    """Prepare copies of a transposed and of a rolled matrix, for strided reads and writes."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     words = counted((case.size, case.size), seeded(case, 0), device)

@@ -1,4 +1,4 @@
-"""What an operation is to the check of arithmetic: how it is called, and how its first result is judged."""
+"""Define an operation of the check of arithmetic: its call, and the judge of its first result."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPES = {
         )
     },
 }
-"""Dtypes by the names in cases."""
+"""Name of a dtype in a case -> dtype of its operands."""
 
 Judge = Callable[[torch.Tensor], dict[str, Any]]
-"""Returns evidence of what is wrong with a result; nothing if it is right."""
+"""Returns evidence of the errors in a result; empty if it is right."""
 
 
 class Unsupported(Exception):
-    """The device does not have what the case is about; the message says what it lacks."""
+    """The device cannot run the case; the message names what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Prepared:
     """An operation with its operands.
 
     Attributes:
-        call: does it; always with the same operands.
-        judge: None where only repeats and other GPUs tell.
-        operations: floating-point operations of one call; 0 where they are not counted.
+        call: runs the operation, always on the same operands.
+        judge: judges the first result; None if only repeats and other GPUs can show an error.
+        operations: floating-point operations of one call; 0 if they are not counted.
     """
 
     call: Callable[[], torch.Tensor]
@@ -51,11 +51,11 @@ class Prepared:
 Prepare = Callable[[ComputeCase, torch.device], Prepared]
 
 OPERATIONS: dict[str, Prepare] = {}
-"""Operation -> what makes its operands, by the names of `mgpu_check.specs.compute.OPERATIONS`."""
+"""Name of an operation -> function that makes its operands; the names are those of `mgpu_check.specs.compute.OPERATIONS`."""
 
 
 def operation(name: str) -> Callable[[Prepare], Prepare]:
-    """Register what prepares an operation."""
+    """Register the decorated function as the one that prepares operation `name`."""
 
     def register(prepare: Prepare) -> Prepare:
         OPERATIONS[name] = prepare
@@ -65,7 +65,7 @@ def operation(name: str) -> Callable[[Prepare], Prepare]:
 
 
 def exactly(expected: torch.Tensor) -> Judge:
-    """Judge by values that are known, each of which must be right; they are neither NaN nor -0.0."""
+    """Judge by known values: every element must equal `expected`, which has neither NaN nor -0.0."""
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -77,5 +77,5 @@ def exactly(expected: torch.Tensor) -> Judge:
 
 
 def seeded(case: ComputeCase, number: int) -> int:
-    """Return the seed of an operand of a case: different for each number, below 1000."""
+    """Return the seed of operand `number` of a case; `number` is below 1000, so seeds of cases do not overlap."""
     return case.seed * 1000 + number

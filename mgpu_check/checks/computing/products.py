@@ -1,4 +1,4 @@
-"""Products of matrices: what tensor cores, and the units for float64, float32 and integers, are for."""
+"""Prepare products of matrices, which exercise tensor cores and the units for float64, float32 and integers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LARGEST = {
 }
 """Largest whole number in the operands of products that are known by algebra.
 
-So that a result of 4 terms is exact in the dtype of the result (2048 in float16, 256 in bfloat16), and so are all partial sums in
-that of the sums, of up to 16384 terms in float32 (2^24), float64 (2^53) and int32 (2^31). Tensor cores of Hopper keep about
-14 bits of partial sums in float8 (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2), hence at most 4096 terms of 1
-there. TF32 holds whole numbers up to 2048.
+With it a result of 4 terms is exact in the dtype of the result: up to 2048 in float16, 256 in bfloat16. Partial sums of up to
+16384 terms are exact in the dtype of the sums: up to 2^24 in float32, 2^53 in float64, 2^31 in int32. TF32 holds whole numbers
+up to 2048. For float8, tensor cores of Hopper keep about 14 bits of partial sums (DeepSeek-V3 Technical Report,
+arXiv 2412.19437, section 3.3.2), so products in float8 have at most 4096 terms of 1.
 """
 
 _LARGEST_RANDOM = {"float64": 1 << 8, "float16": 1, "bfloat16": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""The same for products whose results have as many terms as there are; else as in `LARGEST`."""
+"""The same for products that Freivalds' algorithm checks, whose results have all k terms; other dtypes as in `LARGEST`."""
 _MOST_TERMS = {"float16": 2048, "bfloat16": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 _FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -41,11 +41,11 @@ _FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 def factors(
     batch: tuple[int, ...], m: int, k: int, n: int, largest: int, case: ComputeCase, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make whole numbers A (*batch, m, k), B (*batch, k, n), and their product, which is known by algebra: float64.
+    """Return matrices A (*batch, m, k) and B (*batch, k, n), and their product, known by algebra; all in float64.
 
-    A = [X Y -X] and B = [Z; W; Z], so that A·B = Y·W, whatever X and Z are. Y·W has 4 terms per element and is made element by
-    element, without a product of matrices. All numbers are as if drawn from [-largest, largest]. Rows of A and columns of B
-    are scaled by powers of two from 1/4 to 4, so that exponents differ; those of a product of integers are not.
+    A = [X Y -X] and B = [Z; W; Z], so A·B = Y·W for all X and Z. Y·W has 4 or 5 terms per element and is computed elementwise,
+    without a product of matrices. The numbers are pseudorandom in [-largest, largest]. For floating dtypes, rows of A and columns
+    of B are scaled by powers of two from 1/4 to 4, so that exponents differ.
     """
     half = (k - _TERMS) // 2
     terms = k - 2 * half
@@ -65,15 +65,15 @@ def factors(
 
 
 def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return the product of two matrices in a dtype, as a call. Results: int32 of int8, bfloat16 of float8.
+    """Return a call that multiplies two matrices in a dtype. int8 gives int32, float8 gives bfloat16.
 
     Raises:
-        Unsupported: the device has no such product.
+        Unsupported: the device cannot multiply in this dtype.
     """
     kind = DTYPES[dtype]
     require(dtype, a.device)
     if kind in _FLOAT8:
-        other = torch.float8_e4m3fn  # there is no product of two e5m2
+        other = torch.float8_e4m3fn  # torch cannot multiply two e5m2 matrices
         left, right = a.to(kind), b.t().contiguous().to(other).t()
         one = torch.ones((), device=a.device)
         return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
@@ -84,14 +84,14 @@ def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], tor
 
 
 def require(dtype: str, device: torch.device) -> None:
-    """Raise `Unsupported` where the device has no units for a dtype."""
+    """Raise `Unsupported` if the device has no units for a dtype."""
     if device.type != "cuda":
         return
     least = {"tf32": (8, 0), "bfloat16": (8, 0), "int8": (7, 5), "float8_e4m3fn": (8, 9), "float8_e5m2": (8, 9)}
     here = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None:
         if dtype in ("tf32", "float8_e4m3fn", "float8_e5m2"):
-            raise Unsupported(f"{dtype}: not looked at with ROCm")
+            raise Unsupported(f"{dtype} is not checked with ROCm")
     elif here < least.get(dtype, (0, 0)):
         needed = ".".join(map(str, least[dtype]))
         raise Unsupported(f"{dtype} needs compute capability {needed}; this device has {here[0]}.{here[1]}")
@@ -103,7 +103,7 @@ def _result(dtype: str) -> torch.dtype:
 
 
 def _sides(case: ComputeCase, most: int) -> tuple[int, int, int]:
-    """Return m, k, n: multiples of 16, as the narrow dtypes need, near the size; every third case is odd where it may be."""
+    """Return m, k, n near the size: multiples of 16, as narrow dtypes need, but odd m and n in every third case elsewhere."""
     size = case.size // 16 * 16
     m, k, n = size, min(size, most), size
     if case.seed % 3 == 1:
@@ -144,7 +144,7 @@ def _random(case: ComputeCase, device: torch.device) -> Prepared:
 
 
 def _batch(case: ComputeCase) -> tuple[int, int]:
-    """Return how many matrices, and their size: about as many elements as one matrix of the case has."""
+    """Return the number of matrices and their size, for about as many elements as one matrix of the case has."""
     side = max(32, case.size // 4)
     return max(2, case.size**2 // side**2), side
 

@@ -1,4 +1,4 @@
-"""Reductions of whole numbers, whose results are exact in every order, and known by algebra."""
+"""Prepare reductions of whole numbers, whose results are known by algebra and exact in every order."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TERMS = 8
 
 
 def rows_with_known_sums(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a matrix of whole numbers from -7 to 7, float64, and the sums of its rows.
+    """Return a matrix of whole numbers from -7 to 7, float64, and the sums of its rows.
 
-    A row is [x, y, -x] in another order, so its sum is that of the 8 numbers y.
+    A row is [x, y, -x], so its sum is that of y, which has 8 or 9 numbers.
     """
     half = (case.size - _TERMS) // 2
     x, y = (
@@ -36,7 +36,7 @@ def rows_with_known_sums(case: ComputeCase, device: torch.device) -> tuple[torch
 
 @operation("sum")
 def _sum(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare sums of rows and, of the transposed matrix, of columns; those of uint8 modulo 256."""
+    """Prepare sums of rows, and of the columns of the transposed matrix; sums of uint8 are modulo 256."""
     require(case.dtype, device)
     matrix, sums = rows_with_known_sums(case, device)
     dtype = DTYPES[case.dtype]
@@ -50,13 +50,13 @@ def _sum(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("mean")
 def _mean(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare means of a power of two of numbers."""
+    """Prepare means of rows whose length is a power of two."""
     require(case.dtype, device)
     matrix, _ = rows_with_known_sums(case, device)
     columns = 1 << (case.size.bit_length() - 1)
     wanted = matrix[:, :columns]
     sums = wanted.to(torch.int64).sum(dim=1)
-    # In narrow dtypes the mean is rounded: its sum is below 2^24, so that happens once, from an exact float32.
+    # Narrow dtypes round the mean once: its sum is below 2^24, and so exact in float32.
     expected = (sums.to(torch.float64) / columns).to(torch.float64 if case.dtype == "float64" else torch.float32)
     rows = wanted.to(DTYPES[case.dtype]).contiguous()
     return Prepared(lambda: rows.mean(dim=1), exactly(expected.to(rows.dtype)))
@@ -64,7 +64,7 @@ def _mean(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("least and greatest")
 def _extremes(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare least and greatest elements of rows, and where they are, where both were put at drawn places."""
+    """Prepare minima and maxima of rows with their indices; both were put at drawn places."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     low = 10 if dtype == torch.uint8 else -100
@@ -86,7 +86,7 @@ def _extremes(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("cumulative sum")
 def _cumulative(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare the cumulative sum of differences: it gives the numbers back of which they are."""
+    """Prepare the cumulative sum of the differences of numbers, which gives the numbers back."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     low, high = (0, 200) if dtype == torch.uint8 else (-60, 60)
@@ -97,11 +97,11 @@ def _cumulative(case: ComputeCase, device: torch.device) -> Prepared:
 
 @operation("count")
 def _count(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare counts of elements that are not 0, which come in a number that was drawn for each row."""
+    """Prepare counts of nonzero elements; their number was drawn for each row."""
     dtype = DTYPES[case.dtype]
     counts = integers((case.size,), 0, case.size, seed=seeded(case, 0), device=device)
     places = torch.arange(case.size, device=device)
-    # Spread over the row: each place has another number, because the step and the size have no factor in common.
+    # Spread over the row: step and size have no common factor, so each place gets a different number.
     step = next(step for step in itertools.count(7) if math.gcd(step, case.size) == 1)
     order = places * step % case.size
     matrix = ((order[None, :] < counts[:, None]).to(torch.int64) * (order % 100 + 1)).to(dtype)

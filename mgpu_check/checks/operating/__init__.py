@@ -1,1 +1,1 @@
-"""What torch's operators give on a device, held against what the CPU gives, or against what is known by algebra."""
+"""Compare torch's operators on a device with the CPU, or with results that algebra predicts."""

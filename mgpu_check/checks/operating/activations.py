@@ -1,4 +1,4 @@
-"""Activations, in the dtypes of layers."""
+"""List the activation functions that `layer_cases` calls in each floating dtype."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ ACTIVATIONS: tuple[tuple[str, Function], ...] = (
     ("prelu", lambda x: F.prelu(x, x[0].abs())),
     ("rrelu of an evaluation", lambda x: F.rrelu(x, training=False)),
 )
-"""Functions of a matrix, whose numbers are in (-2, 2)."""
+"""Functions of one matrix with elements in (-2, 2)."""

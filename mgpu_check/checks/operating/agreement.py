@@ -1,4 +1,4 @@
-"""Run cases on each device, compare each result with what is right, and say which devices are wrong in what."""
+"""Run cases on each device, compare the results with a reference, and name the devices that are wrong."""
 
 from __future__ import annotations
 
@@ -35,20 +35,24 @@ Function = Callable[..., Any]
 Kind = Literal["bits", "values", "numbers", "close"]
 """How a result is compared.
 
-bits: every bit, those of NaN too; for what moves elements and computes nothing. values: equal, where NaN equals every NaN, and
-the sign of zero counts. numbers: the same without the sign of zero, which no standard fixes for maxima. close: within the
-case's units in the last place of the result's dtype, of the largest element.
+bits: every bit, including the payload of NaN; for operators that only move elements.
+values: equal values; every NaN equals every other NaN, and the sign of zero counts.
+numbers: as "values", but 0.0 equals -0.0, because no standard fixes the sign of zero for maxima.
+close: the error is at most some units in the last place of the largest element, in the dtype of the result (see `_ULPS`).
 """
 
 _LISTED = 6
 _ULPS = 64
-"""What "close" allows: sums here have at most 64 terms, each rounded once (N. J. Higham, *Accuracy and Stability of
-Numerical Algorithms*, 2nd ed., section 4.2), and functions are within 2 units (NVIDIA, *CUDA C++ Programming Guide*)."""
+"""Units in the last place that "close" allows in float32 and float64.
+
+Sums in the cases have at most 64 terms, and each addition rounds once (N. J. Higham, *Accuracy and Stability of Numerical
+Algorithms*, 2nd ed., section 4.2). Functions are accurate to 2 units (NVIDIA, *CUDA C++ Programming Guide*).
+"""
 
 
 @dataclass(frozen=True)
 class Window:
-    """An operand that is a view of a larger storage: where it is placed, the storage is copied and viewed there."""
+    """An operand that is a view of a larger storage. Each device gets a copy of the storage and makes the view itself."""
 
     storage: torch.Tensor
     view: Callable[[torch.Tensor], torch.Tensor]
@@ -58,21 +62,21 @@ Operand = torch.Tensor | Window
 
 
 class Places:
-    """Operands on one device: many cases share some, which are copied there once."""
+    """The operands on one device. An operand that many cases share is copied there once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._held: dict[int, tuple[Operand, torch.Tensor]] = {}
 
     def held(self, operand: Operand) -> torch.Tensor:
-        """Return an operand that nobody writes to."""
+        """Return the shared copy of an operand, which cases must not write to."""
         kept = self._held.get(id(operand))
         if kept is None:
             kept = self._held[id(operand)] = operand, self.copied(operand)
         return kept[1]
 
     def copied(self, operand: Operand) -> torch.Tensor:
-        """Return a copy of an operand."""
+        """Return a new copy of an operand."""
         if isinstance(operand, Window):
             return operand.view(self.copied(operand.storage))
         return operand.to(self.device, copy=True)
@@ -83,12 +87,12 @@ class Case:
     """An operator with its operands.
 
     Attributes:
-        name: of operator and dtype, such as "matmul of float16"; the shapes of the operands are added to it.
+        name: operator and dtype, such as "matmul of float16"; reports append the shapes of the operands.
         call: takes the operands, all on one device, and returns a tensor or a sequence of tensors, on that device.
-        operands: on the CPU.
+        operands: the operands on the CPU.
         kind: how results are compared.
-        expected: what is right, on the CPU; None: what `call` gives there.
-        changes: `call` writes to its operands, so it gets copies of its own.
+        expected: the right result, on the CPU; None: the result of `call` on the CPU.
+        changes: whether `call` writes to its operands, and so needs copies of its own.
     """
 
     name: str
@@ -104,11 +108,11 @@ class Case:
         return _tensors(self.call(*operands))
 
     def right(self) -> list[torch.Tensor]:
-        """Return what is right."""
+        """Return the right results, on the CPU."""
         if self.expected is not None:
             return [self.expected]
         if self.kind == "close":
-            # In float64, so that the reference's own rounding does not count.
+            # In float64, so that the rounding of the reference is negligible.
             places = Places(torch.device("cpu"))
             return _tensors(self.call(*[places.copied(_wider(operand)) for operand in self.operands]))
         return self.on(Places(torch.device("cpu")))
@@ -119,7 +123,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Wrong:
-    """What a device has wrong in a case."""
+    """A case in which a device is wrong, with a description of the error."""
 
     device: torch.device
     case: str
@@ -127,18 +131,18 @@ class Wrong:
 
 
 def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case]) -> int:
-    """Assert that each case gives on each of `devices` what is right; return how many cases there were.
+    """Assert that each case gives the right result on each of `devices`; return the number of cases.
 
     Raises:
-        DeviceMismatch: naming the devices that are wrong, the case, the first wrong element with what was expected, and how
-            many cases each has wrong.
+        DeviceMismatch: naming the wrong devices, the case, and the first wrong element with the expected value. For each
+            device it counts the wrong cases.
     """
     __tracebackhide__ = True
     count, wrong = 0, list[Wrong]()
     places = [Places(device) for device in devices]
     dtypes: dict[str, None] = {}
     elements: set[int] = set()
-    with repeatable():  # without TF32, which cuDNN takes unless it is told not to
+    with repeatable():  # without TF32, which cuDNN uses by default
         for case in cases:
             count += 1
             right = case.right()
@@ -173,15 +177,15 @@ def _judged(case: Case, place: Places, right: Sequence[torch.Tensor]) -> str:
 def named_wrong(
     wrong: Sequence[Wrong], devices: Sequence[torch.device], cases: int, reference: str = "the CPU"
 ) -> DeviceMismatch:
-    """Return the error that names who is wrong in what.
+    """Return an error that names the wrong devices and their cases.
 
     Args:
-        wrong: at least one, in the order of the cases.
-        devices: all that were looked at.
-        cases: how many each of them has done.
-        reference: that with which all others agree.
+        wrong: at least one error, in the order of the cases.
+        devices: all devices that ran the cases.
+        cases: the number of cases that each device ran.
+        reference: the name of the reference with which the other devices agree.
     """
-    # The case that the fewest devices have wrong says most; of those the first one.
+    # The first case with the fewest wrong devices isolates the fault best.
     by_case: dict[str, list[Wrong]] = {}
     for one in wrong:
         by_case.setdefault(one.case, []).append(one)
@@ -217,7 +221,7 @@ def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bo
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
-    """Say how a tensor on any device differs from the one expected; "" if it does not."""
+    """Describe how a tensor on any device differs from the expected one; "" if it does not."""
     if got.shape != expected.shape:
         return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.dtype != expected.dtype and kind != "close":
@@ -232,7 +236,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
 
 
 def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tensor | None:
-    """Return which elements are wrong; None where none is, as most often."""
+    """Return a mask of the wrong elements, or None if all bits are equal."""
     if kind == "close":
         return _far(got, expected)
     here, there = as_bits(got), as_bits(expected)
@@ -251,7 +255,7 @@ def _far(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         return got != expected
     scale = float(expected.double().abs().max()) if expected.numel() else 0.0
     roundoff = torch.finfo(got.dtype).eps
-    # Narrow results are rounded once or twice, from sums in float32.
+    # Narrow results are rounded only once or twice, from sums in float32.
     ulps = _ULPS if got.dtype in (torch.float32, torch.float64) else 4
     return ~((got.double() - expected.double()).abs() <= ulps * roundoff * max(scale, roundoff))
 

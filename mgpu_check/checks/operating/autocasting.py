@@ -1,4 +1,4 @@
-"""What autocast makes of each operator that torch's *autocast op reference* lists, on each device: the dtype, and the values."""
+"""Check dtype and values of each operator in torch's *autocast op reference*, on each device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ _LOW: dict[str, Operation] = {
     "conv_transpose2d": lambda a, b, c: F.conv_transpose2d(a[None, None], shaped(b, 1, 2, 3, 3), stride=2),
     "conv_transpose3d": lambda a, b, c: F.conv_transpose3d(a.view(1, 1, 2, 2, 6), shaped(b, 1, 2, 2, 2, 2), stride=2),
 }
-"""Those that go to the dtype of autocast, of float32 operands. With strides of 2 cuDNN has no algorithms that round otherwise."""
+"""Operators that autocast runs in its own dtype, for float32 operands.
+
+Convolutions have a stride of 2, because cuDNN then has no algorithms that round differently.
+"""
 
 
 def _signs(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +102,7 @@ _FLOAT32: dict[str, Operation] = {
     "soft_margin_loss": lambda x, y: F.soft_margin_loss(x, _signs(x)),
     "triplet_margin_loss": lambda x, y: F.triplet_margin_loss(x, y, y.flip(0)),
 }
-"""Those that go to float32, of operands in the dtype of autocast."""
+"""Operators that autocast runs in float32, for operands in the dtype of autocast."""
 
 _WIDEST: dict[str, Operation] = {
     "addcdiv": lambda x, y: torch.addcdiv(x, y, x),
@@ -114,15 +117,17 @@ _WIDEST: dict[str, Operation] = {
     "tensordot": lambda x, y: torch.tensordot(x, y, dims=([1], [1])),
     "__add__": lambda x, y: x + y,  # not listed: it promotes by itself
 }
-"""Those that go to the widest dtype of their operands, which are one in that of autocast and one in float32."""
+"""Operators that autocast runs in the widest dtype of their operands: one has the dtype of autocast, the other float32."""
 
 
 def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that within `torch.autocast` each operator gives on each device the dtype that is documented, and its values; return how
-    many cases there were.
+    """Assert that operators under `torch.autocast` give the documented dtype and the right values on each device.
 
-    And that what is not eligible keeps its dtype, that regions within others and functions of `torch.amp.custom_fwd` have what they
-    ask for, that a region sees parameters as they are when it is entered, and that it leaves all that it sets as it was.
+    Ineligible operators must keep their dtype. Nested regions, and functions with `torch.amp.custom_fwd`, must get the dtype
+    that they ask for. A region must use the current values of parameters, and must restore the state of autocast at its end.
+
+    Returns:
+        the number of cases.
 
     Raises:
         DeviceMismatch: naming devices, operator, and the dtype or the first wrong element.
@@ -153,12 +158,12 @@ def _has(device: torch.device, low: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is called with operands on a device.
+    """A call under autocast, with its operands.
 
     Attributes:
         call: enters regions of autocast, and returns a result.
-        right: in float64 on the CPU.
-        dtype: that the result must have.
+        right: the right result, in float64 on the CPU.
+        dtype: the dtype that the result must have.
     """
 
     name: str
@@ -169,7 +174,7 @@ class _Case:
 
 
 def _off(case: _Case, places: Places) -> str:
-    """Return what is wrong with a case on a device, "" if nothing is."""
+    """Describe the error of a case on a device; "" if there is no error."""
     try:
         got = case.call(*[places.held(one) for one in case.operands])
     except Exception as error:
@@ -180,7 +185,7 @@ def _off(case: _Case, places: Places) -> str:
 
 
 def _cases(low: torch.dtype, seed: int) -> list[_Case]:
-    """Return all cases of a dtype of autocast."""
+    """Return all cases for one dtype of autocast."""
     host = torch.device("cpu")
     shapes = ((_ROWS, _COLUMNS), (_COLUMNS, _OUT), (_ROWS, _OUT), (_ROWS, _COLUMNS))
     # Between 1/8 and 7/8: every function is defined there, and no sum of products cancels.
@@ -197,20 +202,20 @@ def _cases(low: torch.dtype, seed: int) -> list[_Case]:
     ):
         exactly = [(one.to(low) if dtype == low else one).double() for one in operands]
         turn = None if dtype == low else (seed + (low == torch.bfloat16)) % 2
-        # What goes to float32 does so from either dtype: half of the operators are asked for each.
+        # Operators that run in float32 do so from either dtype, so each dtype tries half of them.
         for name, operation in list(operations.items())[turn :: 1 if turn is None else 2]:
             found.append(_Case(name, partial(_within, low, operation), operands, operation(*exactly), dtype))
     return [*found, *_regions(a, b, low), *_functions(a, b, low)]
 
 
 def _within(low: torch.dtype, operation: Operation, *operands: torch.Tensor, **inner: Any) -> torch.Tensor:
-    """Call in a region of autocast, and in one within it, if that is asked for."""
+    """Call `operation` in two nested regions of autocast; `inner` overrides options of the inner one."""
     with torch.autocast("cuda", low), torch.autocast("cuda", **{"dtype": low, **inner}):
         return operation(*operands)
 
 
 def _refused(x: torch.Tensor) -> torch.Tensor:
-    """Return zeros, unless torch refuses a loss that is unsafe in low precision, as it is documented to."""
+    """Return `x` if torch refuses a loss that is unsafe in low precision, as documented; else zeros."""
     try:
         F.binary_cross_entropy(x, x)
     except RuntimeError:
@@ -219,10 +224,10 @@ def _refused(x: torch.Tensor) -> torch.Tensor:
 
 
 def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Case]:
-    """Yield what is not eligible, and regions within others and one after the other."""
+    """Yield cases of ineligible operators, of nested regions, and of code after a region."""
     full, double, half = torch.float32, torch.float64, torch.float16
     wide, narrow, in_half = (_product(a, b, dtype) for dtype in (full, low, half))
-    eighths = (a * 8).round() / 8  # whose sums are exact in any dtype
+    eighths = (a * 8).round() / 8  # their sums are exact in any dtype
     within = partial(_within, low)
 
     def after(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -235,7 +240,7 @@ def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Ca
         with torch.autocast("cuda", low):
             before = _set()
             with contextlib.suppress(_Escaped), torch.autocast("cuda", **{"dtype": low, **inner}):
-                torch.add(a, a)  # no product: a GPU need not have them in another dtype
+                torch.add(a, a)  # no product: the GPU may lack products in this dtype
                 if escape:
                     raise _Escaped
             _require_set(before)
@@ -281,11 +286,11 @@ def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Ca
 
 
 class _Escaped(Exception):
-    """Raised in a region, to leave it that way."""
+    """Raised to leave a region by an exception."""
 
 
 def _set() -> tuple[bool, torch.dtype, bool]:
-    """Return what regions of autocast set."""
+    """Return the state that regions of autocast set."""
     return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
 
 
@@ -293,9 +298,7 @@ def _require_set(before: tuple[bool, torch.dtype, bool]) -> None:
     names = ("whether it is enabled", "its dtype", "whether it caches")
     for name, was, now in zip(names, before, _set(), strict=True):
         if was != now:
-            raise AssertionError(
-                f"a region has left another state of autocast than before: {name} was {was}, and is {now}"
-            )
+            raise AssertionError(f"a region did not restore the state of autocast: {name} was {was}, and is now {now}")
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -303,8 +306,10 @@ def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def _functions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Case]:
-    """Yield products in functions of `torch.amp.custom_fwd`: with the autocast of forward, backward too, where there is none around;
-    and with inputs that are cast to float32, without it.
+    """Yield products in autograd functions with `torch.amp.custom_fwd`.
+
+    Backward must use the autocast state of forward, even when it is called outside the region. With `cast_inputs=torch.float32`
+    both must run in float32, without autocast.
     """
 
     def called(cast: torch.dtype | None, place: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -325,7 +330,7 @@ def _functions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_
 
 
 def _noting(cast: torch.dtype | None, made: list[torch.Tensor]) -> Any:
-    """Return a function of autograd that notes in `made` a product that it makes forward, and one that it makes backward."""
+    """Return an autograd function that appends the product of its forward and that of its backward to `made`."""
 
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, y)

@@ -1,4 +1,4 @@
-"""What `torch.multinomial` draws on each device: by the weights, none of weight 0, and without replacement none twice."""
+"""Check `torch.multinomial`: it follows the weights, never draws weight 0, and repeats nothing without replacement."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MANY = 257
 
 
 def assert_drawn_by_weight(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that `torch.multinomial` draws on each device what its weights say; return how many cases there were.
+    """Assert that `torch.multinomial` draws by its weights on each device; return the number of cases.
 
-    The share of n rows in which an element is drawn is off from its probability by more than t with a probability of 2·e^(-2nt²)
-    (Hoeffding, *Probability inequalities for sums of bounded random variables*, 1963): t is chosen for 10^-12, all elements of a
-    case together.
+    In n rows the share of an element deviates from its probability by more than t with probability at most 2·e^(-2nt²)
+    (Hoeffding, *Probability inequalities for sums of bounded random variables*, 1963). The bound t is chosen so that a right
+    generator fails a case with probability at most 10^-12.
 
     Raises:
-        DeviceMismatch: naming devices, case, and what was drawn wrongly.
+        DeviceMismatch: naming devices, case, and the wrong draws.
     """
     __tracebackhide__ = True
     wrong: list[Wrong] = []
@@ -42,7 +42,7 @@ def assert_drawn_by_weight(devices: Sequence[torch.device], seed: int = 0) -> in
 
 
 def _judged(device: torch.device, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield cases on a device, and what is wrong in each."""
+    """Yield the name of each case with a description of its error on a device, or ""."""
     generator = torch.Generator(device).manual_seed(seed)
     weights = torch.tensor(_WEIGHTS, dtype=torch.float64, device="cpu")
     some = int((weights > 0).sum())
@@ -61,7 +61,7 @@ def _judged(device: torch.device, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def _shares(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities of each element to be drawn first, and second without replacement."""
+    """Return the probability of each element to be drawn first, and to be drawn second without replacement."""
     first = weights / weights.sum()
     odds = first / (1 - first)
     return first, first * (odds.sum() - odds)

@@ -1,4 +1,4 @@
-"""Element by element: what IEEE 754 and integer arithmetic define, in each dtype; and conversions between all dtypes."""
+"""Yield cases of elementwise operators that IEEE 754 or integer arithmetic define, and conversions between all dtypes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _divided(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
 
 
 def elementwise_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each function in each dtype, on special values in all pairs and on arbitrary bits; conversions of all dtypes to all."""
+    """Yield each function in each dtype, on all pairs of special values and on arbitrary bits, then all conversions."""
     for name, function, dtypes, kind in _BINARY:
         for dtype in dtypes:
             yield Case(f"{name} of {name_of(dtype)}", function, pairs(dtype, seed), kind, changes=name in _CHANGING)
@@ -141,9 +141,9 @@ def _conversions(seed: int) -> Iterator[Case]:
     for dtype in ALL:
         for other in ALL:
             if dtype == other or (dtype.is_complex and not other.is_complex):
-                continue  # torch warns of what is lost
+                continue  # torch warns that the imaginary part is lost
             if dtype.is_floating_point and not other.is_floating_point and other != torch.bool:
-                # What is out of range is undefined in C++; 0 to 100 is in that of all.
+                # C++ leaves conversions out of range undefined; every dtype holds 0 to 100.
                 operand = whole((61,), torch.int64, seed, 100).abs().to(dtype)
             elif dtype.is_complex:
                 operand = significands((61,), dtype, seed)

@@ -1,4 +1,4 @@
-"""The operations of `mgpu_check.checks.computing` that have a judge of their own, on several devices."""
+"""Run the operations of `mgpu_check.checks.computing` that have a judge, on several devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SIZE = 32
 
 
 def assert_arithmetic_known(devices: Sequence[torch.device], families: Sequence[str], seed: int = 0) -> int:
-    """Assert that each operation of some families that is known, in each dtype, gives on each device what is known of it.
+    """Assert that each operation with a known result gives it on each device, in each dtype.
 
     Returns:
-        how many cases were judged.
+        the number of cases that were judged.
 
     Raises:
         DeviceMismatch: naming devices, operation and dtype, and the first wrong element.
@@ -44,7 +44,7 @@ def assert_arithmetic_known(devices: Sequence[torch.device], families: Sequence[
 
 
 def _seen(case: ComputeCase, device: torch.device) -> str | None:
-    """Return what is wrong, "" if nothing is; None where the device has no such operation, or it has no judge."""
+    """Describe the error of a case; "" if it is right; None if the device lacks the operation or it has no judge."""
     with torch.cuda.device(device), torch.no_grad(), precision.repeatable(tf32=case.dtype == "tf32"):
         try:
             prepared = OPERATIONS[case.operation](case, device)

@@ -1,4 +1,4 @@
-"""Operators whose results, or operands, have more than 4 MiB: where kernels, blocks and copies change how they work."""
+"""Yield cases with more than 4 MiB of data, where kernels, blocks and copies change how they work."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mgpu_check.torch_hooks.tensors import name_of
 __all__ = ["LEAST", "large_cases"]
 
 LEAST = 4 << 20
-"""Bytes that each case has at least, in what it reads or writes."""
+"""Bytes that each case reads or writes at least."""
 
 
 def large_cases(seed: int = 0, *, more: bool = False) -> Iterator[Case]:
-    """Yield one case per path: product, element by element, conversion, reduction, index, join; `more`: sorting and convolution, too."""
+    """Yield one case per path: product, elementwise, conversion, reduction, index, join; with `more` sorting and convolution too."""
     for dtype, inner in ((torch.float32, 24), (torch.float16, 4)):
         width = 1024 * 4 // dtype.itemsize
         factors = significands((1030, inner), dtype, seed), monomial(inner, width, dtype)
@@ -54,6 +54,6 @@ def large_cases(seed: int = 0, *, more: bool = False) -> Iterator[Case]:
 
 
 def _known(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the product with a matrix that has one element other than 0 per column."""
+    """Return the product with a matrix that has one nonzero element per column."""
     places = b.abs().argmax(dim=0)
     return a[:, places] * b[places, torch.arange(b.shape[1])]

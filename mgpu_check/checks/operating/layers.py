@@ -1,4 +1,4 @@
-"""Layers of networks, their losses and their gradients, in each floating dtype, against float64 on the CPU."""
+"""Yield cases of layers, losses and gradients in each floating dtype; the reference is float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ _LAYERS: tuple[tuple[str, Function], ...] = (
     ("pairwise_distance", lambda x: F.pairwise_distance(x, x.flip(0) + 3)),
     ("bilinear", lambda x: F.bilinear(x[:, :4], x[:, 4:8], x.view(-1)[:48].view(3, 4, 4))),
 )
-"""Functions of a matrix, whose numbers are in (-2, 2)."""
+"""Functions of one matrix with elements in (-2, 2)."""
 
 _WIDE_LAYERS = (*RECURRENT, *WIDE_LOSSES, *WIDE_SPATIAL)
-"""Those of float32 and float64 only."""
+"""Functions for float32 and float64 only."""
 
 
 def layer_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
-    """Yield each function in each dtype, forward; in float32, with `more` in float64 too, their gradients and functions of many
-    steps; gradients of a small network, and steps of optimizers.
+    """Yield each function in each dtype, gradients of a small network, and steps of optimizers.
+
+    In float32 the gradients of all functions are added, and functions of many steps; with `more` in float64 too.
     """
     yield from optimizer_cases(seed)
     for dtype in FLOATS:
@@ -74,7 +75,7 @@ def _gradient(call: Function) -> Function:
     def gradient(x: torch.Tensor) -> torch.Tensor:
         leaf = x.detach().requires_grad_()
         result = call(leaf)
-        # Weights that differ, so that no gradient vanishes because those of a row add up to nothing.
+        # Unequal weights: with equal ones the gradients of a row could cancel.
         weights = torch.arange(result.numel(), device=x.device).view(result.shape) % 5
         return torch.autograd.grad(result, leaf, 2 * result.detach() + weights.to(x.dtype))[0]
 
@@ -82,7 +83,7 @@ def _gradient(call: Function) -> Function:
 
 
 def _network(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
-    """Train a step: the loss, its gradients, and the parameters after it."""
+    """Return the loss of one training step, its gradients, and the parameters after it."""
     leaves = [first.detach().clone().requires_grad_(), second.detach().clone().requires_grad_()]
     loss = F.mse_loss(torch.tanh(x @ leaves[0] / 8) @ leaves[1] / 4, x[:, :3])
     gradients = list(torch.autograd.grad(loss, leaves))
@@ -94,7 +95,7 @@ def _network(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> list
 
 
 def _exact_gradients(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield gradients of moves and of products of whole numbers, which are exact."""
+    """Yield gradients that are exact: those of moves, and those of products of whole numbers."""
 
     def product(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = x.detach().requires_grad_(), w.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Losses, in the dtypes of layers."""
+"""List the losses that `layer_cases` calls in each floating dtype."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ __all__ = ["LOSSES", "WIDE_LOSSES"]
 
 
 def _classes(x: torch.Tensor) -> torch.Tensor:
-    """Return a class for each row."""
     return torch.arange(len(x), device=x.device) * 5 % x.shape[1]
 
 
 def _signs(x: torch.Tensor) -> torch.Tensor:
-    """Return 1 and -1 by turns, for each row."""
+    """Return 1 and -1 in turn, one for each row."""
     return (1 - 2 * (torch.arange(len(x), device=x.device) % 2)).to(x.dtype)
 
 
 def _weighed_loss(x: torch.Tensor) -> torch.Tensor:
-    """Work out a loss with classes of unequal weight, targets that do not count, and smoothed labels."""
+    """Compute a loss with class weights, an ignored target, and smoothed labels."""
     targets = torch.arange(len(x), device=x.device) % 5
     return F.cross_entropy(x, targets, x[0].detach().abs() + 0.5, ignore_index=2, label_smoothing=0.25)
 
@@ -50,9 +49,9 @@ LOSSES: tuple[tuple[str, Function], ...] = (
     ("gaussian_nll_loss", lambda x: F.gaussian_nll_loss(x, x.flip(0), x.roll(1, 0).abs() + 0.5)),
     ("poisson_nll_loss", lambda x: F.poisson_nll_loss(x, x.flip(0).abs())),
 )
-"""Functions of a matrix, whose numbers are in (-2, 2)."""
+"""Functions of one matrix with elements in (-2, 2)."""
 
 WIDE_LOSSES: tuple[tuple[str, Function], ...] = (
     ("multi_margin_loss", lambda x: F.multi_margin_loss(x, _classes(x), margin=0.75)),
 )
-"""As above, without kernels for float16 and bfloat16 on some devices."""
+"""Losses without kernels for float16 and bfloat16 on some devices."""

@@ -1,4 +1,4 @@
-"""What moves elements and computes nothing keeps every bit of every dtype, whatever the layout."""
+"""Yield cases of operators that only move elements; they must keep every bit in every dtype and layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _MOVES: tuple[tuple[str, Function], ...] = (
 
 
 def _layouts(dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor | Window]]:
-    """Yield the same matrix, laid out in each way that there is."""
+    """Yield a matrix in each layout: contiguous, transposed, and with gaps."""
     data = anything(4 * _ROWS * _COLUMNS, dtype, seed)
     yield "", data[: _ROWS * _COLUMNS].view(_ROWS, _COLUMNS)
     yield ", transposed", Window(data[: _ROWS * _COLUMNS].view(_COLUMNS, _ROWS), lambda storage: storage.t())
@@ -78,7 +78,7 @@ def _layouts(dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor 
 
 
 def move_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each move in each dtype, on arbitrary bits, contiguous; some of them in other layouts."""
+    """Yield each move in each dtype on arbitrary bits of a contiguous matrix, and some moves in other layouts."""
     index = torch.arange(_ROWS, device="cpu") * 5 % _ROWS
     for dtype in ALL:
         for layout, operand in _layouts(dtype, seed):
@@ -99,7 +99,7 @@ def move_cases(seed: int = 0) -> Iterator[Case]:
 
 
 def _added(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield what moves elements and adds them up where several meet."""
+    """Yield moves that add up the elements that reach the same place, and an embedding."""
     if dtype == torch.bool or dtype.is_complex:
         return
     kind, places = name_of(dtype), torch.arange(_ROWS, device="cpu") % 4

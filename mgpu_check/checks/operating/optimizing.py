@@ -1,4 +1,4 @@
-"""Steps of optimizers on one device: parameters of several sizes at once, and gradients that GradScaler finds infinite."""
+"""Yield steps of optimizers on one device, with parameters of several sizes and gradients that GradScaler finds infinite."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def optimizer_cases(seed: int = 0) -> Iterator[Case]:
 
 
 def _stepped(x: torch.Tensor, name: str, form: str) -> list[torch.Tensor]:
-    """Return what parameters are after a step, one that is skipped for an infinite gradient, and another step."""
+    """Return the parameters after three steps, the second of them skipped for an infinite gradient."""
     kind, options = _OPTIMIZERS[name]
-    # Odd and even numbers of elements, whole rows and single ones: kernels of lists work in chunks and vectors.
+    # Odd, even and single numbers of elements: kernels for lists of tensors work in chunks and vectors.
     parameters = [part.detach().clone().requires_grad_() for part in (x, x[0], x[1, :8], x[2, :1])]
     optimizer = kind(parameters, lr=0.125, **options, **{form: True})
     scaler = torch.amp.GradScaler(x.device.type, init_scale=4.0)
     for step in range(3):
         for number, parameter in enumerate(parameters, start=1):
-            # None is near 0: whether such a one is above or below it would be a matter of rounding.
+            # Keep gradients away from 0, where rounding could change their sign.
             gradient = (parameter.detach().abs() * number + 0.5) * (1 - 0.75 * step)
             parameter.grad = scaler.scale(gradient)
         if step == 1:

@@ -1,8 +1,8 @@
-"""Products of matrices and convolutions, in every spelling, whose results are known to the bit in any order of summation.
+"""Yield products of matrices and convolutions whose results are known bit for bit in any order of summation.
 
-In one kind of case a factor has one element other than 0 per row or column, a power of two: each result is an element of the other
-factor with all its digits, which a unit that computes in a narrower format loses. In the other kind factors are whole numbers,
-of which many are added up: a sum that is kept in a narrow format loses some.
+In one kind of case a factor has one nonzero element per row or column, a power of two. Each result is then an element of the
+other factor with all its digits; a unit that computes in a narrower format loses some. In the other kind the factors are whole
+numbers, and many products are added up; a sum in a narrow format loses some of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def monomial(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Call a module; its parameters are where `weight` is."""
+    """Call `nn.Linear` with these parameters, on their device."""
     module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         module.weight.copy_(weight)
@@ -62,7 +62,7 @@ _OF_TWO: tuple[tuple[str, Function], ...] = (
     ("F.linear", lambda a, b: F.linear(a, b.t())),
     ("F.linear of a batch", lambda a, b: F.linear(torch.stack([a, a]), b.t().contiguous())),
 )
-"""Calls of two matrices."""
+"""Products of two matrices."""
 
 _MODULES: tuple[tuple[str, Function], ...] = (
     ("nn.Linear", lambda a, b: _linear(a, b.t())),
@@ -71,14 +71,14 @@ _MODULES: tuple[tuple[str, Function], ...] = (
 
 
 def _sharp(dtype: torch.dtype, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield factors of which the first, then the second, has all its digits in use."""
+    """Yield two pairs of factors: the first factor, then the second, uses all its digits."""
     full = significands((_M, _K), dtype, seed)
     yield full, monomial(_K, _N, dtype)
     yield monomial(_K, _M, dtype).t().contiguous(), significands((_K, _N), dtype, seed + 1)
 
 
 def _added(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors [x, y, -x] and [z; w; z]: the product has two terms, and partial sums far above what a narrow dtype holds."""
+    """Return factors [x, y, -x] and [z; w; z]: the product is y·w, and partial sums exceed the range of a narrow dtype."""
     most = min(LARGEST[name_of(dtype)], 127)
     half = (_K - 2) // 2
     x, y = whole((_M, half), dtype, seed, most), whole((_M, _K - 2 * half), dtype, seed + 1, min(most, 8))
@@ -87,7 +87,7 @@ def _added(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def product_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each spelling in each floating dtype on full significands and on sums; some of them in complex ones; convolutions."""
+    """Yield each function in each floating dtype on full significands and on sums, convolutions, and complex products."""
     for dtype in FLOATS:
         kind = name_of(dtype)
         for name, call in (*_OF_TWO, *_MODULES):
@@ -96,7 +96,7 @@ def product_cases(seed: int = 0) -> Iterator[Case]:
                     f"{name} of {kind} ({'first' if place == 0 else 'second'} factor sharp)", call, (a, b), "numbers"
                 )
             if name not in ("dot", "outer", "mv", "matrix @ vector"):
-                # In float64, which is exact, and in the narrow dtype once.
+                # The sum is exact in float64; only the conversion to the narrow dtype rounds.
                 a, b = _added(dtype, seed)
                 right = call(a.double(), b.double()).to(dtype)
                 yield Case(f"{name} of {kind} (sums)", call, (a, b), "numbers", right)
@@ -114,12 +114,12 @@ def product_cases(seed: int = 0) -> Iterator[Case]:
 
 
 def _of_one_channel(taps: torch.Tensor) -> torch.Tensor:
-    """Return five filters with the taps that these have in whichever channel: none is all zeros."""
+    """Return five filters of one channel that keep the taps of all channels, so no filter is zero."""
     return taps[:5].sum(1, keepdim=True)
 
 
 def _convolutions(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield convolutions in which each filter has one tap. With strides of 2 cuDNN has no algorithms that round otherwise."""
+    """Yield convolutions whose filters have one tap each. The stride of 2 or 3 keeps cuDNN from algorithms that round."""
     kind = name_of(dtype)
     image = significands((2, 5, 9, 8), dtype, seed)
     taps = monomial(5 * 3 * 3, 6, dtype).t().reshape(6, 5, 3, 3).contiguous()

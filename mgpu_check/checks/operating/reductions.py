@@ -1,4 +1,4 @@
-"""Reductions, sorting and searching, whose results are exact in any order."""
+"""Yield cases of reductions, sorting and searching whose results are exact in any order."""
 
 from __future__ import annotations
 
@@ -69,16 +69,18 @@ _TIES: tuple[tuple[str, Function], ...] = (
         lambda a: torch.searchsorted(a.sort(dim=1).values, a[:, :5].contiguous(), right=True),
     ),
 )
-"""Functions for which torch documents what they say of equal elements: the first place, all in their order, or their number.
-Source: documentation of `torch.argmax`, `torch.max`, `torch.sort` and `torch.searchsorted`."""
+"""Functions with a documented result for equal elements: the first place, all in their order, or their number.
+
+Source: documentation of `torch.argmax`, `torch.max`, `torch.sort` and `torch.searchsorted`.
+"""
 
 
 def reduction_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each reduction in each dtype: of whole numbers, of one sharp number among zeros, of extremes, of equal elements."""
+    """Yield each reduction in each dtype, on whole numbers, one full significand among zeros, extremes, and equal elements."""
     shape = _ROWS, _COLUMNS
     for name, call, dtypes in _SUMS:
         for dtype in dtypes:
-            # Of integers sums wrap as they do on the CPU, so any number will do.
+            # Sums of integers wrap around as on the CPU, so any number will do.
             data = whole(shape, dtype, seed) if dtype.is_floating_point else significands(shape, dtype, seed)
             yield Case(f"{name} of {name_of(dtype)}", call, (data,), "numbers")
             if dtype.is_floating_point and name != "mean of rows":
@@ -108,7 +110,7 @@ def reduction_cases(seed: int = 0) -> Iterator[Case]:
 
 
 def _alone(dtype: torch.dtype, seed: int, rows: int) -> torch.Tensor:
-    """Return a matrix of zeros but for one number with all its digits in each of the first `rows`, no two in one column."""
+    """Return a matrix of zeros, with one full significand in each of the first `rows` rows, no two in one column."""
     matrix = torch.zeros(_ROWS, _COLUMNS, dtype=dtype, device="cpu")
     places = torch.arange(rows, device="cpu")
     matrix[places, places] = significands((rows,), dtype, seed)
@@ -116,6 +118,6 @@ def _alone(dtype: torch.dtype, seed: int, rows: int) -> torch.Tensor:
 
 
 def _ordered(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return arbitrary bits, without NaN, whose order is told otherwise."""
+    """Return arbitrary bits, with 1 in place of NaN, which has no place in the order."""
     data = anything(shape[0] * shape[1], dtype, seed)
     return data.where(data == data, 1).view(shape)

@@ -1,4 +1,4 @@
-"""Layers of sequences: attention, embeddings, recurrent layers; in the dtypes of layers."""
+"""List attention, embeddings and recurrent layers that `layer_cases` calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = 16
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """Return indices of rows, each twice and in no order."""
+    """Return indices of rows, each of them twice, not in order."""
     return torch.arange(2 * len(x), device=x.device) * 5 % len(x)
 
 
@@ -47,11 +47,11 @@ SEQUENCES: tuple[tuple[str, Function], ...] = (
     ),
     ("embedding_bag, maxima", lambda x: F.embedding_bag(_words(x).view(8, 3), x, mode="max")),
 )
-"""Functions of a matrix of 16 columns, whose numbers are in (-2, 2)."""
+"""Functions of one matrix of 16 columns with elements in (-2, 2)."""
 
 
 def _with_weights(build: Any, *args: Any, **options: Any) -> Function:
-    """Return a function that takes a matrix as weights, and as three sequences of four steps, of a layer."""
+    """Return a function that makes the weights of a layer, and its input of three sequences of four steps, from one matrix."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         layer = build(*args, **options, device="meta").eval()
@@ -64,24 +64,24 @@ def _with_weights(build: Any, *args: Any, **options: Any) -> Function:
 
 
 def _called(layer: nn.Module, x: torch.Tensor, inputs: tuple[Any, ...]) -> Any:
-    """Call a layer, which has shapes only, with weights that are made of a matrix."""
+    """Call a layer on the meta device with weights taken from a matrix."""
     flat = x.reshape(-1) / 4
     weights = {
         name: shaped(flat.roll(number), *parameter.shape)
         for number, (name, parameter) in enumerate(layer.named_parameters())
     }
     with warnings.catch_warnings():
-        # Weights that do not lie together are put together by each call of cuDNN, with a warning.
+        # The weights are not contiguous, so cuDNN copies them at each call and warns.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         return torch.func.functional_call(layer, weights, inputs)
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """Take a matrix as weights, and as three sequences of unequal lengths, which are packed on the CPU and moved."""
+    """Run a GRU on three sequences of unequal lengths that are packed on the CPU and moved to the device."""
     layer = nn.GRU(4, 3, batch_first=True, device="meta")
-    # In an order that sorting twice does not restore.
+    # The permutation that sorts these lengths is not its own inverse.
     lengths = torch.tensor([2, 4, 3], device="cpu")
-    # Its annotation takes no device.
+    # Any: the annotation of `PackedSequence.to` takes no device.
     steps: Any = rnn.pack_padded_sequence(x.view(3, 4, _COLUMNS)[..., :4].cpu(), lengths, True, enforce_sorted=False)
     outputs, last = _called(layer, x, (steps.to(x.device),))
     return torch.cat([last[0], rnn.pad_packed_sequence(outputs, batch_first=True)[0].flatten(1)], dim=1)
@@ -99,4 +99,4 @@ RECURRENT: tuple[tuple[str, Function], ...] = (
         _with_weights(nn.TransformerEncoderLayer, 4, 2, 8, norm_first=True, activation="gelu"),
     ),
 )
-"""Functions of a matrix of 12 rows and 16 columns that round in many steps, one after the other."""
+"""Functions of one matrix of 12 rows and 16 columns that round in many successive steps."""

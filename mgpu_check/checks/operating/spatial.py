@@ -1,4 +1,4 @@
-"""Layers of images, signals and volumes: convolutions, pooling, resizing, padding; in the dtypes of layers."""
+"""List convolutions, pooling, resizing and padding of images, signals and volumes that `layer_cases` calls."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["SPATIAL", "WIDE_SPATIAL"]
 
 
 def _convolved(image: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Convolve with taps and a bias of `x`; with strides of 2 cuDNN has no algorithms that round otherwise."""
+    """Convolve with taps and a bias from `x`. With a stride of 2 cuDNN has no algorithms that round differently."""
     return F.conv2d(image, shaped(x, 2, 4, 3, 3), x[0, :2], stride=2, padding=1)
 
 
 def _images(name: str, *args: Any, **options: Any) -> Function:
-    """Return a function that takes a matrix as three images of four channels, and looks the function up as it is called."""
+    """Return a function that views a matrix as three images of four channels. It looks up `name` at each call."""
     return lambda x: getattr(F, name)(x.view(3, 4, 4, 4), *args, **options)
 
 
 def _signals(name: str, *args: Any, **options: Any) -> Function:
-    """Return a function that takes a matrix as three signals of four channels."""
+    """Return a function that views a matrix as three signals of four channels."""
     return lambda x: getattr(F, name)(x.view(3, 4, 16), *args, **options)
 
 
 def _volumes(name: str, *args: Any, **options: Any) -> Function:
-    """Return a function that takes a matrix as three volumes of one channel."""
+    """Return a function that views a matrix as three volumes of one channel."""
     return lambda x: getattr(F, name)(x.view(3, 1, 4, 4, 4), *args, **options)
 
 
@@ -78,10 +78,10 @@ SPATIAL: tuple[tuple[str, Function], ...] = (
     ("pixel_unshuffle", _images("pixel_unshuffle", 2)),
     ("instance_norm", _images("instance_norm")),
 )
-"""Functions of a matrix, whose numbers are in (-2, 2)."""
+"""Functions of one matrix with elements in (-2, 2)."""
 
 WIDE_SPATIAL: tuple[tuple[str, Function], ...] = (
     ("avg_pool3d", _volumes("avg_pool3d", 2)),
     ("local_response_norm", _images("local_response_norm", 3, alpha=0.5)),
 )
-"""As above, without kernels for float16 and bfloat16 on some devices."""
+"""Functions without kernels for float16 and bfloat16 on some devices."""

@@ -1,4 +1,4 @@
-"""Operands that show what small whole numbers hide: full significands, all kinds of special values, extremes, every bit."""
+"""Make operands that show errors which small whole numbers hide: full significands, special values, extremes, any bits."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def shaped(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def significands(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return finite numbers that use every digit of a dtype: of floats from 1/8 to 16 with either sign, of integers any.
+    """Return finite numbers that use every digit of a dtype.
 
-    A product or a copy in a narrower format loses digits of nearly each.
+    Floats are between 1/8 and 16 in magnitude, with either sign; integers are arbitrary. A product or a copy in a narrower
+    format loses digits of nearly every number.
     """
     if dtype.is_complex:
         parts = significands((*shape, 2), _PART[dtype], seed)
@@ -63,7 +64,7 @@ def significands(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> t
 
 @lru_cache(maxsize=256)
 def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, most: int = 3) -> torch.Tensor:
-    """Return whole numbers in [-most, most], of unsigned integers and booleans in [0, most] or [0, 1]."""
+    """Return whole numbers in [-most, most]; uint8 has [0, most], bool has [0, 1]."""
     if dtype.is_complex:
         return torch.view_as_complex(whole((*shape, 2), _PART[dtype], seed, most))
     if dtype == torch.bool:
@@ -74,13 +75,13 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, most: int =
 
 @lru_cache(maxsize=64)
 def small(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return numbers in (-2, 2) with all their digits in use."""
+    """Return numbers in (-2, 2) that use all digits of the dtype."""
     return fractions(shape, seed=seed, device=_CPU, dtype=dtype, low=-2.0, high=2.0)
 
 
 @lru_cache(maxsize=64)
 def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return elements with arbitrary bits: the special values first, then as if drawn, NaN with payloads among them."""
+    """Return elements with arbitrary bits: first the special values, then pseudorandom bits, including NaN with payloads."""
     if dtype.is_complex:
         return torch.view_as_complex(anything(2 * count, _PART[dtype], seed).view(-1, 2))
     if dtype == torch.bool:
@@ -95,9 +96,9 @@ def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def pairs(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two operands in which each special value meets each other one, and arbitrary bits meet arbitrary bits."""
+    """Return two operands that pair each special value with every other, then arbitrary bits with arbitrary bits."""
     special = _special(dtype)
-    more = 61  # odd: vector units have a remainder to do
+    more = 61  # odd, so that vector units have a remainder to handle
     first = torch.cat([special.repeat_interleave(len(special)), anything(more, dtype, seed + 5)])
     second = torch.cat([special.repeat(len(special)), anything(more, dtype, seed + 6).flip(0)])
     return first, second
