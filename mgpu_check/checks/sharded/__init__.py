@@ -1,1 +1,1 @@
-"""What is divided among ranks by torch itself: DTensors, parameters, optimizers, statistics, checkpoints."""
+"""Check torch's own sharding: DTensors, FSDP, sharded optimizers, synchronised statistics, checkpoints."""

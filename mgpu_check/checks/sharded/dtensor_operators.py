@@ -1,4 +1,4 @@
-"""Operators on DTensors: results and gradients are those of the whole tensors, wherever the operands are divided."""
+"""Check that operators on DTensors give the results and gradients of whole tensors, for every placement of the operands."""
 
 from __future__ import annotations
 
@@ -70,25 +70,24 @@ _OF_ALIKE: tuple[tuple[str, _Binary], ...] = (
     ("linear", lambda x, y: F.linear(x, y)),
     ("lerp", lambda x, y: torch.lerp(x, y, 0.25)),
 )
-"""Functions of matrices of one shape."""
+"""Functions of two matrices of the same shape."""
 
 _DIVIDED: tuple[Placement, ...] = (Shard(0), Shard(1), Partial("sum"))
 _PLACES: tuple[Placement, ...] = (*_DIVIDED, Replicate())
 
 
 def assert_operators_agree(rank: Rank, seed: int) -> None:
-    """Assert that operators on DTensors give results and gradients of the whole, each rank its part. A collective.
+    """Assert that operators on DTensors give each rank its part of the right results and gradients. A collective.
 
-    Operands are divided unevenly, and no part is empty. Each operator is called with one placement of each operand, which goes
-    round with `seed`. Numbers are small and whole; what is no whole number may be off by rounding, which depends on how sums
-    are divided.
+    Operands are divided unevenly, and no part is empty. Each operator runs with one placement per operand; `seed` selects it.
+    The operands are small whole numbers. Results may differ by rounding, which depends on how sums are divided.
 
     Raises:
         ShardError: a result or a gradient of this rank is wrong; names operator and placements.
     """
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
-    shape = max(3, 2 * rank.size - 1), max(5, 3 * rank.size - 1)  # torch refuses extremes of an empty part
+    shape = max(3, 2 * rank.size - 1), max(5, 3 * rank.size - 1)  # torch refuses the maximum of an empty part
     wholes = [_numbers(shape, seed + number) for number in range(2)]
     require_none_wrong((_wrong(*call, mesh) for call in _calls(wholes, seed)), rank)
 
@@ -98,7 +97,7 @@ _Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], tuple[Placem
 
 def _calls(wholes: list[torch.Tensor], seed: int) -> Iterator[_Call]:
     for number, (name, unary) in enumerate(_OF_ONE, seed):
-        places = _DIVIDED[:2] if "norm" in name else _DIVIDED  # torch has no gradient of norms of what is partial
+        places = _DIVIDED[:2] if "norm" in name else _DIVIDED  # torch has no gradient for norms of partial tensors
         yield name, unary, wholes[:1], (places[number % len(places)],)
     pairs = [pair for pair in itertools.product(_PLACES, repeat=2) if pair != (Replicate(), Replicate())]
     for number, (name, binary) in enumerate(_OF_ALIKE):
@@ -106,7 +105,7 @@ def _calls(wholes: list[torch.Tensor], seed: int) -> Iterator[_Call]:
 
 
 def _numbers(shape: tuple[int, int], seed: int) -> torch.Tensor:
-    """Return whole numbers from -3 to 3, float32 on the CPU, no row or column like another."""
+    """Return whole numbers drawn from -3 to 3, float32 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator, device="cpu").float()
 
@@ -118,7 +117,7 @@ def _wrong(
     places: tuple[Placement, ...],
     mesh: DeviceMesh,
 ) -> str:
-    """Say what is wrong with a call; "" if nothing is."""
+    """Describe the error of a call; "" if it is right."""
     what = f"{name} of {' and '.join(text_of([place]) for place in places)}"
     leaves = [whole.clone().requires_grad_() for whole in wholes]
     right = call(*leaves)
@@ -127,7 +126,7 @@ def _wrong(
     given = [placed(whole, [place], mesh).requires_grad_() for whole, place in zip(wholes, places, strict=True)]
     got = call(*given)
     if not isinstance(got, DTensor):
-        return f"{what} is no DTensor"
+        return f"{what} is not a DTensor"
     back = [Replicate() if isinstance(place, Partial) else place for place in got.placements]
     gradients = torch.autograd.grad(got, given, placed(weights.to(right.dtype), back, mesh))
     wrong = _differs(what, got, right, mesh)
@@ -147,7 +146,7 @@ def _differs(what: str, got: DTensor, right: torch.Tensor, mesh: DeviceMesh) -> 
     if here.shape != expected.shape:
         return f"{what}, {text_of(got.placements)}, has a part of {list(here.shape)}, expected {list(expected.shape)}"
     off = (here.double() - expected.double()).abs()
-    # Sums of fewer than 2^8 terms below 2^8 are exact; functions of them are rounded some ten times.
+    # Sums of fewer than 2^8 terms below 2^8 are exact; functions of these sums round about ten times.
     most = float(right.double().abs().max()) * 2.0**-18
     if bool((off <= most).all()):
         return ""
@@ -167,10 +166,10 @@ _OF_CLASSES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def assert_losses_agree(rank: Rank, seed: int) -> None:
-    """Assert that mean losses of DTensors are the mean over all samples, divided evenly or not. A collective.
+    """Assert that the mean losses of DTensors average over all samples, divided evenly or not. A collective.
 
     Raises:
-        ShardError: a loss of this rank is wrong; names it and the placements.
+        ShardError: a loss on this rank is wrong; names the loss, the number of samples and of ranks.
     """
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
@@ -179,7 +178,7 @@ def assert_losses_agree(rank: Rank, seed: int) -> None:
         x, y = _numbers((rows, 5), seed), _numbers((rows, 5), seed + 1)
         for name in _LOSSES:
             _judge_loss(name, getattr(F, name), (x, y), {}, rank, mesh)
-        if even:  # of unequal parts torch refuses it up to 2.13
+        if even:  # torch up to 2.13 refuses nll_loss of unequal parts
             for name, options in _OF_CLASSES:
                 _judge_loss(name, F.nll_loss, (x, torch.arange(rows, device="cpu") % 5), options, rank, mesh)
 
@@ -192,7 +191,7 @@ def _judge_loss(
     rank: Rank,
     mesh: DeviceMesh,
 ) -> None:
-    """Compare the loss of operands that are divided by samples."""
+    """Compare the loss of operands that are divided by samples with that of the whole operands."""
     __tracebackhide__ = True
     divided = [placed(whole, [Shard(0)], mesh) for whole in wholes]
     given = {

@@ -1,4 +1,4 @@
-"""FSDP1: models whose flat parameters `FullyShardedDataParallel` divides, against one device: to the bit, on exact data."""
+"""Compare models in `FullyShardedDataParallel` (FSDP1) with one device, bit for bit, on exact data."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _PREFIX = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class _Way:
-    """How a model is divided.
+    """A configuration of `FullyShardedDataParallel`.
 
     Attributes:
-        strategy: of torch.
+        strategy: a member of `ShardingStrategy`.
         named: parameters keep their names and shapes (``use_orig_params``), so each has a gradient of its own.
-        unsynchronized: the first micro-batch is under ``no_sync``.
-        ahead: the next layer's parameters are fetched while one computes, in both passes.
+        unsynchronized: the first micro-batch runs under ``no_sync``.
+        ahead: the parameters of the next layer are fetched while a layer computes, in both passes.
     """
 
     strategy: str
@@ -60,7 +60,7 @@ _WAYS = (
 
 
 def _wrapped(training: ExactTraining, rank: Rank, way: _Way) -> FullyShardedDataParallel:
-    """Return the model of a training on the device of `rank`, each linear layer and the whole wrapped."""
+    """Return the model of a training on the device of `rank`, with each linear layer and the whole model wrapped."""
     options: dict[str, Any] = {"use_orig_params": way.named, "device_id": rank.device}
     if way.ahead:
         options |= {
@@ -80,7 +80,7 @@ def _wrapped(training: ExactTraining, rank: Rank, way: _Way) -> FullyShardedData
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what torch says of worlds of one rank, where there is nothing to divide."""
+    """Suppress torch's warnings about worlds of one rank, where there is nothing to divide."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
         warnings.filterwarnings("ignore", message="(The|When using) `+NO_SHARD`")
@@ -88,12 +88,12 @@ def _quiet() -> Iterator[None]:
 
 
 def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
-    """Assert that a model in `FullyShardedDataParallel` trains as one device does. A collective.
+    """Assert that a model in `FullyShardedDataParallel` trains as on one device. A collective.
 
-    Parameters are freed after the forward pass, kept until the backward one, fetched ahead, and divided in one dimension
-    of a mesh and repeated in the other; gradients are accumulated over two micro-batches in the first step, also with no
-    reduction after the first of them. The loss is multiplied by the number of ranks, by which gradients are divided: both
-    are exact. The norm that clipping gives must be that of all gradients.
+    The configurations free parameters after the forward pass, keep them until the backward pass, fetch them ahead, and repeat
+    shards over one dimension of a mesh. The first step accumulates gradients over two micro-batches; one configuration skips
+    the reduction after the first. FSDP divides gradients by the number of ranks, so the loss is multiplied by it. The norm
+    from clipping must cover all gradients.
 
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients, their norm or parameters differ.
@@ -129,7 +129,7 @@ def _step(
     way: _Way,
     windows: int,
 ) -> torch.Tensor:
-    """Take a step by gradients that are accumulated over so many micro-batches; return the outputs."""
+    """Train for one step with gradients accumulated over `windows` micro-batches; return the outputs."""
     x, y = part
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
@@ -144,7 +144,7 @@ def _step(
 
 
 def _whole(model: FullyShardedDataParallel, step: int, way: _Way) -> dict[str, torch.Tensor]:
-    """Put parameters together, and gradients where they have names; as `checks.exact_training.seen` names them. A collective."""
+    """Gather parameters, and gradients if they have names, under the names of `checks.exact_training.seen`. A collective."""
     found = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
         for name, value in model.named_parameters():
@@ -159,7 +159,7 @@ def _whole(model: FullyShardedDataParallel, step: int, way: _Way) -> dict[str, t
 def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, what: str, rank: Rank) -> None:
     gradients = [value.double() for name, value in wanted.items() if name.startswith(f"step {step}: gradient of ")]
     right = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
-    # Squares, sums and roots of float32, each rounded once: see `mgpu_check.numerics.bounds`.
+    # Squares, sums and roots in float32 round once each: see `mgpu_check.numerics.bounds`.
     most = right * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
     if not abs(norm - right) <= most:
         raise GradientMismatch(
@@ -169,7 +169,7 @@ def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, what
 
 
 def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: _Way, what: str) -> None:
-    """Judge how many elements of each layer's flat parameter this rank holds: the last parts are padded."""
+    """Check how many elements of each layer's flat parameter this rank holds; torch pads the last parts."""
     if way.named:
         return
     got = [value.numel() for value in model.parameters()]
@@ -183,11 +183,12 @@ def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank:
 
 
 def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
-    """Assert that full state dicts of a model in `FullyShardedDataParallel` and its optimizer are those of one device, and that a
-    model that is divided in another way goes on from them. A collective.
+    """Assert that full state dicts under `FullyShardedDataParallel` equal those of one device. A collective.
+
+    A model with another configuration loads the state dicts of model and optimizer, and must then train as on one device.
 
     Raises:
-        GradientMismatch: parameters or momentum of the state differ, or what comes of the second step.
+        GradientMismatch: parameters or momentum of the state differ, or the results of the second step.
     """
     __tracebackhide__ = True
     expected = one_device(training)
@@ -199,7 +200,7 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
         _step(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
         state = take_full_state(training, model, optimizer, expected, findings, what, rank)
         if findings.anywhere(rank):
-            return  # what rank 0 would give out, all others would find wrong, too
+            return  # rank 0 would broadcast the wrong state, and all ranks would report it again
         fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
         again = sgd(training, fresh)
         give_full_state(training, state, fresh, again)

@@ -1,4 +1,4 @@
-"""FSDP2: models whose parameters `fully_shard` divides among ranks, against one device: to the bit, on exact data."""
+"""Compare models under `fully_shard` (FSDP2) with one device, bit for bit, on exact data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("resharding off", "set_requires_all_reduce", {"reshard_after_forward": False}),
     ("offloaded", "set_requires_all_reduce", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 )
-"""How a model is divided: what it is called, the reduction that only the last micro-batch needs, options of `fully_shard`."""
+"""Configurations: name, method that switches a reduction off until the last micro-batch, options of `fully_shard`."""
 
 
 def sharded(
@@ -51,12 +51,14 @@ def sharded(
     together: bool = False,
     **options: Any,
 ) -> nn.Sequential:
-    """Return the model of a training on the device of `rank`, each linear layer and the whole under `fully_shard`.
+    """Return the model of a training on the device of `rank`, with `fully_shard` on each linear layer and on the whole.
 
-    With `together` the last two layers are divided as one group. With `memory_later` the model is divided without memory, on the meta device, and then given some: what it holds is undefined, as
-    where a model is too large for one device.
+    Gradients are averaged if the world size is a power of two, so that no quotient rounds, and summed otherwise.
 
-    Gradients are averaged where the world size is a power of two, so that no quotient rounds, and added up elsewhere.
+    Args:
+        memory_later: shard the model on the meta device and allocate it afterwards, as for a model that is too large for one
+            device; its values are undefined.
+        together: shard the last two layers as one group.
     """
     model = training.model().to("meta" if memory_later else rank.device)
     mesh = init_device_mesh("cuda", (rank.size,)) if mesh is None else mesh
@@ -80,24 +82,24 @@ def _add_up(model: nn.Module) -> None:
 
 
 def scale_of(ranks: int) -> float:
-    """Return by what the sum of the gradients of all ranks is multiplied: see `sharded`."""
+    """Return the factor that a model of `sharded` applies to the sum of all ranks' gradients."""
     return 1.0 if ranks & (ranks - 1) else 1.0 / ranks
 
 
 def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensions: int) -> None:
-    """Assert that a model under `fully_shard` trains as one device does, over a mesh of one dimension, or two (HSDP). A
-    collective.
+    """Assert that a model under `fully_shard` trains as on one device, over a mesh of one or two dimensions. A collective.
 
-    Parameters are freed after the forward pass (of an even number of parts each pair of ranks keeps a whole), kept until the
-    backward one, and offloaded to the CPU; gradients are accumulated over two micro-batches in the first step. They are
-    reduced only then, or, in the last two cases, scattered after each and added up over the dimension that repeats only then.
-    Parameters that are freed are fetched ahead of time, by name; of those that are kept, weights are divided by columns, where
-    these are a multiple of the parts. Each rank must hold its chunk, of the first dimension else, before and after each
-    step, and no more.
+    Three configurations free parameters after the forward pass, keep them until the backward pass, or offload them to the CPU.
+    The first step accumulates gradients over two micro-batches. The first configuration reduces them after the last one only.
+    The others scatter after each, and sum over the replicating dimension of the mesh (HSDP) after the last one only.
+
+    Freed parameters are prefetched explicitly. If more than two ranks divide them, and an even number, each pair of ranks keeps
+    a whole copy after the forward pass. Kept weights are divided by columns if their number is a multiple of the parts.
+    All other parameters are divided along the first dimension. Each rank must hold exactly its chunk before and after each step.
 
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
-        ShardError: this rank holds other parts of the parameters than it should.
+        ShardError: this rank does not hold its parts of the parameters.
     """
     __tracebackhide__ = True
     expected = one_device(training, scale=scale_of(rank.size))
@@ -133,12 +135,12 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
 
 
 def _by_columns(parts: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Say by which dimension a parameter is divided: None is the first. Torch divides the others in equal parts only."""
+    """Return a placement function: by columns if they divide evenly, as torch requires, else None for the first dimension."""
     return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % parts == 0 else None
 
 
 def _fetch_ahead(model: nn.Sequential) -> None:
-    """Have each divided layer fetch the next one's parameters, and in the backward pass those of the one before."""
+    """Make each sharded layer prefetch the parameters of the next one, and in the backward pass of the previous one."""
     layers = [layer for layer in model if isinstance(layer, FSDPModule)]
     for before, after in itertools.pairwise(layers):
         before.set_modules_to_forward_prefetch([after])
@@ -154,17 +156,17 @@ def _step_of_windows(
     windows: int,
     until_last: str,
 ) -> torch.Tensor:
-    """Take a step by gradients that are accumulated over so many micro-batches; return the outputs.
+    """Train for one step with gradients accumulated over `windows` micro-batches; return the outputs.
 
     Args:
-        until_last: the method of the model that switches off a reduction, which only the last micro-batch needs.
+        until_last: the method of the model that switches a reduction off until the last micro-batch.
     """
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
     borders = [len(x) * number // windows for number in range(windows + 1)]
     with full_precision():
         for start, end in itertools.pairwise(borders):
-            # Ranks that have no samples left take part with none.
+            # Ranks without samples take part with an empty batch.
             getattr(model, until_last)(len(outputs) == windows - 1)
             outputs.append(model(x[start:end]))
             recipe.weighted(outputs[-1], y[start:end]).backward()
@@ -175,7 +177,10 @@ def _step_of_windows(
 def _chunks_are_right(
     model: nn.Module, mesh: DeviceMesh, rank: Rank, place: torch.device, what: str, findings: Findings
 ) -> bool:
-    """Return whether each rank holds its chunks; a collective. All stop where one does not: others could wait for its parts."""
+    """Return whether all ranks hold their chunks. A collective.
+
+    If one rank does not, all must stop, because others could wait for its parts.
+    """
     wrong = _wrong_chunks(model, mesh, place)
     with findings.collected():
         if wrong:
@@ -184,7 +189,7 @@ def _chunks_are_right(
 
 
 def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: torch.device) -> str:
-    """Say which part of a parameter this rank holds is not its chunk; "" if all are."""
+    """Describe the first parameter whose local part is not this rank's chunk; "" if all are right."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "all ranks are in the mesh"
     for name, value in model.named_parameters():
@@ -203,16 +208,16 @@ def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: torch.device) -> st
 
 
 def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that a mixed precision policy computes in the low precision, reduces in the one that it names, and keeps
-    parameters in float32. A collective.
+    """Assert that a mixed precision policy computes and reduces in its dtypes, and keeps float32 parameters. A collective.
 
-    Gradients are of one micro-batch, or accumulated over two or three. Parameters are whole numbers and a small rest, which the low precision drops: whatever is computed with it, or loses it
-    in the parameters, shows. All whole numbers on the way are small enough for bfloat16. Where the reduction alone is in low
-    precision it drops the rest of the gradients. Inputs and outputs in containers are cast as others are.
+    Gradients come from one micro-batch, or accumulate over two or three. Parameters are whole numbers plus a small fraction,
+    which the low precision drops. So a result shows whether the fraction took part in the computation, or was lost from the
+    parameters. Whole numbers stay small enough for bfloat16. If only the reduction is in low precision, it drops the fraction
+    of the gradients. Inputs and outputs in containers must be cast too.
 
     Raises:
         GradientMismatch: outputs, gradients or parameters differ.
-        ShardError: one of them has another dtype.
+        ShardError: one of them has another dtype, or an output in a container is wrong.
     """
     __tracebackhide__ = True
     with Findings() as findings:
@@ -229,15 +234,16 @@ _PRECISIONS = (
     (torch.float16, torch.float32, 2),
     (None, torch.bfloat16, 1),
 )
-"""Dtypes of the arithmetic (None: of the parameters) and of the reduction, and micro-batches: one is reduced as it is, the
-others are accumulated in the dtype of the reduction.
+"""Dtype of the arithmetic (None: that of the parameters), dtype of the reduction, number of micro-batches.
+
+The gradient of a single micro-batch is reduced directly. Several are accumulated in the dtype of the reduction.
 """
 
 
 def _compare_precision(
     training: ExactTraining, rank: Rank, low: torch.dtype | None, reduced: torch.dtype, windows: int
 ) -> None:
-    """Take a step by one policy, and compare when all collectives have ended."""
+    """Train for one step under a policy, and compare after the last collective."""
     __tracebackhide__ = True
     what = f"fully_shard, {low} reduced in {reduced}, {windows} micro-batches, on {rank.device}"
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
@@ -252,7 +258,7 @@ def _compare_precision(
         for value in single.parameters():
             value.copy_(value.to(low))
     (inputs, factors), (x, y) = training.batches()[0], own_part(training.batches()[0], rank)
-    # The gradients of rank 0's last micro-batch are so much larger that only float32 can add the others to them.
+    # Make the gradients of rank 0's last micro-batch so large that only float32 can add the others to them.
     if reduced == torch.float32:
         first = len(recipe.split(factors, rank.size)[0])
         start = first * (windows - 1) // windows
@@ -260,7 +266,7 @@ def _compare_precision(
         if rank.index == 0:
             y[start:] *= 64
     if low is None:
-        # Gradients are as much above whole numbers, until the reduction drops it.
+        # Gradients exceed whole numbers by this fraction, until the reduction drops it.
         y *= 1 + 2.0**-12
     outputs = _step_of_windows(model, optimizer, x, y, windows=windows, until_last="set_requires_gradient_sync")
     got = gathered(model, 1)
@@ -287,7 +293,7 @@ class _Pair(NamedTuple):
 
 
 class _InContainers(nn.Module):
-    """Takes its inputs in containers, by keyword, and returns its outputs in others."""
+    """A module that takes inputs in containers, by keyword, and returns outputs in containers of other types."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -300,7 +306,7 @@ class _InContainers(nn.Module):
 
 
 def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings) -> None:
-    """Compare what is returned in containers, and the gradients of what is used of it."""
+    """Compare outputs in containers, and the gradients of the one that the loss uses."""
     what = f"fully_shard, bfloat16, outputs in containers as float32, on {rank.device}, rank {rank.index}"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     model, exact = (_InContainers(training.layers()[0]) for _ in range(2))
@@ -316,13 +322,13 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
     leaves, form = pytree.tree_flatten_with_path(got)
     wanted, right = pytree.tree_flatten_with_path(expected)
     findings.require(form == right, f"{what}: outputs have the form {form}, expected {right}", ranks=[rank.index])
-    pairs = zip(leaves, wanted, strict=False)  # there are as many where the form is right
+    pairs = zip(leaves, wanted, strict=False)  # the lengths are equal if the form is right
     results = [(f"output{pytree.keystr(path)}", leaf, should) for (path, leaf), (_, should) in pairs]
     for name, value in exact.named_parameters():
         results.append((f"the gradient of {name}", gradients.get(f"step 1: gradient of {name}"), value.grad))
     for name, leaf, should in results:
         if isinstance(should, torch.Tensor):
-            # In float64, and whole: exact in float32, which everything comes in.
+            # The reference is float64 with whole numbers, which float32, the dtype of the outputs, holds exactly.
             should = should.float() if should.is_floating_point() else should
             same = isinstance(leaf, torch.Tensor) and leaf.dtype == should.dtype and torch.equal(copied(leaf), should)
         else:
@@ -331,14 +337,13 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
 
 
 def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that clipping a model under `fully_shard` takes the norm of all gradients, not of this rank's parts. A
-    collective.
+    """Assert that clipping under `fully_shard` uses the norm of all gradients, not of this rank's parts. A collective.
 
-    By the 1-norm, the 2-norm and the largest element, and by value. The largest is not asked for where a rank has no part of
+    Clips by the 1-norm, by the 2-norm, by the maximum norm, and by value. The maximum norm is left out if a rank has no part of
     some parameter.
 
     Raises:
-        GradientMismatch: the norm, or a clipped gradient, differs by more than rounding.
+        GradientMismatch: a gradient is missing, or a norm or a clipped gradient differs by more than rounding.
     """
     __tracebackhide__ = True
     exact = one_device(training, scale=scale_of(rank.size))
@@ -351,13 +356,13 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
             message = f"clipping on {rank.device}, rank {rank.index}: {name} has no gradient"
             findings.require(value.grad is not None, message, ranks=[rank.index])
         if findings.anywhere(rank):
-            return  # of what is missing, no rank can put together the whole
+            return  # a missing gradient cannot be gathered
     raw = {name: _grad(value).to_local().clone() for name, value in model.named_parameters()}
     gradients = {name: exact[f"step 1: gradient of {name}"].double() for name in raw}
     every = torch.cat([value.flatten() for value in gradients.values()])
     got: dict[str, torch.Tensor] = {}
     expected: dict[str, torch.Tensor] = {}
-    # Torch refuses the maximum of a part without elements, on the rank that has it: pytorch#173238.
+    # Torch raises on a rank whose part is empty when it takes the maximum: pytorch#173238.
     empty = any(-(-len(value) // rank.size) * (rank.size - 1) >= len(value) for value in gradients.values())
     for kind in (1.0, 2.0) if empty else (1.0, 2.0, float("inf")):
         norm = torch.linalg.vector_norm(every, kind)
@@ -373,7 +378,7 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     for name, value in model.named_parameters():
         got[f"{name}, clipped by value"] = copied(_grad(value).full_tensor())
         expected[f"{name}, clipped by value"] = gradients[name].clamp(-1.0, 1.0)
-    # The squares of m terms, their sums over tensors and ranks, a root and a quotient round m + 8 times, by 2^-24 each.
+    # Squares of m terms, sums over tensors and ranks, a root and a quotient: m + 8 roundings of 2^-24 each.
     tolerance = {name: (every.numel() + 8) * 2.0**-24 * value.abs() for name, value in expected.items()}
     assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=f"clipping on {rank.device}")
 

@@ -1,4 +1,4 @@
-"""Device meshes: each rank knows its place, and each dimension has the groups of the ranks that differ in it only."""
+"""Check device meshes: the coordinate of each rank, and the group of each dimension."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _NAMES = ("pp", "dp", "tp")
 
 
 def near_square(ranks: int) -> tuple[int, int]:
-    """Return the sides, the smaller one first, of the mesh of so many ranks that is closest to a square."""
+    """Return the sides of the mesh of `ranks` ranks that is closest to a square, the smaller side first."""
     side = max(side for side in range(1, ranks + 1) if ranks % side == 0 and side * side <= ranks)
     return side, ranks // side
 
 
 def assert_meshes_agree(rank: Rank) -> None:
-    """Assert that meshes of one to three dimensions, ranks in order and not, have the coordinates and groups that they
-    must. A collective.
+    """Assert that meshes of one to three dimensions have the right coordinates and groups. A collective.
 
-    In the group of each dimension the ranks are added up, and put in order. A mesh of all ranks but the last has no place
-    for that one. A mesh of a group has its ranks; of three dimensions two are taken out.
+    Meshes have their ranks in order and out of order; one leaves the last rank out. The group of each dimension runs an
+    all_reduce and an all_gather. A mesh made from a group must have the ranks of the group. A mesh of three dimensions is also
+    sliced to each two of them.
 
     Raises:
-        ReplicaMismatch: this rank has another place, or another group; names mesh, dimension and ranks.
+        ReplicaMismatch: the coordinate or a group of this rank is wrong; names mesh, dimension and ranks.
     """
     __tracebackhide__ = True
     rows, columns = near_square(rank.size)
@@ -50,13 +50,13 @@ def assert_meshes_agree(rank: Rank) -> None:
         meshes.append((DeviceMesh("cuda", everybody[:-1], mesh_dim_names=("dp",)), everybody[:-1]))
     for mesh, ranks in meshes:
         inside = rank.index in ranks
-        # A collective of others might never end: if one rank has another group, all leave it out.
+        # If the groups of ranks disagree, a collective could hang, so all ranks leave it out.
         strange = inside and any(sorted(members) != sorted(line) for members, line in _groups(rank, mesh, ranks))
         calling = not on_any_rank(rank, strange)
         if inside:
             found.append(_wrong(rank, mesh, ranks, calling=calling))
         elif mesh.get_coordinate() is not None:
-            found.append(f"a mesh without rank {rank.index} has it at {mesh.get_coordinate()}")
+            found.append(f"a mesh without rank {rank.index} gives it the coordinate {mesh.get_coordinate()}")
     texts = [text for text in found if text]
     if texts:
         raise ReplicaMismatch(f"device mesh, rank {rank.index}: {texts[0]}", ranks=[rank.index])
@@ -68,7 +68,7 @@ def _place(rank: Rank, ranks: torch.Tensor) -> list[int]:
 
 
 def _groups(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield, for each dimension, the ranks of this rank's group, and those that must be in it."""
+    """Yield for each dimension the ranks of this rank's group, and the right ranks."""
     place = _place(rank, ranks)
     for dim, name in enumerate(mesh.mesh_dim_names or ()):
         line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(place))].tolist()
@@ -76,7 +76,7 @@ def _groups(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> Iterator[tuple
 
 
 def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) -> str:
-    """Say what of a mesh is not as it must be; "" if all is well. With `calling`, a collective of its groups."""
+    """Describe the first error of a mesh; "" if it is right. With `calling`, a collective of the mesh's groups."""
     texts = []
     kind = f"{tuple(ranks.shape)} of ranks {ranks.flatten().tolist()}"
     place = _place(rank, ranks)
@@ -89,7 +89,7 @@ def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) 
             texts.append(f"{kind}, dimension {name!r}: the group has ranks {members}, expected {line}")
         elif calling and (text := _wrong_collectives(rank, mesh.get_group(name), members)):
             texts.append(f"{kind}, dimension {name!r}: {text}")
-        # Of ranks that are not in order it is the number in the group, which has them in order.
+        # A group has its ranks in order, and the local rank is the position in the group.
         number = members.index(rank.index) if rank.index in members else None
         for asked in (name, dim):
             if (told := mesh.get_local_rank(asked)) != number:
@@ -107,7 +107,7 @@ def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) 
 
 
 def _wrong_slices(mesh: DeviceMesh, ranks: torch.Tensor, place: list[int], kind: str) -> Iterator[str]:
-    """Say which two of three dimensions have not the ranks that share this rank's place in the third."""
+    """Describe each slice of two of three dimensions without the ranks that share this rank's place in the third."""
     names = mesh.mesh_dim_names or ()
     if ranks.dim() != 3:
         return
@@ -119,10 +119,10 @@ def _wrong_slices(mesh: DeviceMesh, ranks: torch.Tensor, place: list[int], kind:
 
 
 def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str:
-    """Say what is wrong with the order and the sum of the ranks of a group; "" if all is well. A collective of the group."""
+    """Describe an error in the order or the sum of a group's ranks; "" if there is none. A collective of the group."""
     held = torch.tensor([rank.index], device=rank.device)
     gathered = [torch.empty_like(held) for _ in members]
-    # The order of a group is that of the mesh for collectives that put things in order.
+    # all_gather shows the order of the ranks in the group.
     dist.all_gather(gathered, held, group=group)
     dist.all_reduce(held, group=group)
     if [int(one) for one in gathered] != members:

@@ -1,4 +1,4 @@
-"""Redistribution of DTensors: each rank holds its part of the whole afterwards, to the bit."""
+"""Check redistribution of DTensors: each rank must hold its part of the whole afterwards, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class _Case:
 
 
 def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> None:
-    """Assert that DTensors, redistributed in many ways over a mesh of one or two dimensions, hold what they must. A
-    collective.
+    """Assert that redistributed DTensors have the right parts, over a mesh of one or two dimensions. A collective.
 
-    Every pair of placements in one dimension; in two, those that cross. Sizes that are even, uneven, less than the
-    number of ranks, and above 64 Ki elements; dtypes go round with `seed`. What is partial adds up exactly. Random numbers
-    differ between parts, and are alike where all ranks hold the whole.
+    In one dimension every pair of placements is tried; in two, pairs that move data across both. Sizes are even, uneven, below
+    the number of ranks, and above 64 Ki elements. `seed` rotates the dtypes. Partial tensors have exact sums. In one dimension
+    `distribute_tensor` and random numbers are checked too: random numbers must differ between shards, and be equal between
+    replicas.
 
     Raises:
-        ShardError: this rank's part has another shape, or other bits; names placements, dtype, size and element.
+        ShardError: this rank's part has the wrong shape or bits; names placements, dtype, size and element.
     """
     __tracebackhide__ = True
     shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
@@ -73,10 +73,10 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
 
 
 def require_none_wrong(found: Iterable[str], rank: Rank) -> None:
-    """Require that nothing was found wrong with DTensors of this rank; "" stands for what is right.
+    """Require that `found` describes no error of a DTensor on this rank; "" means that a DTensor is right.
 
     Raises:
-        ShardError: has the first text, and how many more there are.
+        ShardError: has the first description, and the number of the others.
     """
     __tracebackhide__ = True
     texts = [text for text in found if text]
@@ -88,7 +88,7 @@ def require_none_wrong(found: Iterable[str], rank: Rank) -> None:
 def _cases(ranks: int, seed: int, dimensions: int) -> list[_Case]:
     shapes = [(2 * ranks + 1, ranks + 2), (2 * ranks, 3 * ranks), (max(1, ranks - 1), 5), (5, ranks, 3)]
     partial = [Partial("sum"), Partial("max"), Partial("min")]
-    # NCCL multiplies by 1/n before it adds up, which rounds unless n is a power of two.
+    # NCCL multiplies by 1/n before it sums, which rounds unless n is a power of two.
     if ranks & (ranks - 1) == 0:
         partial.append(Partial("avg"))
     pairs: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]
@@ -117,7 +117,7 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_Case]:
             names = _FLOATS
         dtype = getattr(torch, names[(seed + number) % len(names)])
         made.append(_Case(shapes[(seed + number) % len(shapes)], dtype, source, target))
-        if number % 5 == 0:  # each pair with an uneven shape in some example, and always some of them
+        if number % 5 == 0:  # so that every example has some uneven shapes
             made.append(_Case(shapes[0], torch.float32, source, target))
     first = (Replicate(),) * (dimensions - 1)
     large = (4 * ranks + 1, 65_537 // (4 * ranks) + 3)
@@ -127,7 +127,7 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_Case]:
 
 
 def _whole(case: _Case, seed: int) -> torch.Tensor:
-    """Make whole numbers that are small enough for each dtype, and differ from their neighbours."""
+    """Return whole numbers that every dtype holds exactly and that differ from their neighbours (booleans alternate)."""
     index = torch.arange(torch.Size(case.shape).numel()).reshape(case.shape)
     values = (index * 7 + seed) % 97 + 1
     if case.dtype.is_complex:
@@ -136,7 +136,7 @@ def _whole(case: _Case, seed: int) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
-    """Return what this rank must hold: for each dimension of the mesh, in order, its chunk of what is left."""
+    """Return the part that this rank must hold, by taking its chunk for each dimension of the mesh in order."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the mesh"
     for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
@@ -151,7 +151,7 @@ def part_of(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMe
 
 
 def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> DTensor:
-    """Make a DTensor from what each rank has by itself, without any collective."""
+    """Make a DTensor from local parts, without a collective."""
     part = part_of(whole, placements, mesh).clone()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the mesh"
@@ -160,12 +160,12 @@ def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMes
             continue
         size = mesh.size(dim)
         if placement.reduce_op == "sum":
-            # Parts that differ between ranks; the last has what is left.
+            # Parts differ between ranks; the last rank holds the remainder.
             part = part - sum(range(1, size)) if place == size - 1 else torch.full_like(part, place + 1)
         elif placement.reduce_op == "avg":
             part = part * size - sum(range(size - 1)) if place == size - 1 else torch.full_like(part, place)
         else:
-            # In each element one rank holds the extreme; the others are off by their distance.
+            # For each element one rank holds the extreme; the others hold values off by 1 + their coordinate.
             holder = torch.arange(part.numel()).reshape(part.shape) % size
             off = (holder != place) * (1 + place)
             part = part - off.to(part.dtype) if placement.reduce_op == "max" else part + off.to(part.dtype)
@@ -176,7 +176,7 @@ def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMes
 
 
 def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
-    """Give out what rank 0 has; the other ranks hold something else."""
+    """Distribute the tensor of rank 0, while the other ranks pass different values, and yield the errors."""
     for number, target in enumerate(_WHOLE):
         case = _Case((2 * rank.size + 1, rank.size + 1), torch.float32, (Replicate(),), (target,))
         whole = _whole(case, seed + number)
@@ -186,12 +186,12 @@ def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
 
 
 def _drawn(rank: Rank, mesh: DeviceMesh) -> Iterator[str]:
-    """Draw random numbers as each placement, and by dropout of what is divided."""
+    """Draw random numbers in each placement, apply dropout to shards, and yield the errors."""
     for dim, placement in enumerate(_WHOLE):
         held = random_tensor(2 * rank.size, 64 * rank.size, device_mesh=mesh, placements=[placement])
         local = plain(held.to_local())
         if placement == Replicate():
-            # One row of all for each rank.
+            # One row per rank, which holds all numbers of this rank.
             parts = DTensor.from_local(held.to_local()[None], mesh, [Shard(0)], run_check=False).full_tensor()
         else:
             dropped: Any = functional.dropout(torch.ones_like(held), 0.5)
@@ -208,7 +208,7 @@ def _drawn(rank: Rank, mesh: DeviceMesh) -> Iterator[str]:
 
 
 def _alike(parts: torch.Tensor) -> bool:
-    """Return whether two parts are equal: of 128 elements and more by chance never."""
+    """Return whether two parts are equal; with 128 elements or more that is no coincidence."""
     return len({tuple(part.flatten().tolist()) for part in parts}) < len(parts)
 
 
@@ -235,13 +235,14 @@ def _compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:
 
 
 def text_of(placements: Sequence[Placement]) -> str:
-    """Return placements as torch writes them, in parentheses."""
+    """Return placements as text, as torch writes them, in parentheses."""
     return f"({', '.join(str(placement) for placement in placements)})"
 
 
 def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
-    """Assert that gradients go back through redistribution: what was gathered is reduced and scattered, what was cut is
-    gathered, and what was summed is copied. A collective.
+    """Assert that redistribution passes gradients back. A collective.
+
+    The gradient of a gathered tensor must be reduced and scattered, and the gradient of a shard gathered or resharded.
 
     Raises:
         ShardError: this rank's part of a gradient is wrong.

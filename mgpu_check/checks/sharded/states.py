@@ -1,4 +1,4 @@
-"""State dicts and checkpoints of what is divided among ranks: whole again, to the bit, at the same and other world sizes."""
+"""Check that state dicts and checkpoints of sharded models are whole, bit for bit, at the same and at other world sizes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _step(training: ExactTraining, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
-    """Take a step by the sum of the gradients, whatever the model divides them by."""
+    """Train for one step with the sum of all ranks' gradients; the loss cancels the factor of `scale_of`."""
     x, y = own_part(training.batches()[number - 1], rank)
     optimizer.zero_grad()
     with full_precision():
@@ -64,13 +64,13 @@ def _step(training: ExactTraining, number: int, model: nn.Module, optimizer: tor
 
 
 def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that the full state dicts of a sharded model and its optimizer are those of one device, and that a model goes
-    on when rank 0 gives them out again. A collective.
+    """Assert that full state dicts of a sharded model and its optimizer equal those of one device. A collective.
 
-    The model has buffers, too, which nobody divides.
+    Rank 0 then broadcasts them to a fresh model, which must train on as one device does. The model has buffers too, which are
+    not sharded.
 
     Raises:
-        GradientMismatch: parameters, buffers or momentum of the state differ, or what comes of the second step.
+        GradientMismatch: parameters, buffers or momentum of the state differ, or the results of the second step.
     """
     __tracebackhide__ = True
     what = f"full state dict on {rank.device}"
@@ -83,7 +83,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
         whole = expected | {f"step 1: {name}": value for name, value in buffers.items()}
         state = take_full_state(training, model, optimizer, whole, findings, what, rank)
         if findings.anywhere(rank):
-            return  # what rank 0 would give out, all others would find wrong, too
+            return  # rank 0 would broadcast the wrong state, and all ranks would report it again
         other = replace(training, seed=training.seed + 1)
         fresh = sharded(other, rank, memory_later=True)
         _with_buffers(fresh, rank, 0)
@@ -96,7 +96,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
 
 
 def _with_buffers(model: nn.Sequential, rank: Rank, factor: int) -> dict[str, torch.Tensor]:
-    """Give the last layer buffers of several dtypes and shapes, times a factor; return copies of them by their names."""
+    """Register buffers of several dtypes and shapes, times `factor`, on the last layer; return copies by name."""
     for dtype, shape in ((torch.float32, (7,)), (torch.bfloat16, (3, 5)), (torch.int64, ()), (torch.bool, (4,))):
         values = (torch.arange(1, torch.Size(shape).numel() + 1) % 3 * factor).to(dtype).reshape(shape)
         model[-1].register_buffer(f"held_{len(shape)}_{name_of(dtype)}", values.to(rank.device))
@@ -104,7 +104,7 @@ def _with_buffers(model: nn.Sequential, rank: Rank, factor: int) -> dict[str, to
 
 
 FullState = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""Full state dicts of a model and its optimizer: rank 0 has them, all others have empty ones."""
+"""Full state dicts of a model and its optimizer; empty on all ranks but 0."""
 
 
 def take_full_state(
@@ -116,7 +116,7 @@ def take_full_state(
     what: str,
     rank: Rank,
 ) -> FullState:
-    """Return the full state dicts after the first step; rank 0 compares them with what one device has. A collective."""
+    """Return the full state dicts after the first step; rank 0 compares them with `expected`. A collective."""
     __tracebackhide__ = True
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
@@ -131,11 +131,11 @@ def take_full_state(
 def give_full_state(
     training: ExactTraining, state: FullState, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Have rank 0 give out full state dicts to a model and its optimizer on all ranks. A collective."""
+    """Load the full state dicts of rank 0 into a model and its optimizer on all ranks. A collective."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     parameters, moments = state
     set_model_state_dict(model, dict(parameters), options=options)
-    if training.momentum:  # torch refuses to give out a state without a tensor: it would not know the device
+    if training.momentum:  # torch refuses to broadcast a state without tensors, because it cannot infer the device
         set_optimizer_state_dict(model, optimizer, dict(moments), options=options)
 
 
@@ -146,7 +146,7 @@ def _compare_full_state(
     expected: Mapping[str, torch.Tensor],
     what: str,
 ) -> None:
-    """Compare on rank 0, which alone has full state dicts, parameters and momentum after the first step."""
+    """Compare parameters and momentum of the full state dicts after the first step; rank 0 alone has them."""
     __tracebackhide__ = True
     got = {f"step 1: {name}": copied(value) for name, value in state.items()}
     if training.momentum:
@@ -161,18 +161,22 @@ def _compare_full_state(
 
 
 def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-    """Return gradients and parameters after a step of one device."""
+    """Return the gradients and parameters after a step on one device."""
     return {
         name: value for name, value in expected.items() if name.startswith(f"step {step}: ") and "outputs" not in name
     }
 
 
 def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
-    """Train for a step, save model and optimizer by `torch.distributed.checkpoint`; return the directory. A collective.
+    """Train for a step and save model and optimizer by `torch.distributed.checkpoint`. A collective.
 
-    The state of the optimizer is saved as it is; and flattened, after its groups of parameters were given rates of their own.
-    Beside them are DTensors of uneven parts in several dtypes, one of them over a mesh of two dimensions and one above 64 Ki
-    elements, a tensor that all ranks hold, one without dimensions, a number and a text. Other tensors are saved while they change.
+    The state of the optimizer is saved twice: nested, and flattened after each group of parameters got its own rate. The
+    checkpoint also has DTensors with uneven parts in several dtypes. One of them has a mesh of two dimensions, and one has more
+    than 64 Ki elements. It has a replicated tensor, a 0-dim tensor, a number and a text. `async_save` saves other tensors
+    while they change.
+
+    Returns:
+        the directory of the checkpoint.
     """
     box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
     dist.broadcast_object_list(box, src=0, device=rank.device)
@@ -193,7 +197,7 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
 
 
 def _save_meanwhile(directory: str, rank: Rank) -> None:
-    """Save tensors, of the device and of the CPU, while training goes on and changes them. A collective."""
+    """Save tensors of device and CPU by `async_save`, and change them before it has ended. A collective."""
     state = _meanwhile(rank, 1)
     done = state_dict_saver.async_save(state, checkpoint_id=Path(directory) / _MEANWHILE)
     for value in state.values():
@@ -203,7 +207,7 @@ def _save_meanwhile(directory: str, rank: Rank) -> None:
 
 
 def _meanwhile(rank: Rank, factor: int) -> dict[str, torch.Tensor]:
-    """Return tensors of a rank that are all its own, times a factor."""
+    """Return tensors that only this rank has, times `factor`."""
     return {
         f"{place} of rank {rank.index}": torch.arange(1.0, 6.0, device=device) * (factor * (rank.index + 1))
         for place, device in (("device", rank.device), ("CPU", "cpu"))
@@ -211,43 +215,44 @@ def _meanwhile(rank: Rank, factor: int) -> dict[str, torch.Tensor]:
 
 
 def _in_groups(model: nn.Module, training: ExactTraining, rate: float) -> torch.optim.SGD:
-    """Return an optimizer that has weights and biases in groups of their own."""
+    """Return an optimizer with one group for weights and one for biases."""
     values = list(model.parameters())
     groups = [{"params": [value for value in values if (value.dim() > 1) is kind]} for kind in (True, False)]
     return torch.optim.SGD(groups, lr=rate, momentum=training.momentum)
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give each group of parameters a rate of its own."""
+    """Set a different rate for each group of parameters."""
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] = rate / 2**number
 
 
 def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
-    """Assert that what `saved_checkpoint` has left is whole at this world size, and that training goes on from it as on one
-    device, at the rates that the groups of parameters had. A collective.
+    """Assert that a checkpoint of `saved_checkpoint` is whole at this world size, and that training continues. A collective.
+
+    The next step must give the results of one device, and the groups of parameters must have their saved rates.
 
     Args:
-        training: as it was saved.
-        directory: removed in the end.
-        saved_by: the number of ranks that have saved it, for the message.
+        training: the training that was saved.
+        directory: the directory of the checkpoint; it is removed.
+        saved_by: the number of ranks that saved it, for the message.
 
     Raises:
-        GradientMismatch: parameters, or the step after, differ from those of one device.
-        ShardError: something else that was saved has another value, or what was not saved is loaded all the same.
+        GradientMismatch: parameters, tensors of `async_save`, or the next step differ from those of one device.
+        ShardError: another saved value is wrong, or a tensor that was not saved loads without an error.
     """
     __tracebackhide__ = True
     what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
     other = replace(training, seed=training.seed + 1)
     model = sharded(other, rank)
-    # States are loaded in place: each into an optimizer of its own.
+    # Loading works in place, so each state needs an optimizer of its own.
     optimizer, another = (_in_groups(model, training, 2 * training.rate) for _ in range(2))
     try:
         parameters, moments = get_state_dict(model, optimizer)
         flat = get_optimizer_state_dict(model, another, options=_FLAT)
         state: dict[str, Any] = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 0)}
         state_dict_loader.load(state, checkpoint_id=directory)
-        # Each rank had tensors of its own, and there may be more or fewer now.
+        # Each saving rank had its own tensors, and there may be more ranks now.
         meanwhile = _meanwhile(rank, 0) if rank.index < saved_by else {}
         state_dict_loader.load(meanwhile, checkpoint_id=Path(directory) / _MEANWHILE)
         refused = _refuses_what_was_not_saved(directory)
@@ -288,7 +293,7 @@ def _compare_flat(
     what: str,
     rank: Rank,
 ) -> None:
-    """Compare an optimizer that was given the flat state with one that was given the `other`: rates of groups, and momentum."""
+    """Compare rates and momentum of `got`, loaded from the flattened state, with the saved rates and with `other`."""
     __tracebackhide__ = True
     where = f"{what}, rank {rank.index}, flat state of the optimizer"
     like = _in_groups(model, training, training.rate)
@@ -299,12 +304,12 @@ def _compare_flat(
     for name, value in model.named_parameters():
         own, should = (plain(_momentum(one, value)) for one in (got, other))
         if not same_bits(should, own):
-            text = f"the momentum of {name} is not that of the state that is not flat"
+            text = f"the momentum of {name} differs from that of the nested state"
             raise ShardError(f"{where}: {text}", ranks=[rank.index])
 
 
 def _momentum(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the momentum of a parameter; nothing where there is none."""
+    """Return this rank's part of the momentum of a parameter; an empty tensor without momentum."""
     held = optimizer.state[value].get("momentum_buffer")
     return held.to_local() if isinstance(held, DTensor) else torch.zeros(0)
 
@@ -318,7 +323,7 @@ def _refuses_what_was_not_saved(directory: str) -> bool:
 
 
 def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], what: str, rank: Rank) -> None:
-    """Compare what was saved beside the model with what this rank must have of it."""
+    """Compare the other values of the checkpoint with those that this rank must have."""
     __tracebackhide__ = True
     for name, wanted in others.items():
         got = state[name]
@@ -333,7 +338,7 @@ def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], what: s
 
 
 def _others(rank: Rank, factor: int) -> dict[str, Any]:
-    """Make what is saved beside the model; times 0 it is what is loaded into."""
+    """Return the other values of the checkpoint, times `factor`; with 0 they are the target of loading."""
     line = init_device_mesh("cuda", (rank.size,))
     plane = init_device_mesh("cuda", near_square(rank.size))
     made: dict[str, Any] = {"number": _NUMBER * factor, "text": "saved" * factor}

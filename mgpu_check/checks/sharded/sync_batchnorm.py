@@ -1,4 +1,4 @@
-"""SyncBatchNorm: the ranks normalise by the statistics of all samples, as BatchNorm on one device does."""
+"""Check that SyncBatchNorm normalises by the statistics of all ranks' samples, as BatchNorm on one device does."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _KEPT = "what the conversion keeps"
 
 
 def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
-    """Assert that what `convert_sync_batchnorm` makes of BatchNorm keeps what is frozen and its mode, and gives outputs,
-    gradients and running statistics of BatchNorm on one device. A collective.
+    """Assert that `convert_sync_batchnorm` gives the outputs, gradients and statistics of one device. A collective.
 
-    Ranks have different numbers of samples: the last one a single one, the second but one many, of more than two ranks the
-    first none in one case. In float32 and float64,
-    with a momentum and with the cumulative average, over two steps; of images in channels_last, too; in a group of all but the
-    last rank; and in evaluation, by the statistics so far. The tolerance is measured: see `mgpu_check.numerics.steps`.
+    The conversion must also keep the mode of the layer and its frozen parameters. Cases are float32 and float64, a momentum and
+    the cumulative average, images in channels_last, and a group without the last rank. Each case trains two steps and then
+    evaluates by the running statistics. Ranks have different numbers of samples: the last rank has one and the last but one
+    has many. In one case the first of more than two ranks has none. The tolerance is measured: see
+    `mgpu_check.numerics.steps`.
 
     Raises:
-        GradientMismatch: on this rank a result is off by more than the tolerance.
+        GradientMismatch: a result on this rank is off by more than the tolerance.
     """
     __tracebackhide__ = True
     everybody = list(range(rank.size))
-    # The last rank has a group of its own, where there are ranks enough.
+    # With more than two ranks, the last one has a group of its own.
     parts = [everybody[:-1], everybody[-1:]] if rank.size > 2 else [everybody]
     groups = [dist.new_group(members) if len(parts) > 1 else None for members in parts]
     place = next(number for number, members in enumerate(parts) if rank.index in members)
@@ -61,9 +61,9 @@ class _Case:
 
     Attributes:
         momentum: None for the cumulative average.
-        rest: sizes of the dimensions behind samples and channels.
+        rest: sizes of the dimensions after samples and channels.
         ranks: the members of `group`, which is None for all ranks.
-        empty: the first rank has no sample, if there are more than two.
+        empty: the first of more than two ranks has no samples.
     """
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class _Case:
 
     @property
     def counts(self) -> list[int]:
-        """How many samples each of the ranks has."""
+        """The number of samples of each rank."""
         counts = [2 + other % 3 for other in self.ranks]
         counts[-1] = 1
         counts[max(0, len(self.ranks) - 2)] += 5
@@ -88,13 +88,13 @@ class _Case:
         return len(self.rest) == 2
 
     def own(self, rank: Rank) -> slice:
-        """Return which of the samples a rank has."""
+        """Return the samples of a rank, as a slice of all."""
         place = self.ranks.index(rank.index)
         start = sum(self.counts[:place])
         return slice(start, start + self.counts[place])
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Return the samples of all ranks in two steps, the gradients of their outputs, and the state of the layer at first."""
+        """Return all ranks' samples of two steps, the gradients of their outputs, and the initial state of the layer."""
         generator = torch.Generator().manual_seed(seed)
         shape = (sum(self.counts), _CHANNELS, *self.rest)
         offset = torch.arange(float(_CHANNELS)).reshape(1, -1, *(1 for _ in self.rest))
@@ -115,7 +115,7 @@ def _compare(case: _Case, rank: Rank, seed: int) -> None:
     layer = nn.SyncBatchNorm.convert_sync_batchnorm(plain, case.group).to(rank.device)
     got = {_KEPT: _flags(layer)} | _on_this_rank(case, layer.requires_grad_(True).train(), inputs, own, rank.device)
     measured = measure_step(lambda given: _on_one_device(case, given, own), inputs, pairs=2)
-    # Rounding errors are proportional to the unit roundoff; in float64 the reference has them, too.
+    # Rounding errors are proportional to the unit roundoff; in float64 the reference has them too.
     finer = 1.0 if case.dtype == torch.float32 else 2.0 * 2.0**-53 / 2.0**-24
     tolerance = {name: value * finer for name, value in measured.tolerance.items()}
     tolerance[_KEPT] = torch.zeros_like(kept[_KEPT])
@@ -125,7 +125,7 @@ def _compare(case: _Case, rank: Rank, seed: int) -> None:
 
 
 def _batchnorm(case: _Case, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the layer that is converted: in evaluation, with a frozen weight."""
+    """Return the layer to convert: in evaluation mode, with a frozen weight."""
     kind = nn.BatchNorm2d if case.of_images else nn.BatchNorm1d
     plain = kind(_CHANNELS, eps=_EPS, momentum=case.momentum, dtype=case.dtype)
     plain.load_state_dict(
@@ -166,7 +166,7 @@ def _on_this_rank(
 
 
 def _on_one_device(case: _Case, given: Mapping[str, torch.Tensor], own: slice) -> dict[str, torch.Tensor]:
-    """Return what the rank with these samples must have, from the samples of all ranks."""
+    """Compute the right results for the rank with the samples `own`, from the samples of all ranks."""
     found: dict[str, torch.Tensor] = {}
     weight, bias = given["weight"], given["bias"]
     mean, variance = given["mean"].clone(), given["var"].clone()
@@ -174,7 +174,7 @@ def _on_one_device(case: _Case, given: Mapping[str, torch.Tensor], own: slice) -
     for step in _STEPS:
         x = given[f"x{step}"].clone().requires_grad_()
         part = case.momentum if case.momentum is not None else 1 / step
-        # Of one rank the gradients of the parameters are sums over its own samples: a copy of them for these.
+        # A rank's gradients of the parameters are sums over its own samples only, so these need copies.
         own_weight, own_bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
         y = F.batch_norm(x, None, None, weight, bias, True, 0.0, _EPS)
         normed = F.batch_norm(x.detach(), None, None, None, None, True, 0.0, _EPS)
@@ -194,7 +194,7 @@ def _on_one_device(case: _Case, given: Mapping[str, torch.Tensor], own: slice) -
 
 
 def _flags(layer: nn.Module) -> torch.Tensor:
-    """Return whether the weight and the bias need gradients, and whether the layer trains."""
+    """Return as numbers whether weight and bias need gradients, and whether the layer is in training mode."""
     return torch.tensor([float(value.requires_grad) for value in layer.parameters()] + [float(layer.training)])
 
 

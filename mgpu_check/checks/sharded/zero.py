@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: each rank keeps the state of some parameters, and all have those of one optimizer."""
+"""Check that ZeroRedundancyOptimizer steps as one optimizer does, while each rank keeps the state of some parameters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _DECAY = 0.25
 
 
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that all ranks have, after each step, the parameters of one device; as tensors, of which all but the first
-    are added as a group, and as views of buckets. A collective.
+    """Assert that all ranks have the parameters of one device after each step. A collective.
+
+    Runs once with separate tensors, where all but the first are added as a later group, and once with views of buckets.
 
     Raises:
-        GradientMismatch: this rank has other parameters.
-        ReplicaMismatch: the states of the ranks together are not those of all parameters, each once.
+        GradientMismatch: the parameters of this rank differ.
     """
     __tracebackhide__ = True
     expected = one_device(training)
@@ -52,7 +52,7 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
             with full_precision():
                 for step, (inputs, factors) in enumerate(training.batches(), 1):
                     optimizer.zero_grad()
-                    # Gradients are those of all samples on each rank, as DDP leaves them.
+                    # Each rank has the gradients of all samples, as after DDP.
                     weighted(model(inputs.to(rank.device)), factors.to(rank.device)).backward()
                     optimizer.step()
                     got |= seen(model, step)
@@ -62,15 +62,14 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
 
 
 def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that the state which the ranks of AdamW keep is that of one optimizer, divided; put together on the last rank,
-    and loaded again, it goes on as one. A collective.
+    """Assert that the ranks together keep the state of one AdamW optimizer, and that it can be reloaded. A collective.
 
-    Two groups of parameters have different rates and weight decays, which a schedule has halved. What is put together is the
-    state of that moment, whatever was put together before.
+    Two groups of parameters have different rates and weight decays, which a schedule has halved. The last rank consolidates the
+    state twice, and the second state must be the current one. A new optimizer loads this state and takes one more step.
 
     Raises:
         GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.
-        ReplicaMismatch: the states of the ranks together are not those of all parameters, each once.
+        ReplicaMismatch: the ranks together do not keep the state of each parameter exactly once.
     """
     __tracebackhide__ = True
     model = _with_gradients(training, rank.device)
@@ -85,10 +84,10 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     total = torch.tensor([kept], device=rank.device)
     dist.all_reduce(total)
     optimizer.consolidate_state_dict(to=last)
-    torch.cuda.synchronize()  # it copies to the host without waiting
+    torch.cuda.synchronize()  # consolidate_state_dict copies to the host without waiting
     box: list[Any] = [_on_host(optimizer.state_dict()) if rank.index == last else None]
     dist.broadcast_object_list(box, src=last, device=rank.device)
-    got = _named(box[0]["state"])  # before it is loaded, which drops what other ranks keep
+    got = _named(box[0]["state"])  # before loading, which drops the state of other ranks
     again = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0)
     again.load_state_dict(box[0])
     again.step()
@@ -104,7 +103,7 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     wanted = sum(value.numel() for value in single.parameters())
     if int(total) != wanted:
         raise ReplicaMismatch(
-            f"{what}: ranks keep the state of {int(total)} elements together, of {wanted} parameters; each is to be kept once"
+            f"{what}: the ranks together keep the state of {int(total)} elements, expected {wanted}, each of them once"
         )
     tolerance = adam_tolerance(expected, ADAM_RATE)
     assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
