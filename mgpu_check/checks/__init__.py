@@ -1,1 +1,1 @@
-"""Checks as plain functions: each asserts one thing about tensors or ranks, and knows nothing of pytest."""
+"""Check tensors, devices and ranks by plain functions that do not depend on pytest."""

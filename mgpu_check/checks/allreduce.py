@@ -1,4 +1,4 @@
-"""The property of every reduction over ranks or devices: each of them holds what one device would compute."""
+"""Check reductions over ranks or devices: each must hold the result that one device would compute."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def assert_allreduce_matches(
 ) -> None:
     """Assert that every result is the reduction of all contributions.
 
-    Bit for bit in each element whose sum is the same in every order (integers, and floating-point data such as
-    `mgpu_check.numerics.exact.exact_parts` makes); elsewhere within gamma(n-1)·Σ|x| in the unit roundoff of the dtype,
-    the bound that holds for every order of summation.
+    Elements whose sum is the same in every order are compared bit for bit: integers, and floating-point data such as that of
+    `mgpu_check.numerics.exact.exact_parts`. Others may be off by gamma(n-1)·Σ|x| in the unit roundoff of the dtype, the bound
+    for every order of summation.
 
     Args:
-        results: what ranks (or devices) hold after the operation: all of them in order, or some of them by rank. On any
-            device, in any layout.
-        contributions: what each rank put in, in order, unchanged by the operation; all of one shape and dtype.
+        results: the tensors of ranks (or devices) after the operation: all of them in order, or some of them by rank. On
+            any device, in any layout.
+        contributions: the input of each rank, in order, unchanged by the operation; all of the same shape and dtype.
         operation: "sum", "avg", "product", "min" or "max".
         what: the name of the operation under test, for the message.
 
     Raises:
-        AllreduceMismatch: a result has another dtype, shape or value. `.ranks` are those that hold a wrong one.
+        AllreduceMismatch: a result has the wrong dtype, shape or value. `.ranks` has the ranks with a wrong result.
         ValueError: no contributions, contributions that differ in shape or dtype, or a rank that is not among them.
     """
     __tracebackhide__ = True
@@ -89,15 +89,15 @@ def _difference(
 def assert_contributions_kept(
     placed: Sequence[torch.Tensor], contributions: Sequence[torch.Tensor], *, what: str = "reduction"
 ) -> None:
-    """Assert that a reduction that makes a new tensor has left what it was given as it was.
+    """Assert that a reduction into a new tensor did not change its inputs.
 
     Args:
-        placed: the tensors that were given to it, one for each rank, on any device, as they are afterwards.
-        contributions: what they were before, of the same shapes and dtypes.
+        placed: the inputs after the reduction, one for each rank, on any device.
+        contributions: their values before the reduction, of the same shapes and dtypes.
         what: the name of the operation under test, for the message.
 
     Raises:
-        AllreduceMismatch: a contribution has changed; `.ranks` has those whose contributions have.
+        AllreduceMismatch: an input has changed; `.ranks` has the ranks of the changed inputs.
     """
     __tracebackhide__ = True
     changed = [
@@ -105,5 +105,5 @@ def assert_contributions_kept(
     ]
     if changed:
         raise AllreduceMismatch(
-            f"{what}: what {named(changed)} put in has changed; the result was to be a tensor of its own", ranks=changed
+            f"{what}: the input of {named(changed)} has changed; expected the result in a new tensor", ranks=changed
         )

@@ -1,4 +1,4 @@
-"""Whether a device still answers."""
+"""Check that a device still answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["answers"]
 
 
 def answers(rank: Rank, check: str) -> list[Observation]:
-    """Have the device of a rank add some numbers, and look at their sum; a device that is gone raises, or never returns.
+    """Sum numbers on the device of a rank and check the result; a lost device raises, or never returns.
 
     Args:
-        check: for which that is noted.
+        check: the name of the check to which the observation belongs.
     """
     import torch  # here, because the parent refers to this function
 

@@ -1,4 +1,4 @@
-"""BatchNorm with momentum=None: running statistics are the plain average of those of all batches so far."""
+"""Check BatchNorm with momentum=None, whose running statistics are the plain average over all batches so far."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CHANNELS = 3
 
 
 def averaging() -> nn.BatchNorm1d:
-    """Return a layer that averages its statistics, on the CPU."""
+    """Return a BatchNorm layer with averaged statistics, on the CPU."""
     return nn.BatchNorm1d(_CHANNELS, momentum=None)
 
 
 def drawn(rows: int, seed: int) -> list[torch.Tensor]:
-    """Return a batch of whole numbers for each step, on the CPU; the statistics of each are far from those of the others."""
+    """Return a batch of whole numbers for each step, on the CPU; the statistics of the batches differ widely."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(-3, 4, (rows, _CHANNELS), generator=generator).float() * step + step
@@ -31,10 +31,10 @@ def drawn(rows: int, seed: int) -> list[torch.Tensor]:
 
 
 def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> str:
-    """Say which statistic is not what these batches leave; "" if all are right.
+    """Describe the first statistic that is wrong after these batches; "" if all are right.
 
-    In a batch of n rows a mean and a variance are sums of n terms, whose squares are at most that of the largest number; some
-    eight roundings follow, in each step.
+    In a batch of n rows a mean and a variance are sums of n terms, each at most the square of the largest number. About eight
+    more roundings follow in each step.
     """
     exact = [batch.double() for batch in batches]
     largest = max(float(batch.square().max()) for batch in exact)

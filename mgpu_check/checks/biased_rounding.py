@@ -1,12 +1,14 @@
-"""Rounding of sums that leans to one side, found by a statistic.
+"""Find rounding of sums that leans to one side, by a statistic.
 
-In each element one rank, in turn, holds an integer M of as many bits as the dtype has, and the others hold fractions k / 2^j with k
-uniform in 1 .. 2^j - 1, so few of them that fractions add up exactly. Whatever the order of summation, each rounding is of an integer
-plus a sum of such fractions. With k and 2^j - k equally likely, rounding to nearest errs up and down alike: the mean error over
-elements, in units of the last place, is 0, and each error is at most (n - 1) / 2 for n ranks. By Hoeffding's inequality (W. Hoeffding, *Probability
-inequalities for sums of bounded random variables*, JASA 58, 1963, Theorem 2) the mean of N elements is beyond ±t with probability
-2 exp(-2 N t² / (n - 1)²) at most. Truncation errs by -1/2 for each rounding, of which there is one at least. The limit t = 1/4 is midway:
-N is chosen so that either mistake has a probability below 1e-9.
+In each element one rank holds an integer M with all the bits of the dtype, and each other rank holds a fraction k / 2^j, with k
+uniform in 1 .. 2^j - 1. The ranks take turns with M. The bits are so few that fractions sum exactly. In any order of summation,
+each rounding is of an integer plus a sum of such fractions.
+
+As k and 2^j - k are equally likely, rounding to nearest errs up and down alike. So the mean error over elements, in units in the
+last place, is 0. Each error is at most (n - 1) / 2 for n ranks. By Hoeffding's inequality the mean of N elements is beyond ±t
+with probability at most 2 exp(-2 N t² / (n - 1)²) (W. Hoeffding, *Probability inequalities for sums of bounded random variables*,
+JASA 58, 1963, Theorem 2). Truncation errs by -1/2 per rounding, and each element has at least one rounding. The limit t = 1/4 is
+midway, and N is chosen so that a wrong verdict of either kind has a probability below 1e-9.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from mgpu_check.torch_hooks.tensors import name_of
 __all__ = ["LIMIT", "assert_rounding_is_unbiased", "elements_for", "mean_error", "most_ranks", "terms_of"]
 
 LIMIT = 0.25
-"""Of the mean error, in units in the last place."""
+"""Limit of the mean error, in units in the last place: midway between rounding to nearest (0) and truncation (1/2)."""
 _PROBABILITY = 1e-9
 
 
 def elements_for(count: int) -> int:
-    """Return how many sums of `count` terms make both errors less likely than 1e-9."""
+    """Return how many sums of `count` terms make a wrong verdict less likely than 1e-9."""
     return math.ceil(math.log(2 / _PROBABILITY) * max(1, count - 1) ** 2 / (2 * LIMIT**2))
 
 
 def most_ranks(dtype: torch.dtype) -> int:
-    """Return the number of ranks up to which a dtype has a bit for fractions left."""
+    """Return the largest number of ranks for which a dtype has a bit left for fractions."""
     return int(2 ** (significand_bits(dtype) - 2) - 1)
 
 
@@ -43,7 +45,7 @@ def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Return the terms of each of `count` ranks.
 
     Raises:
-        ValueError: the dtype has too few bits for so many ranks.
+        ValueError: the dtype has too few bits for `count` ranks.
     """
     bits = significand_bits(dtype)
     parts = min(8, bits - 1 - count.bit_length())
@@ -63,9 +65,9 @@ def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 
 def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
-    """Return the mean of how far results are from the exact sums, away from zero, in units in the last place.
+    """Return the mean error of results in units in the last place; errors away from zero are positive.
 
-    All values are below 2^bits + count, so that the difference is taken part by part, and exactly, in float64.
+    All values are below 2^bits + count, so float64 holds the difference exactly, if the large term is subtracted first.
     """
     holder = torch.stack([term.double().abs() for term in terms]).argmax(0)
     stacked = torch.stack([term.double() for term in terms])
@@ -76,7 +78,7 @@ def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
 
 
 def assert_rounding_is_unbiased(rank: Rank, function: str, dtype: torch.dtype, place: str, seed: int) -> None:
-    """Assert that the sums of a collective do not lean towards zero, or away from it.
+    """Assert that the rounding of a collective's sums leans neither towards zero nor away from it.
 
     Args:
         function: "all_reduce", "reduce" (to the last rank) or "reduce_scatter_tensor".

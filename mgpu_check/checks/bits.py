@@ -13,7 +13,7 @@ __all__ = ["as_bytes", "first_difference", "index_of", "same_bits"]
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of `tensor` in order, as a uint8 matrix on the CPU, (number of elements, bytes of one)."""
-    # A copy in any case: a single element counts as contiguous whatever its stride is, but not to `view`.
+    # Always copy: torch calls a single element contiguous for any stride, and `view` then refuses it.
     flat = plain(tensor).clone(memory_format=torch.contiguous_format).reshape(-1)
     if flat.numel() == 0:
         return torch.empty(0, flat.element_size(), dtype=torch.uint8, device="cpu")
@@ -23,7 +23,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
     """Return whether shape, dtype and every bit agree.
 
-    NaN equals the same NaN, and 0.0 is not -0.0; devices do not matter.
+    NaN equals a NaN with the same bits, and 0.0 differs from -0.0. The devices may differ.
     """
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return False
@@ -31,11 +31,10 @@ def same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
 
 
 def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, ...]:
-    """Return the index of the first element, in row-major order, whose bits differ in two tensors of one shape and
-    dtype.
+    """Return the index of the first element, in row-major order, whose bits differ; shapes and dtypes must be equal.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the tensors hold the same bits.
     """
     differs = (as_bytes(expected) != as_bytes(got)).any(dim=1).nonzero()
     if len(differs) == 0:
@@ -44,7 +43,7 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, ..
 
 
 def index_of(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the element that has `flat` before it, in row-major order, in a tensor of this shape."""
+    """Return the index of the element at position `flat`, in row-major order, of a tensor of this shape."""
     index = []
     for size in reversed(shape):
         flat, position = divmod(flat, size)

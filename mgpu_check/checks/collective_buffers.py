@@ -1,7 +1,7 @@
-"""Tensors of a collective in one piece of memory, with guards before, between and behind them.
+"""Lay the tensors of a collective out in one piece of memory, with guards before, between and after them.
 
-Who writes beyond a tensor, or between the elements of one with gaps, or into one that it should only read, changes a byte
-that is compared.
+The whole memory is compared. So the comparison finds writes beyond a tensor, between the elements of a tensor with gaps, and to
+a tensor that should only be read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 __all__ = ["Memory", "Shape", "shaped"]
 
 _GUARD = 17
-"""Elements between tensors; odd, so that tensors begin anywhere."""
+"""Elements between tensors; odd, so that tensors begin at addresses of every alignment."""
 _FILLING = 0xA5
 _UNWRITTEN = 0x5B
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a tensor lies in memory: its extent there, in elements, and the view of it."""
+    """The layout of a tensor in memory: its sizes, its strides, and its extent in elements."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -29,7 +29,7 @@ class Shape:
 
 
 def shaped(layout: str, length: int) -> Shape:
-    """Lay `length` elements out; those that have no such layout, as a vector."""
+    """Return `length` elements in a layout, or as a vector if the length does not allow it."""
     if layout == "gaps":
         return Shape((length,), (2,), max(2 * length - 1, 0))
     rows = next((rows for rows in (4, 3, 2) if length % rows == 0), 0)
@@ -46,7 +46,7 @@ def shaped(layout: str, length: int) -> Shape:
 
 
 class Memory:
-    """Memory of one call, on the CPU as it should be before and after, and where the collective works on it."""
+    """The memory of one call: places its tensors, and makes its contents on the CPU."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -60,14 +60,14 @@ class Memory:
         return len(self._shapes) - 1
 
     def lay(self, shapes: Sequence[Shape], *, backwards: bool) -> None:
-        """Make room for tensors, which are numbered as they are given; with `backwards` they lie in memory in reverse order."""
+        """Make room for tensors, numbered in the given order; with `backwards` they lie in memory in reverse order."""
         for shape in reversed(shapes) if backwards else shapes:
             self.add(shape)
         if backwards:
             self._shapes.reverse()
 
     def filled(self, contents: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the whole memory on the CPU, with these values; None for what the collective is to write."""
+        """Return the whole memory on the CPU with these values; None for a tensor that the collective writes."""
         whole = torch.full((self._end * self.dtype.itemsize,), _FILLING, dtype=torch.uint8)
         if self.dtype is torch.bool:
             whole.fill_(1)

@@ -1,4 +1,4 @@
-"""Call collectives with guarded tensors, and compare what they leave with a model on the CPU of this rank."""
+"""Call collectives with guarded tensors, and compare the memory afterwards with a model on the CPU."""
 
 from __future__ import annotations
 
@@ -33,24 +33,28 @@ _NO_LISTS = "does not support alltoall"
 
 
 def _may_refuse(call: CollectiveCall, words: str) -> bool:
-    """Return whether a backend may refuse a call in these words: of views with gaps, or, by older gloo, of lists for all_to_all."""
+    """Return whether a backend may refuse a call with these words.
+
+    Backends may refuse views with gaps, and older gloo refuses lists for all_to_all.
+    """
     if call.layout in ("gaps", "transposed") and any(text in words for text in _REFUSALS):
         return True
     return (call.function, call.place) == ("all_to_all", "cpu") and _NO_LISTS in words
 
 
 def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> list[tuple[str, str]]:
-    """Assert that each call leaves what a model of it leaves, on this rank, and nothing else changed.
+    """Assert that each call gives the results of its model on this rank, and changes nothing else.
 
-    Compared are the results, bit for bit where there is one right result, the inputs, and the memory around them all. Calls that no
-    backend takes are left out. Asynchronous ones are waited for in the order of a seed, several at a time.
+    Compares the results, the inputs, and the memory around them. Results are compared bit for bit if there is one right result.
+    Calls that no backend supports are left out. Up to six asynchronous calls run at once; they are waited for in an order
+    that a checksum of each call determines.
 
     Returns:
-        A checksum of each result that all members of the group must share, by what the call is: compare them among ranks with
+        (call, checksum) of each result that all members of the group must share. Compare them among ranks with
         `mgpu_check.checks.collective_findings.assert_shared`.
 
     Raises:
-        CollectiveMismatch: with all calls that went wrong on this rank; after the last of them, so that ranks stay in step.
+        CollectiveMismatch: with all wrong calls of this rank. It is raised after the last call, so that ranks stay in step.
     """
     __tracebackhide__ = True
     everybody = tuple(range(rank.size))
@@ -97,7 +101,7 @@ def operation_of(call: CollectiveCall) -> Any:
 
 
 def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResult]:
-    """Call a collective on a rank that is not in its group: torch says so, and nothing happens."""
+    """Call a collective on a rank outside its group; torch warns, and must leave the tensor unchanged."""
     if call.function not in ("all_reduce", "broadcast"):
         return
     tensor = torch.full((5,), 3, device=rank.device if call.place == "device" else "cpu")
@@ -106,7 +110,7 @@ def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResu
         if call.function == "all_reduce":
             dist.all_reduce(tensor, group=group)
         else:
-            # Not by its number in the world: torch looks that up in the last group made that this rank is not in.
+            # Not `src`: torch would look it up in the group that was made last without this rank.
             dist.broadcast(tensor, group_src=call.root % len(call.members), group=group)
     if not bool((tensor == 3).all()):
         text = f"this rank is not in the group, yet its tensor became {tensor.tolist()}"
@@ -114,7 +118,7 @@ def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResu
 
 
 class Started(Laid):
-    """A call that has been made, and may have to be waited for."""
+    """A collective that was called, and that may still run."""
 
     def __init__(self, rank: Rank, call: CollectiveCall, members: tuple[int, ...], group: Any) -> None:
         super().__init__(call, members, members.index(rank.index))
@@ -163,14 +167,14 @@ class Started(Laid):
         return calls[call.function]()
 
     def wait(self) -> None:
-        """Wait for the end of the collective."""
+        """Wait until the collective has ended."""
         if self.work is not None:
             self.work.wait()
 
     # What it has left
 
     def findings(self) -> list[WrongResult]:
-        """Compare all memory of the call with what it should be; what a known defect explains is reported as such."""
+        """Compare all memory of the call with the model, except for an error that a known defect explains."""
         found = list(self._compared())
         if self.dtype is torch.bool and (not found or self._added_as_bytes()):
             call = self.call
@@ -186,7 +190,7 @@ class Started(Laid):
         return found
 
     def _added_as_bytes(self) -> bool:
-        """Return whether all memory is as it should be if booleans were bytes that are added."""
+        """Return whether the memory is right if the backend adds booleans as bytes."""
         block = functools.reduce(operator.add, (block.view(torch.uint8) for block in self.blocks))
         should = self.memory.filled([self._should(piece) for piece in self.pieces])
         for number, piece in enumerate(self.pieces):
@@ -227,7 +231,7 @@ class Started(Laid):
             yield WrongResult.of(self.call, part, expected, wrong, self._looks(part, index, wrong))
 
     def _looks(self, got: torch.Tensor, index: torch.Tensor, wrong: torch.Tensor) -> str:
-        """Say whose values a wrong result has, if it has those of one rank."""
+        """Name the rank whose values a wrong result has; "" if it has those of no single rank."""
         places = wrong.nonzero().flatten()
         some, where = as_bits(got[places]), index[places]
         for member, block in zip(self.members, self.blocks, strict=True):
@@ -269,11 +273,11 @@ class Started(Laid):
         return ""
 
     def shared(self) -> Iterator[tuple[str, str]]:
-        """Yield a checksum of a result that all members must share, bit for bit."""
+        """Yield the call and the checksum of a result that all members must share bit for bit."""
         if self.call.function == "all_reduce" and not self.refused:
             yield f"{self.call}", digest_of(self.memory.view(self._after, 0))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View booleans as bytes, which copying would make 0 or 1."""
+    """View booleans as bytes, because copies of booleans turn other bytes into 0 or 1."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

@@ -1,7 +1,8 @@
-"""What ranks give to a collective, made on their devices: exact in every order of summation, and told apart by rank and element.
+"""Make the inputs of a reduction on the devices: exact in every order, and different for each rank and element.
 
-Terms are integers, times a power of two that all ranks share in an element. For a sum they are so small that each partial sum is
-exact; the values of an element are from another band for each rank. For a product one rank has many bits, and the others ±1 or ±2.
+Terms are integers times a power of two, which all ranks share in an element. The terms of a sum are so small that each partial
+sum is exact, and each rank has its own band of values in an element. In a product one rank has many bits, and the others hold
+±1 or ±2.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Terms:
 
     @property
     def tolerance(self) -> float:
-        """How far a right result may be off, of the largest magnitude of its terms; 0 where it is the same in every order.
+        """The largest error of a right result, relative to the largest magnitude of its terms; 0 if every order is exact.
 
         For a mean, libraries multiply each term by 1 / count, which rounds unless count is a power of two.
         """
@@ -56,11 +57,11 @@ class Terms:
         return 2 * (self.count + 1) * unit_roundoff(self.dtype)
 
     def of_rank(self, rank: int, index: torch.Tensor) -> torch.Tensor:
-        """Return the terms of one rank at the elements `index`, int64; in the dtype of the reduction."""
+        """Return the terms of one rank at the elements `index` (int64), in the dtype of the reduction."""
         return self._scaled(self._term(rank, *self._drawn(index)), index)
 
     def result(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the exact result at the elements `index`; of a mean, rounded once."""
+        """Return the exact result at the elements `index`; a mean is rounded once."""
         drawn = self._drawn(index)
         total = functools.reduce(_COMBINE[self.reduction], (self._term(rank, *drawn) for rank in range(self.count)))
         if self.reduction == "avg":
@@ -68,7 +69,7 @@ class Terms:
         return self._scaled(total, index)
 
     def _drawn(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a number for each element, equal on all ranks, and the place of an element among `count`."""
+        """Return a pseudorandom number for each element, equal on all ranks, and the element's index modulo `count`."""
         drawn = index * _MIX[0] + (self.seed * 2 + 1) * 0x632BE59B
         drawn.bitwise_xor_((drawn >> 29).bitwise_and_((1 << 35) - 1)).mul_(_MIX[1])
         return (drawn >> 13).bitwise_and_((1 << _MOST_BITS) - 1), index % self.count
@@ -98,10 +99,10 @@ class Terms:
         return (term.double() * powers[(index >> 3).bitwise_and_(len(_POWERS) - 1)]).to(dtype)
 
     def who(self, index: torch.Tensor, got: torch.Tensor) -> tuple[str, int] | None:
-        """Read from wrong elements whose term they lack, or have too often; None where they tell nothing.
+        """Infer from wrong elements which rank's term is missing, doubled, or alone; None if none of these fits.
 
         Args:
-            index: of some wrong elements; on the CPU, as is `got`.
+            index: indices of some wrong elements; on the CPU, as is `got`.
         """
         if self.reduction not in ("sum", "avg"):
             return self._alone(index, got)
@@ -125,7 +126,7 @@ class Terms:
     def filled(
         self, make: Callable[[torch.Tensor], torch.Tensor], length: int, device: torch.device, chunk: int
     ) -> torch.Tensor:
-        """Return `make` of all elements up to `length`, in pieces."""
+        """Return `make` applied to the indices below `length`, `chunk` of them at a time."""
         whole = torch.empty(length, dtype=self.dtype, device=device)
         for start in range(0, length, chunk):
             end = min(start + chunk, length)

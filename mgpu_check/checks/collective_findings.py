@@ -1,4 +1,4 @@
-"""What was wrong with collectives, call by call, and what the wrong ones have in common."""
+"""Collect wrong results of collectives, and report the attributes that the wrong calls have in common."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMMON = ("function", "dtype", "op", "values", "place", "layout", "elements", "
 
 @dataclass(frozen=True)
 class WrongResult:
-    """A wrong result on this rank, of a call, or of what is described in words."""
+    """A wrong result on this rank; `call` is a call or its description."""
 
     call: object
     text: str
@@ -37,7 +37,7 @@ class WrongResult:
         looks: str = "",
         label: str = "",
     ) -> WrongResult:
-        """Describe wrong elements of a vector."""
+        """Describe the wrong elements of a vector; `wrong` is their mask."""
         first = int(wrong.nonzero()[0])
         text = f"{label}: " if label else ""
         text += f"element {first}: got {got[first].item()!r}, expected {expected[first].item()!r}; "
@@ -46,7 +46,7 @@ class WrongResult:
 
 
 def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> None:
-    """Raise one error for all findings of this rank, with what they have in common; nothing where there are none."""
+    """Raise one error for all findings of this rank, with their common attributes; return if there are no findings."""
     __tracebackhide__ = True
     if not findings:
         return
@@ -70,13 +70,13 @@ def _common(calls: Sequence[object]) -> str:
 
 
 def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, Sequence[tuple[str, str]]]) -> None:
-    """Assert that all ranks hold the same bits of what they share.
+    """Assert that all ranks hold the same bits of the results that they share.
 
     Args:
-        checksums: of each rank, by what was called; what `assert_collectives_match` returns.
+        checksums: the return value of `assert_collectives_match` on each rank.
 
     Raises:
-        CollectiveMismatch: `.ranks` are those that differ from the most; all, where as many hold others.
+        CollectiveMismatch: `.ranks` has the ranks that differ from the majority; all ranks if there is no majority.
     """
     __tracebackhide__ = True
     by_rank = dict(checksums) if isinstance(checksums, Mapping) else dict(enumerate(checksums))
@@ -90,6 +90,6 @@ def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, 
             tied = sum(len(same) == len(most) for same in ranks.values()) > 1
             others = sorted(rank for same in ranks.values() if same is not most for rank in same)
             raise CollectiveMismatch(
-                f"{what}: ranks hold results of different bits: {named(others)} another one than {named(most)}",
+                f"{what}: ranks disagree about the bits of the result: {named(others)} against {named(most)}",
                 ranks=sorted([*most, *others]) if tied else others,
             )

@@ -1,4 +1,4 @@
-"""Which tensors a call of a collective has on one rank, and what they hold before and after."""
+"""List the tensors of a collective call on one rank, with their contents before and after."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from mgpu_check.specs.collective_calls import REDUCING, CollectiveCall
 __all__ = ["STEP", "Laid", "Piece", "Reduced"]
 
 STEP = 13
-"""By so many elements of their block the parts of a tensor are apart."""
+"""Distance between the parts of a tensor, in elements of their block."""
 
 
 def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
-    """Return how many elements one member gives another. Parts differ in size; of a call of 0 elements every third giver has
-    none, and the others have none for some: the first and every third from there on, or the second and so on.
+    """Return how many elements one member gives another; parts differ in size.
+
+    In a call of 0 elements every third giver gives nothing, and the others give nothing to every third getter.
     """
     length = call.elements if call.elements is not None else 29
     turn = (giver + call.seed) % 3
@@ -32,9 +33,10 @@ class Reduced:
     """The result of a reduction in a tensor of a call.
 
     Attributes:
-        right: what it may be.
-        start: element of the block at which it begins.
-        at: element of the tensor at which it begins.
+        right: the values that it may have.
+        start: its first element in the block.
+        length: its number of elements.
+        at: its first element in the tensor.
     """
 
     right: Right
@@ -44,18 +46,18 @@ class Reduced:
 
     @property
     def value(self) -> torch.Tensor:
-        """The right result, or that from which it may be off."""
+        """The right result, or the value around which results may be off."""
         return stretched(self.right.value, self.start, self.length)
 
 
 @dataclass
 class Piece:
-    """A tensor of a call: what it holds before, and after.
+    """A tensor of a call, with its contents before and after.
 
     Attributes:
-        before: None where the collective is to write it.
-        after: None where it must hold what it held before; "anything" where it need not.
-        reduced: the result of a reduction that it holds, if any.
+        before: None if the collective writes the tensor.
+        after: None if the tensor must not change; "anything" if its contents are undefined.
+        reduced: the result of a reduction in the tensor, if any.
     """
 
     shape: Shape
@@ -65,7 +67,10 @@ class Piece:
 
 
 class Laid:
-    """The tensors of a call on the member at `place` of a group; `given` and `taken` have the numbers of inputs and outputs."""
+    """The tensors of a call on the member at `place` of a group.
+
+    `given` and `taken` have the positions of inputs and outputs in `pieces`.
+    """
 
     def __init__(self, call: CollectiveCall, members: tuple[int, ...], place: int) -> None:
         self.call, self.members, self.count, self.place = call, members, len(members), place

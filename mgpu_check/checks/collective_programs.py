@@ -1,4 +1,4 @@
-"""Programs of collectives against a model: one process that holds the tensors of all ranks."""
+"""Compare programs of collectives with a model in one process that holds the tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["assert_program_matches"]
 
 
 def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: torch.dtype, place: str) -> None:
-    """Assert that after each of `steps` the tensors of this rank are those of the model, bit for bit, but for those of which a
-    collective is under way.
+    """Assert after each of `steps` that the tensors of this rank equal those of the model bit for bit.
 
-    The dtype is one of integers, whose sums wrap around: no step rounds, and no number of steps leaves what it can hold.
+    Tensors of a collective that still runs are compared when it has ended. The dtype must be an integer dtype: sums wrap around,
+    so no step rounds or overflows.
 
     Raises:
-        CollectiveMismatch: with the first step after which a tensor differs.
+        CollectiveMismatch: names the step that last wrote the first tensor that differs.
     """
     __tracebackhide__ = True
     model = _Model(rank.size, dtype)
@@ -61,7 +61,7 @@ def _members(step: CollectiveStep, size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Its members, in ascending order, and what torch calls it: None for all ranks."""
+    """The members of a group in ascending order, and its handle: None for all ranks."""
 
     members: list[int]
     handle: Any = None
@@ -72,14 +72,14 @@ class _Pending:
     work: Any
     group: int
     after: Callable[[], object]
-    """To be called when it is done."""
+    """Called after the wait."""
 
 
 class _OfRank:
-    """The tensors and groups of this rank, and the collectives that are under way.
+    """The tensors and groups of this rank, and its collectives that still run.
 
     Attributes:
-        pending: by the number of the tensor that it writes.
+        pending: number of the tensor that a collective writes -> the collective.
     """
 
     def __init__(self, rank: Rank, held: list[torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ class _OfRank:
         self.pending: dict[int, _Pending] = {}
 
     def _view(self, name: int, size: int) -> torch.Tensor:
-        """Return the part of a tensor that a group of `size` uses: one object, as training code calls with the same again."""
+        """Return the part of a tensor that a group of `size` uses; the same object each time, as in training code."""
         return self._views.setdefault((name, size), self.held[name][: size * LENGTH])
 
     def take(self, step: CollectiveStep) -> None:
@@ -105,14 +105,14 @@ class _OfRank:
                 self._move(step, self._groups[step.group])
 
     def finish(self) -> None:
-        """Wait for what is under way, and destroy the groups."""
+        """Wait for all collectives, and destroy the groups."""
         self._wait(list(self.pending))
         for group in self._groups.values():
             if group.handle is not None:
                 self._destroy(group)
 
     def _destroy(self, group: _Group) -> None:
-        # Gloo connects while a group is made: no rank may end that for another one.
+        # Gloo connects while it makes a group, so no rank may destroy the group while another still connects.
         dist.barrier(device_ids=[self._rank.device.index])
         dist.destroy_process_group(group.handle)
 
@@ -174,7 +174,7 @@ class _Model:
     """The tensors of all ranks in one process.
 
     Attributes:
-        held: by rank, by number of the tensor.
+        held: tensors, by rank and by number of the tensor.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -205,7 +205,7 @@ class _Model:
 def _after(
     step: CollectiveStep, root: int, targets: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return what each rank gets of a step, in new memory."""
+    """Return the result of a step for each rank, in new memory."""
     size = len(targets)
     ranks, parts = range(size), [slice(rank * LENGTH, (rank + 1) * LENGTH) for rank in range(size)]
     if step.kind == "add":

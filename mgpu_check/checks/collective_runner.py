@@ -1,4 +1,4 @@
-"""Collectives by name, ready to be called."""
+"""Prepare collectives by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Runner", "of_one_tensor", "runner"]
 
 @dataclass(frozen=True)
 class Runner:
-    """A collective that is ready to be called; `output` has its result, None on ranks that get none."""
+    """A collective that is ready to be called; `output` has its result, or None on ranks that get no result."""
 
     call: Callable[[], object]
     output: torch.Tensor | None
@@ -33,8 +33,10 @@ def runner(
 
     Args:
         given: as many elements as the largest tensor of this rank has.
-        place: of this rank in the group.
-        root: rank of the world.
+        group: None for all ranks.
+        count: the number of ranks in the group.
+        place: the position of this rank in the group.
+        root: the root, as a rank of the world.
     """
     part = given.numel() // count
     op = dist.ReduceOp.AVG if reduction == "avg" else getattr(dist.ReduceOp, reduction.upper())
@@ -69,7 +71,7 @@ def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def of_one_tensor(operation: str) -> Callable[..., Any]:
-    """Return the function of one tensor by the name that this version of torch does not warn of.
+    """Return the single-tensor form of a collective, under a name that this version of torch does not deprecate.
 
     Args:
         operation: "reduce_scatter" or "all_gather".

@@ -1,8 +1,9 @@
-"""How fast collectives are, by the formulas of nccl-tests: algorithm bandwidth is S / t, bus bandwidth that times a factor.
+"""Measure the speed of collectives, by the formulas of nccl-tests.
 
-S are the bytes of the largest tensor of a rank, t the time of one call. The factor makes the bus bandwidth the same for each number n of
-ranks, where links are what limits it: 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and
-scatter; 1 for broadcast and reduce.
+The algorithm bandwidth is S / t, where S is the size in bytes of the largest tensor of a rank, and t the time of one call. The
+bus bandwidth multiplies it by a factor that depends on the number n of ranks, so that it is the same for each n if links are the
+bottleneck. The factor is 2 (n - 1) / n for all_reduce, and 1 for broadcast and reduce. It is (n - 1) / n for all_gather,
+reduce_scatter, all_to_all, gather and scatter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ONCE = ("broadcast", "reduce")
 
 
 def bus_factor(operation: str, count: int) -> float:
-    """Return by what an algorithm bandwidth is multiplied for the bus bandwidth."""
+    """Return the factor from the algorithm bandwidth to the bus bandwidth."""
     if operation in _ONCE:
         return 1.0
     share = (count - 1) / count
@@ -30,9 +31,9 @@ def bus_factor(operation: str, count: int) -> float:
 
 
 def time_collectives(rank: Rank, cases: Sequence[Collective], repeats: int) -> list[list[float]]:
-    """Return for each case the seconds of one call on this rank, so many times; nothing where it is not in the group.
+    """Return for each case `repeats` measurements of the seconds of one call; empty if this rank is not in the group.
 
-    Each time is the mean of ``case.iterations`` calls that are queued at once.
+    Each measurement is the mean of ``case.iterations`` calls that are queued at once.
     """
     found: list[list[float]] = []
     with groups_of(rank, (case.members for case in cases)) as groups:

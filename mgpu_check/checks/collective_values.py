@@ -1,6 +1,6 @@
-"""What ranks give to a collective, made on the CPU, and what a reduction of it must give.
+"""Make the inputs of collectives on the CPU, and the right results of their reductions.
 
-Values come in blocks: one tensor per member of the group, which a call repeats as often as it needs.
+Values come in blocks: one tensor per member of the group. A call repeats its block to the length that it needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mgpu_check.torch_hooks.tensors import as_bits, as_real
 __all__ = ["Right", "differing", "factor_of", "given_blocks", "right_block", "stretched"]
 
 _EXACT, _RANDOM, _BITS = 251, 4093, 1021
-"""Lengths of blocks: primes, so that no part begins where another one does."""
+"""Lengths of blocks: primes, so that different parts begin at different elements of the block."""
 
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": operator.add,
@@ -41,11 +41,11 @@ _OF_BOOLEANS = {
     "MIN": torch.bitwise_and,
     "MAX": torch.bitwise_or,
 }
-"""NCCL and gloo take true + true for true."""
+"""Reductions of booleans: in NCCL and gloo true + true is true."""
 
 
 def differing(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return which elements of two contiguous tensors of one shape and dtype differ in a bit."""
+    """Return a mask of the elements whose bits differ in two contiguous tensors of the same shape and dtype."""
     wrong = as_bits(got) != as_bits(right)
     return wrong.any(-1) if got.is_complex() else wrong
 
@@ -57,16 +57,16 @@ def factor_of(seed: int) -> float:
 
 @dataclass(frozen=True)
 class Right:
-    """What a reduction may give, element by element.
+    """The results that a reduction may give, element by element.
 
     Attributes:
-        value: the one right result, or that from which it may be off; of the dtype of the terms.
-        exact: float64, or complex128, where results may be off; None where bits must be those of `value`. Any NaN is as good as
-            another.
-        tolerance: float64, of the real numbers.
-        terms: where there are any, NaN and each of them are right in elements with a NaN among them, and zeros of both
-            signs equal: MIN and MAX, for which IEEE 754-2008 (minNum) and -2019 (minimum) say different things of NaN,
-            and libraries do what their order of comparisons gives.
+        value: the only right result, or the rounded exact one if results may be off; in the dtype of the terms.
+        exact: the exact result in float64 or complex128; None if results must have the bits of `value`. Any NaN equals any
+            other NaN.
+        tolerance: float64; for complex numbers, of real and imaginary part.
+        terms: the terms of MIN and MAX of floats, else empty. In an element with a NaN among its terms, NaN and each term are
+            right, and zeros of both signs are equal. IEEE 754-2008 (minNum) and -2019 (minimum) treat NaN differently, and the
+            result of a library depends on its order of comparisons.
     """
 
     value: torch.Tensor
@@ -75,7 +75,7 @@ class Right:
     terms: tuple[torch.Tensor, ...] = ()
 
     def wrong(self, got: torch.Tensor, where: slice | torch.Tensor) -> torch.Tensor:
-        """Return which elements of a result are wrong; `where` says which elements of the block they are."""
+        """Return a mask of the wrong elements of a result; `where` has their places in the block."""
         value = self.value[where]
         if self.exact is not None and self.tolerance is not None:
             off = as_real(got).double() - as_real(self.exact[where])
@@ -95,7 +95,7 @@ class Right:
 
 @functools.lru_cache(maxsize=256)
 def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Return a block of values for each of `count` ranks: vectors of one length, on the CPU."""
+    """Return a block of values for each of `count` ranks: vectors of equal length, on the CPU."""
     if values == "borders":
         both = [given_blocks(kind, op, dtype, count, seed) for kind in ("exact", "extremes")]
         return tuple(torch.cat(parts) for parts in zip(*both, strict=True))
@@ -108,7 +108,7 @@ def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int
     if dtype is torch.bool:
         patterns = torch.arange(_EXACT * count).view(count, -1) * 0x9E3779B9 + seed * 7919
         parts = [(patterns[place] >> 11) % 3 == place % 3 for place in range(count)]
-        # All of them, none, and one alone: what tells "or" from "and", and who is missing.
+        # All true, none true, one true and one false: these distinguish "or" from "and", and show which rank is missing.
         alone = torch.eye(count, dtype=torch.bool)
         some = torch.cat(
             [alone, ~alone, torch.zeros(1, count, dtype=torch.bool), torch.ones(1, count, dtype=torch.bool)]
@@ -126,17 +126,17 @@ def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int
 
 @functools.lru_cache(maxsize=256)
 def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int) -> Right:
-    """Return what the reduction of `given_blocks` may give.
+    """Return the results that the reduction of `given_blocks` may give.
 
-    Two terms have one correctly rounded sum or product. For more the bounds are those of `mgpu_check.numerics.bounds` (Higham,
-    sections 3.1 and 4.2), each real and imaginary part by itself. A mean may be taken of the terms or of the sum: one
-    rounding more per term.
+    Two terms have one correctly rounded sum or product. More terms have the bounds of `mgpu_check.numerics.bounds` (Higham,
+    sections 3.1 and 4.2), for real and imaginary parts separately. For a mean, libraries may divide the terms or the sum, which
+    costs one more rounding per term.
     """
     given = given_blocks(values, op, dtype, count, seed)
     terms = tuple(_scaled(part, factor_of(seed)) for part in given) if op == "PREMUL_SUM" else given
     fold = _OF_BOOLEANS.get(op, _FOLDS[op]) if dtype is torch.bool else _FOLDS[op]
     if dtype.is_complex:
-        # Not by complex arithmetic either: torch adds 1 times a term.
+        # Not by complex arithmetic: torch multiplies a term by 1 when it adds, which spoils infinities.
         value = torch.view_as_complex(functools.reduce(fold, map(as_real, terms)))
     else:
         value = functools.reduce(fold, terms)
@@ -144,7 +144,7 @@ def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int)
         return Right(value, terms=terms if dtype.is_floating_point else ())
     if op == "AVG" and count > 1:
         if values == "special":
-            # Zeros, infinities and NaN, which no division changes.
+            # Zeros, infinities and NaN, which division does not change.
             return Right(value)
         return _rounded(terms, "avg", dtype)
     if values == "random" and count > 2 and (dtype.is_floating_point or dtype.is_complex):
@@ -153,7 +153,7 @@ def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int)
 
 
 def _scaled(part: torch.Tensor, factor: float) -> torch.Tensor:
-    # Not by complex arithmetic, in which infinity times (2 + 0i) is NaN.
+    # Not by complex arithmetic, where infinity times (2 + 0i) is NaN.
     return torch.view_as_complex(as_real(part) * factor) if part.is_complex() else part * factor
 
 
@@ -162,7 +162,7 @@ def _rounded(terms: Sequence[torch.Tensor], operation: str, dtype: torch.dtype) 
     exact = torch.view_as_complex(should.value) if dtype.is_complex else should.value
     tolerance = should.tolerance
     if operation == "avg" and len(terms) & (len(terms) - 1):
-        # 1 / count itself is rounded where it is multiplied by.
+        # A library that multiplies by 1 / count has rounded this factor too.
         size = torch.stack([as_real(term).double().abs() for term in terms]).sum(0) / len(terms)
         tolerance = tolerance + 2 * unit_roundoff(terms[0].real.dtype if dtype.is_complex else dtype) * size
     return Right(exact.to(dtype), exact, tolerance)
@@ -179,7 +179,7 @@ Pair = tuple[float, float]
 
 
 def _crossed(pairs: Sequence[Pair], count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return blocks in which each rank in turn holds the first of each pair, and all others the second."""
+    """Return blocks where, for each pair, each rank in turn holds the first number and all others the second."""
     columns: list[list[float]] = [[] for _ in range(count)]
     for (one, other), holder in itertools.product(pairs, range(count)):
         for place in range(count):
@@ -215,7 +215,7 @@ def _extremes(dtype: torch.dtype, op: str, count: int) -> list[Pair]:
             for sign in (1, -1)
             for b in (1.0, -1.0)
         ]
-    # Powers of two, whose multiples are exact, and small enough that no partial sum overflows; and each border alone.
+    # Powers of two have exact multiples, and are small enough that no partial sum overflows. Borders stand alone.
     large = math.ldexp(1.0, math.frexp(most)[1] - 2 - count.bit_length())
     powers = [
         (a, b)
@@ -247,6 +247,6 @@ def _special(dtype: torch.dtype, op: str) -> list[Pair]:
 
 
 def stretched(block: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """Return `length` elements of a block that is repeated without end, from element `start` on."""
+    """Return `length` elements from an endless repetition of a block, from element `start` on."""
     first = start % len(block)
     return block.repeat(-(-(first + length) // len(block)))[first : first + length]

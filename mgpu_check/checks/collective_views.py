@@ -1,4 +1,4 @@
-"""What all ranks together have seen of collectives: whose data, or whose result, is wrong."""
+"""Combine the views of all ranks on collectives into observations, and name suspects."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["examine_collectives", "observations_of_views"]
 _CHECK = "collectives"
 
 _DIRECT = ("all_to_all", "gather", "scatter")
-"""Each rank sends to each other what is for it."""
+"""Operations that send data directly from rank to rank."""
 _ON_ALL = ("all_reduce", "all_gather", "reduce_scatter")
-"""Each rank has a result, and takes part in those of the others."""
+"""Operations in which each rank gets a result, and takes part in the results of the others."""
 _REDUCED_ON_ALL = ("all_reduce", "reduce_scatter")
 
 
 def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
-    """Call collectives in all their groups; rank 0 returns what all have seen, with ranks for GPUs.
+    """Call collectives in all their groups; rank 0 returns the observations of all ranks, others none.
 
-    Of sends and receives there is an observation of each ordered pair besides that of the group.
+    Subjects name ranks in place of GPUs. Sends and receives have an observation for each ordered pair too.
     """
     results: list[Sequence[View]] = [()] * rank.size
     dist.all_gather_object(results, views_of(rank, cases.all))  # over the host
@@ -34,10 +34,10 @@ def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
 
 
 def observations_of_views(cases: Sequence[Collective], results: Iterable[Sequence[View]]) -> list[Observation]:
-    """Return an observation of each group in each case.
+    """Return an observation for each group in each case.
 
     Args:
-        results: what each rank has seen.
+        results: the views of each rank.
     """
     views: dict[tuple[int, tuple[int, ...]], list[View]] = {}
     for seen in results:
@@ -87,7 +87,7 @@ def _pairs_that_passed(case: Collective, members: Sequence[int], work: Work) -> 
 
 
 def _ways(bad: Mapping[int, View]) -> dict[tuple[int, int], View]:
-    """Return from which rank to which data came that were wrong."""
+    """Return the (source, receiver) pairs of wrong data, each with the view of the receiver."""
     found: dict[tuple[int, int], View] = {}
     for receiver, view in bad.items():
         for wrong in view.wrong:
@@ -99,10 +99,10 @@ def _ways(bad: Mapping[int, View]) -> dict[tuple[int, int], View]:
 def _suspects(
     case: Collective, members: Sequence[int], bad: Mapping[int, View], ways: set[tuple[int, int]]
 ) -> set[int]:
-    """Return the ranks that the data point at; none where they point at nobody.
+    """Return the ranks that the evidence accuses; empty if it accuses no rank.
 
-    In a ring, data that are wrong on one link are wrong on all ranks behind it. So one rank alone with a wrong result has spoiled it
-    itself, unless only one rank has a result, or the ranks before it in the ring have none of their own.
+    In a ring, data that is wrong on one link is wrong on all ranks behind it. So a single rank with a wrong result has spoiled it
+    itself. That inference fails if only one rank has a result, or if the ranks before it in the ring have no result.
     """
     if len(members) < 3:
         return set()

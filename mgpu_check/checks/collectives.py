@@ -1,4 +1,4 @@
-"""Collectives on exact data: each iteration is looked at, on each rank, to the bit."""
+"""Run collectives on exact data and compare every iteration on every rank bit for bit."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 COPYING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv")
 _DIVIDING = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
-"""The larger tensor has a part for each rank, or from each."""
+"""Operations whose larger tensor has a part for each rank, or from each rank."""
 
 _WINDOW = 64
-"""Elements by which the data of iterations are shifted: none finds those of the one before."""
+"""Range of the shift between iterations, in elements, so that stale data of the previous iteration is wrong."""
 _BURST = 4
 _MOST_WRONG = 3
 _LOOKED_AT = 64
@@ -40,18 +40,17 @@ _LOOKED_AT = 64
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, called again and again with other data.
+    """A collective that is called repeatedly, with different data each time.
 
     Attributes:
-        operation: of `REDUCING` or `COPYING`; "send_recv": each rank sends to one rank and receives from another, further off
-            in each iteration.
-        dtype: by name.
-        bytes: of the tensors of one rank: the larger of what it gives and what it gets; a little less where no equal parts of it
-            make up as much.
-        members: ranks of the group, ascending; none for all.
-        reduction: "sum", "avg", "product", "min" or "max", where it reduces.
-        root: place in the group.
-        burst: iterations that are queued before the first of them is looked at.
+        operation: one of `REDUCING` or `COPYING`. In "send_recv" each rank sends to one rank and receives from another; the
+            distance grows with each iteration.
+        dtype: the name of the dtype.
+        bytes: the size of the larger of a rank's input and output; rounded down if it must have equal parts.
+        members: the ranks of the group, ascending; empty for all ranks.
+        reduction: "sum", "avg", "product", "min" or "max"; used by `REDUCING` operations.
+        root: the position of the root in the group.
+        burst: the number of iterations to queue before their results are compared.
     """
 
     operation: str
@@ -72,16 +71,16 @@ class Collective:
         )
 
     def elements(self, count: int) -> int:
-        """Return how many elements the larger tensor has in a group of `count` ranks: at least one for each."""
+        """Return the number of elements of the larger tensor in a group of `count` ranks: at least one per rank."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         whole = self.bytes // dtype.itemsize
-        # To the byte where nothing is divided: libraries go wrong at one exact size.
+        # Keep the exact size if nothing is divided: a library may fail at one exact size only.
         return max(count, whole // count * count if self.operation in _DIVIDING else whole)
 
 
 @dataclass(frozen=True)
 class Cases:
-    """Collectives that are called one after the other. In a world without all members of one that one is left out."""
+    """Collectives to call one after the other. A world leaves out the cases whose members it lacks."""
 
     all: tuple[Collective, ...]
 
@@ -95,8 +94,11 @@ class Wrong:
     """A wrong result of one iteration on one rank.
 
     Attributes:
-        sources: ranks whose data are wrong, or missing, as far as the result tells; ranks of the world.
-        first: place of the first wrong element, or byte of a copy.
+        count: the number of wrong elements, or bytes of a copy.
+        of: the number of all elements, or bytes of a copy.
+        first: the place of the first wrong element, or byte of a copy.
+        looks: a description of the wrong data.
+        sources: the ranks of the world whose data is wrong or missing, as far as the result shows.
     """
 
     iteration: int
@@ -111,13 +113,13 @@ class Wrong:
 
 @dataclass(frozen=True)
 class View:
-    """What one rank has seen of a collective.
+    """The results of a collective on one rank.
 
     Attributes:
-        case: its number in the call.
-        checked: iterations whose result was looked at here; a rank that is no root has none of some.
-        failed: iterations with a wrong result here.
-        wrong: the first of them.
+        case: the number of the case in the call.
+        checked: the number of iterations with a result on this rank; some operations give a result to the root only.
+        failed: the number of iterations with a wrong result on this rank.
+        wrong: the first of the wrong results.
     """
 
     case: int
@@ -130,7 +132,7 @@ class View:
 
 
 def views_of(rank: Rank, cases: Sequence[Collective]) -> list[View]:
-    """Call collectives in all their groups; what this rank sees of those that it takes part in."""
+    """Run the cases whose group contains this rank, and return its results."""
     everybody = tuple(range(rank.size))
     fitting = {number: case for number, case in enumerate(cases) if set(case.members) <= set(everybody)}
     views = []
@@ -146,9 +148,10 @@ def views_of(rank: Rank, cases: Sequence[Collective]) -> list[View]:
 def groups_of(
     rank: Rank, wanted: Iterable[tuple[int, ...]]
 ) -> Iterator[dict[tuple[int, ...], dist.ProcessGroup | None]]:
-    """Make groups by their members, as all ranks must do in one order, for the time of the context.
+    """Make groups by their members, in the same order on all ranks, and destroy them at the end of the context.
 
-    None stands for all ranks; of them there may be no members, too. After an error groups stay: other ranks may still be in them.
+    A group of all ranks, also written as no members, is None. After an error the groups stay, because other ranks may still use
+    them.
     """
     everybody = tuple(range(rank.size))
     groups = {
@@ -163,11 +166,11 @@ def groups_of(
 
 @dataclass
 class _Result:
-    """The result of an iteration, not looked at yet.
+    """The result of an iteration, to be compared later.
 
     Attributes:
-        start: element of the data at which this iteration begins.
-        pieces: of a copy: rank of the group that it comes from, and the element of its data at which it begins.
+        start: the first element of the data in this iteration.
+        pieces: for a copy, the position in the group of each source, and the first element of its data.
     """
 
     iteration: int
@@ -200,7 +203,7 @@ class _Examination:
         self.checked = self.failed = 0
 
     def content(self, place: int, start: int, end: int) -> torch.Tensor:
-        """Return what a member gives to a copy, from an element to another."""
+        """Return the elements `start` to `end` of a member's data for a copy."""
         tag = tag_of(self.members[place], HOST, self.case.seed)
         width = self.dtype.itemsize
         return bytes_of_content(tag, start * width, end * width, self.device).clone().view(self.dtype)
@@ -257,7 +260,7 @@ class _Examination:
             work.wait()
 
     def look(self, result: _Result) -> None:
-        """Look at a result; on the device, and closer only if it is wrong."""
+        """Compare a result on the device, and examine it closer only if it is wrong."""
         if result.tensor is None:
             return
         self.checked += 1
@@ -299,7 +302,7 @@ class _Examination:
             return "it holds zeros", ()
         if (who := self.terms.who(index, got)) is not None:
             source = self.members[who[1]]
-            # One element may look so by chance: terms of ranks differ in few bits.
+            # A single element may fit by chance, because the terms of ranks differ in few bits.
             return f"it {who[0]} rank {source} gives", (source,) if len(index) > 1 else ()
         shift = (iteration * 13 % _WINDOW) - ((iteration - 1) * 13 % _WINDOW)
         if iteration and torch.equal(as_bits(self.terms.result((index - shift).clamp_min(0))), as_bits(got)):

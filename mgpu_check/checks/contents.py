@@ -1,8 +1,8 @@
-"""Contents of memory that tell where they come from: each 8 bytes hold, mixed, who wrote them and at which place.
+"""Fill memory with contents that show their origin: each 8 bytes encode their place and the tag of their writer.
 
-A word is ``(place << 24 | tag) * ODD``, with its upper half folded into its lower one, times another odd number. That is invertible. So
-what is found where it should not be can be read: data of another copy, of the right one but shifted, or what was there before. Words differ in all their bytes,
-those of other places and other tags too, so that bits of all lanes of a link change.
+A word is ``(place << 24 | tag) * ODD``, with its upper half folded into its lower one, times another odd number. The encoding is
+invertible. So wrong data can be identified: data of another copy, data of the right copy but shifted, or data from before the
+copy. Words of different places or tags differ in all their bytes, so that the bits on all lanes of a link change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 __all__ = ["CHUNK", "HOST", "Mismatch", "bytes_of_content", "compare", "fill", "tag_of"]
 
 HOST = 63
-"""Stands for the host, where other numbers stand for devices."""
+"""The number of the host in tags; devices have their own numbers."""
 
 _PLACES = 64
 _SEEDS = 1 << 10
@@ -28,15 +28,15 @@ _MASK = (1 << 64) - 1
 _LOW = 0xFFFFFFFF
 _WORD = 8
 CHUNK = 1 << 18
-"""Bytes that are made and compared at once, at least: four times as many are needed for it."""
+"""Least number of bytes to make and compare at once; the work needs four times as much memory."""
 _EVIDENCE = 16
 _LOOKED_AT = 4096
 
 
 def tag_of(source: int, destination: int, seed: int, *, before: bool = False) -> int:
-    """Return the tag of what is copied from `source` to `destination`, or of what was at the destination before it.
+    """Return the tag of data copied from `source` to `destination`, or, with `before`, of the destination before the copy.
 
-    Devices that differ in their last four bits differ in the lowest byte of the tag, so that one byte of content tells them apart.
+    Devices that differ in their last four bits differ in the lowest byte of the tag, so one byte of content distinguishes them.
     """
     low = (source % 16) << 4 | destination % 16
     high = (source % _PLACES // 16) << 2 | destination % _PLACES // 16
@@ -52,13 +52,13 @@ def _signed(number: int) -> int:
 
 def _words(first: int, count: int, tag: int, device: torch.device) -> torch.Tensor:
     words = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    # (place << 24 | tag) * ODD, in two steps instead of three
+    # (place << 24 | tag) * ODD, by two operations in place of three
     words.mul_(_signed(_ODD << 24)).add_(_signed(tag * _ODD))
     return words.bitwise_xor_((words >> 32).bitwise_and_(_LOW)).mul_(_signed(_OTHER_ODD))
 
 
 def bytes_of_content(tag: int, start: int, end: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes `start` to `end` of the content of `tag`, uint8."""
+    """Return the bytes `start` to `end` of the content of `tag`, as uint8."""
     first = start // _WORD
     words = _words(first, -(-end // _WORD) - first, tag, device)
     return words.view(torch.uint8)[start - first * _WORD : end - first * _WORD]
@@ -73,13 +73,13 @@ def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK) -> 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Bytes that are not what they should be.
+    """Wrong bytes.
 
     Attributes:
-        count: how many.
-        first, last: their places.
-        looks: what they look like, in words.
-        evidence: places, bits and values, as values that JSON has.
+        count: the number of wrong bytes.
+        first, last: the places of the first and the last.
+        looks: a description of the wrong data.
+        evidence: places, bits and values, as values that JSON can hold.
     """
 
     count: int
@@ -93,9 +93,9 @@ def compare(got: torch.Tensor, expected: torch.Tensor, names: Mapping[int, str],
     """Compare bytes on the device that has them; None if all are right.
 
     Args:
-        got, expected: uint8, of one size, on one device.
-        names: tag -> what content with this tag is.
-        start: place of the first byte, for the evidence.
+        got, expected: uint8, of equal size, on one device.
+        names: tag -> name of the content with this tag.
+        start: the place of the first byte, for the evidence.
     """
     if torch.equal(got, expected):
         return None
@@ -120,10 +120,10 @@ def compare(got: torch.Tensor, expected: torch.Tensor, names: Mapping[int, str],
 
 
 def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names: Mapping[int, str]) -> str:
-    """Say what the wrong bytes at the places `wrong` look like."""
+    """Describe the wrong bytes at the places `wrong`."""
     bad = got[wrong]
     if torch.equal(bad, expected[wrong]):
-        return "on the device it is wrong, and right where the host reads it: it has changed, or a copy to the host hides it"
+        return "the device finds it wrong, but the host reads it right: it has changed, or the copy to the host hides the error"
     if len(bad) >= _WORD and not bool(bad.any()):
         return "it holds zeros"
     if len(bad) >= _WORD and bool((bad == 0xFF).all()):
@@ -138,9 +138,9 @@ def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names
 
 
 def _origin(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names: Mapping[int, str]) -> str:
-    """Read from whole words of wrong bytes where they come from."""
+    """Name the origin of wrong bytes, decoded from their words; "" if they have no known tag."""
     first = int(wrong[0])
-    # Content that was shifted by a part of a word begins at another byte of it.
+    # Shifted content may begin in the middle of a word, so try all phases.
     for phase in range(_WORD):
         found = _read(got, first + phase)
         if found is None or found[0] not in names:
@@ -149,7 +149,7 @@ def _origin(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, name
         if again is not None and again != (found[0], found[1] + 1) and len(wrong) > 3 * _WORD:
             continue
         name = names[found[0]]
-        # The place that the content before this one would have, by the byte at which a word of it begins.
+        # Compare where the content found and the right content would begin, in bytes, to get the shift.
         begins = found[1] * _WORD - phase
         for back in range(_WORD):
             right = _read(expected, first + back)
@@ -162,7 +162,7 @@ def _origin(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, name
 
 
 def _read(memory: torch.Tensor, at: int) -> tuple[int, int] | None:
-    """Return tag and place of the word that begins at a byte; None at the end."""
+    """Return tag and place of the word that begins at byte `at`; None if less than a word is left."""
     if at + _WORD > memory.numel():
         return None
     word = int.from_bytes(bytes(memory[at : at + _WORD].tolist()), "little")
@@ -173,5 +173,5 @@ def _read(memory: torch.Tensor, at: int) -> tuple[int, int] | None:
 
 
 def _period(places: torch.Tensor) -> int:
-    """Return the distance of which all distances between wrong bytes are multiples; 0 for a single one."""
+    """Return the greatest common divisor of the distances between wrong bytes; 0 for a single wrong byte."""
     return math.gcd(*(places[1:] - places[:-1]).tolist()) if len(places) > 1 else 0

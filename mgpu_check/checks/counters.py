@@ -1,8 +1,8 @@
-"""Numbers that follow from their position and a seed: the same on every device, made by integer arithmetic alone.
+"""Make pseudorandom numbers from position and seed by integer arithmetic alone, the same on every device.
 
-So data need not travel to a device, nor be stored to be compared with: whoever knows position and seed makes them again.
-The mixing is a bijection of 64 bits, made of the steps of which splitmix64's finalizer is made (a product with an odd
-number, and an exclusive or with a shift of itself), so a value tells from which position it is.
+So data need not be copied to a device or stored for a comparison: position and seed suffice to make it again. The mixing is a
+bijection of 64 bits, so a value shows its position. It uses the steps of splitmix64's finalizer: a product with an odd number,
+and an exclusive or with a shift of itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mix_(positions: torch.Tensor, seed: int, scratch: torch.Tensor) -> torch.Ten
 
 
 def mixed(position: int, seed: int) -> int:
-    """Return what `mix_` makes of one position, as an integer in [0, 2^64)."""
+    """Return the mixed value of one position as `mix_` computes it, as an integer in [0, 2^64)."""
     word = (position + _offset(seed)) & MASK
     for factor, shift in zip((_FIRST, _SECOND), _SHIFTS, strict=True):
         word = word * factor & MASK
@@ -49,10 +49,10 @@ def mixed(position: int, seed: int) -> int:
 
 
 def position_of(word: int, seed: int) -> int:
-    """Return the position of which `mixed` makes `word`, an integer in [0, 2^64)."""
+    """Return the position whose mixed value is `word`, an integer in [0, 2^64)."""
     for factor, shift in zip((_SECOND, _FIRST), reversed(_SHIFTS), strict=True):
         bits, known = word, shift
-        while known < 64:  # each round makes as many more bits right as the shift has
+        while known < 64:  # each round recovers `shift` more bits
             bits, known = word ^ (bits >> shift), known + shift
         word = bits * pow(factor, -1, 1 << 64) & MASK
     return (word - _offset(seed)) & MASK
@@ -67,9 +67,9 @@ def counted(shape: Sequence[int], seed: int, device: torch.device) -> torch.Tens
 def integers(
     shape: Sequence[int], low: int, high: int, *, seed: int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Return whole numbers in [`low`, `high`], as if drawn, of `shape` and `dtype` on `device`.
+    """Return pseudorandom whole numbers in [`low`, `high`], of `shape` and `dtype` on `device`.
 
-    `dtype` must hold them exactly, and there may be 2^31 different ones at most.
+    `dtype` must hold them exactly, and the range may have at most 2^31 numbers.
     """
     return several([shape], low, high, seed=seed, device=device, dtype=dtype)[0]
 
@@ -77,7 +77,7 @@ def integers(
 def several(
     shapes: Sequence[Sequence[int]], low: int, high: int, *, seed: int, device: torch.device, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return tensors of such numbers, as `integers` has them, one for each of `shapes`, all different."""
+    """Return a tensor of numbers as from `integers` for each of `shapes`; the tensors are independent."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     words = counted((sum(sizes),), seed, device)
     words.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
@@ -88,9 +88,9 @@ def several(
 def fractions(
     shape: Sequence[int], *, seed: int, device: torch.device, dtype: torch.dtype, low: float = -1.0, high: float = 1.0
 ) -> torch.Tensor:
-    """Return numbers in [`low`, `high`], as if drawn, of `shape` and `dtype` on `device`, with all their digits in use.
+    """Return pseudorandom numbers in [`low`, `high`], of `shape` and `dtype` on `device`, that use all digits.
 
-    Made in float64 and rounded once. On devices that compute as IEEE 754 says they are the same, bit by bit.
+    They are computed in float64 and rounded once, so they have the same bits on all devices that follow IEEE 754.
     """
     words = counted(shape, seed, device).bitwise_right_shift_(11)
     return words.to(torch.float64).mul_(2.0**-53).add_(0.5).mul_(high - low).add_(low).to(dtype)

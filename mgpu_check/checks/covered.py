@@ -1,6 +1,6 @@
-"""Tell what a check goes through besides what its examples were given, for the closing table.
+"""Report the cases that a check enumerates itself, for the closing table.
 
-The table shows the arguments of each example. A check that enumerates in itself says what, in one line, in whatever process::
+The table shows the arguments of each example. A check that enumerates further cases reports them in one line, in any process::
 
     covered(dtype=[str(case.dtype) for case in cases], elements=[case.numel for case in cases])
 """
@@ -17,11 +17,11 @@ __all__ = ["covered", "heard_by"]
 _facts = Channel[Mapping[str, Any]]()
 
 heard_by = _facts.heard_by
-"""Have a function told what checks in this process go through, for the time of the context."""
+"""Call a function with the facts that checks in this process report, for the time of the context."""
 
 
 def covered(**facts: Any) -> None:
-    """Tell what is gone through: by name a word, a number, or a list of them. Of ranks the first one is heard."""
+    """Report facts about the enumerated cases: each is a word, a number, or a list of them. On ranks, only the first counts."""
     _facts.tell(
         {name: sorted(value) if isinstance(value, (set, frozenset)) else value for name, value in facts.items()}
     )

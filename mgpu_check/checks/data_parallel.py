@@ -1,6 +1,6 @@
-"""What DataParallel hands to replicas and brings back: arguments, outputs, modes, exceptions.
+"""Check how DataParallel passes arguments, outputs, modes and exceptions to and from replicas.
 
-Values are compared bit for bit with what the module gives on the CPU; each message names the device that is wrong.
+Values are compared bit for bit with those of the module on the CPU. Each message names the wrong device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 _WIDTH = 6
 _LARGE = 9001
-"""Columns of one output: some hundred rows of it are above 1 MiB."""
+"""Columns of one output: thirty rows of it exceed 1 MiB."""
 
 
 def _named(devices: Devices) -> str:
@@ -46,7 +46,7 @@ def _named(devices: Devices) -> str:
 
 
 class _Several(nn.Module):
-    """Gives outputs that differ in shape, dtype and place, each told from the others by its values."""
+    """A module with outputs of different shapes, dtypes and containers, all with different values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +63,13 @@ class _Several(nn.Module):
 
 
 def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that outputs of all forms come back whole, in order, to the output device: the first, or any that is given. Where
-    devices are all that there are, in order, DataParallel is told none.
+    """Assert that outputs of all forms are gathered whole and in order on the output device.
+
+    The output device is the default, which is the first, or another one. If `devices` are all devices in order, DataParallel gets
+    no `device_ids`.
 
     Raises:
-        GradientMismatch: names output and element, or the device where it is.
+        GradientMismatch: names output and element, or the wrong device of an output.
     """
     __tracebackhide__ = True
     x = distinct_rows(rows, seed)
@@ -96,17 +98,17 @@ class _Sum(nn.Module):
 
 
 def assert_scalars_gathered(devices: Devices, seed: int) -> None:
-    """Assert that a module that returns a scalar gives one for each replica, in order, and their gradients come back.
+    """Assert that a module with a scalar output gives one scalar per replica, in order, with the right gradients.
 
     Raises:
-        GradientMismatch: a scalar or a gradient is missing, or another's.
+        GradientMismatch: a scalar or a gradient is missing or wrong.
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
         x = distinct_rows(2 * len(order) + 1, seed)
         model = _Sum().to(order[0])
         with warnings.catch_warnings():
-            # DataParallel says that it makes a vector of scalars.
+            # DataParallel warns that it gathers scalars into a vector.
             warnings.simplefilter("ignore", UserWarning)
             got = DataParallel(model, device_ids=indices_of(order))(x)
         shards = x.chunk(len(order))
@@ -120,17 +122,17 @@ def assert_scalars_gathered(devices: Devices, seed: int) -> None:
 
 
 def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that dim=1 splits and joins columns, and splits those of keyword arguments, too.
+    """Assert that dim=1 splits and joins columns, and splits the columns of keyword arguments too.
 
     Raises:
         GradientMismatch: names the element, or the device and the argument.
     """
     __tracebackhide__ = True
     x = distinct_rows(5, seed, max(rows, 1))
-    # One row: what is split by rows is whole in one part, and the others have none.
+    # One row: a wrong split by rows would give all of it to one replica.
     y = distinct_rows(1, seed + 1, max(rows, 1))
     for order in both_ways(devices):
-        # Sums along the columns of a shard: they tell how the batch was split.
+        # Running sums along the columns of a shard show how the batch was split.
         expected = torch.cat([part.cumsum(1) for part in x.chunk(len(order), 1)], 1)
         got = DataParallel(_RunningSums().to(order[0]), device_ids=indices_of(order), dim=1)(x)
         what = f"{_named(order)}, dim=1"
@@ -149,7 +151,7 @@ class _RunningSums(nn.Module):
 
 
 class _Recording(nn.Module):
-    """Notes, for each replica, what it was called with, and where; and gives its first argument back."""
+    """A module that records arguments, device and modes of each replica's call, and returns its first argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,17 +179,25 @@ class _Recording(nn.Module):
 
 
 def _in_order(notes: list[dict[str, Any]], order: Devices, what: str, count: int) -> list[dict[str, Any]]:
-    """Return the notes of the replicas in the order of the devices; each of the first `count` devices has one."""
+    """Return the notes of the replicas in the order of the devices, if each of the first `count` devices has one.
+
+    Raises:
+        GradientMismatch: a replica was not called exactly once, or was called on another device.
+    """
     at = {device: [note for note in notes if note["device"] == device] for device in order}
     called = [len(at[device]) for device in order]
     if called != [1] * count + [0] * (len(order) - count):
         text = ", ".join(f"{device} {times}" for device, times in zip(order, called, strict=True))
-        raise GradientMismatch(f"{what}: replicas were called so many times: {text}; expected one on each of {count}")
+        raise GradientMismatch(
+            f"{what}: calls of replicas per device: {text}; expected one on each of the first {count}"
+        )
     return [at[device][0] for device in order[:count]]
 
 
 def assert_arguments_arrive(devices: Devices, seed: int) -> None:
-    """Assert that each replica gets its part of tensors, nested and by keyword too, on its device, and all else as it is.
+    """Assert that each replica gets its part of tensors on its device, and other arguments unchanged.
+
+    Tensors are positional or keyword arguments, and nested in containers.
 
     Raises:
         GradientMismatch: names the device and the argument.
@@ -224,10 +234,12 @@ def assert_arguments_arrive(devices: Devices, seed: int) -> None:
 
 
 def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
-    """Assert that a batch with fewer rows than devices is computed on the first devices, one row on each, and one without rows on one.
+    """Assert that a batch with fewer rows than devices uses the first devices, one row on each.
+
+    A batch without rows must use one device.
 
     Raises:
-        GradientMismatch: another replica was called, or the output is wrong.
+        GradientMismatch: the wrong replicas were called, or the output is wrong.
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
@@ -237,12 +249,12 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
             got = DataParallel(model, device_ids=indices_of(order))(x)
             what = f"{_named(order)}, a batch of {rows} rows"
             require_same(f"{what}: the output", got.detach(), x, order[0])
-            # Sizes are as those of torch.chunk, which may give fewer parts than were asked for.
+            # DataParallel splits as torch.chunk, which may give fewer parts than requested.
             _in_order(model.notes, order, what, max(1, len(x.chunk(len(order)))))
 
 
 def assert_modes_seen(devices: Devices, seed: int) -> None:
-    """Assert that replicas, in their threads, have the caller's training flag, gradient mode and autocast, and their own device.
+    """Assert that the threads of replicas have the caller's training flag, gradient mode and autocast, and their own device.
 
     Raises:
         GradientMismatch: names the device and the mode.
@@ -271,7 +283,7 @@ def assert_modes_seen(devices: Devices, seed: int) -> None:
                     "training of a part": not training,
                     "grad": grad,
                     "autocast": cast,
-                    # A single device is called as it is, from where the caller is.
+                    # With a single device, DataParallel calls the module in the caller's thread and device.
                     "current": device.index if len(order) > 1 else before,
                 }.items():
                     if note[mode] != expected:
@@ -308,7 +320,7 @@ def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
 
 
 class _Refusing(nn.Module):
-    """Raises where a row has the number that it refuses."""
+    """A module that raises if a row is -1."""
 
     def __init__(self, kind: type[Exception]) -> None:
         super().__init__()
@@ -322,10 +334,10 @@ class _Refusing(nn.Module):
 
 
 def assert_exceptions_named(devices: Devices, seed: int) -> None:
-    """Assert that an exception of a replica is raised with its type, text, replica and device, and the next call works.
+    """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call must work.
 
     Raises:
-        GradientMismatch: another exception was raised, or none, or it does not name the replica.
+        GradientMismatch: no exception or another one was raised, it does not name the replica, or the next output is wrong.
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
@@ -341,7 +353,9 @@ def assert_exceptions_named(devices: Devices, seed: int) -> None:
             parallel(spoilt)
         except Exception as error:
             if type(error) is not kind or not all(name in str(error) for name in names):
-                message = f"{what} was raised as {type(error).__name__} whose text is {error}; expected {', '.join(names)} in it"
+                message = (
+                    f"{what} was raised as {type(error).__name__}: {error}; its text must contain {', '.join(names)}"
+                )
                 raise GradientMismatch(message, ranks=[order[place].index]) from error
         else:
             raise GradientMismatch(f"{what} was not raised", ranks=[order[place].index])

@@ -1,4 +1,4 @@
-"""The functional form of DataParallel, and its four parts: bit for bit what the module gives on the CPU."""
+"""Compare the functional form of DataParallel, and its four parts, with the module on the CPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class _Scaled(nn.Module):
 
 
 def assert_functional_form_agrees(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that `data_parallel` gives the outputs and gradients of the module, with each of its arguments; and that its four
-    parts do, called one after the other as in PyTorch's tutorial.
+    """Assert that `data_parallel`, with each of its arguments, gives the outputs and gradients of the module.
+
+    Its four parts must do so too, when they are called one after the other as in PyTorch's tutorial.
 
     Raises:
         GradientMismatch: names argument, output and element.
@@ -56,7 +57,7 @@ def assert_functional_form_agrees(devices: Devices, rows: int, seed: int) -> Non
 
 
 def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
-    """Assert that scattered inputs, replicas that are applied to them, and what is gathered are the module's own."""
+    """Assert that scatter, replicate, parallel_apply and gather together give the outputs and gradients of the module."""
     __tracebackhide__ = True
     model, indices = _Scaled().to(order[0]), indices_of(order)
     inputs = parallel.scatter(x.to(order[0]), indices)

@@ -1,4 +1,4 @@
-"""What the replicas of DataParallel hold: parameters and buffers of every dtype, bit for bit, in the structure of the module."""
+"""Check that the replicas of DataParallel hold the module's parameters and buffers of every dtype, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["assert_replicas_hold"]
 
 
 def assert_replicas_hold(devices: Devices, seed: int) -> None:
-    """Assert that replicas hold the parameters and buffers of the module bit for bit, each on its device, with one structure.
+    """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same structure.
 
     Raises:
         ReplicaMismatch: names the device, the tensor, its dtype and the first element.
@@ -41,15 +41,15 @@ def assert_replicas_hold(devices: Devices, seed: int) -> None:
 
 
 _LARGE = (1 << 20) + 3
-"""Elements of float32; four such parameters are more than the 10 MiB that torch copies, and adds up, at a time."""
+"""Elements of float32; four such parameters exceed the 10 MiB that torch copies, and sums, at a time."""
 
 
 def _many_buffers(order: Devices, seed: int) -> None:
-    """Require that replicas of a model of more than 16 MiB hold it, and that the gradients of all replicas are added up."""
+    """Require that replicas hold a model of more than 16 MiB, and that the gradients of all replicas are summed."""
     __tracebackhide__ = True
     replicate: Callable[..., Any] = torch.nn.parallel.replicate
     values = significands((_LARGE,), torch.float32, seed)
-    # Each has values, and a gradient, of its own: one in the place of another is seen.
+    # Each parameter has different values and a different gradient, so that swapped ones are detected.
     model = nn.ParameterList(values * 2.0**place for place in range(4)).to(order[0])
     replicas = replicate(model, indices_of(order))
     terms = []
@@ -89,6 +89,6 @@ def _require_held(what: str, name: str, got: Any, expected: torch.Tensor, device
             else f"{here.shape} {here.dtype}"
         )
         raise ReplicaMismatch(f"{what}: {name}, {expected.dtype}: {text}", ranks=ranks)
-    # Detached replicas are for callers who need no gradients; the first device's are the module's own tensors.
+    # Not for detached replicas, which need no gradients: on the first device they are the module's own tensors.
     if not detach and got.requires_grad != expected.requires_grad:
         raise ReplicaMismatch(f"{what}: requires_grad of {name} is {got.requires_grad}", ranks=ranks)

@@ -1,4 +1,4 @@
-"""Compare what DataParallel brings back with what one device gives: form, place and every bit."""
+"""Compare results of DataParallel with those of one device: structure, device and every bit."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ Devices = Sequence[torch.device]
 
 
 def both_ways(devices: Devices) -> list[list[torch.device]]:
-    """Return the devices as they are, and in reverse order: one of the two does not ascend."""
+    """Return the devices in the given order and in reverse; one of the two orders does not ascend."""
     return [list(devices), list(devices)[::-1]] if len(devices) > 1 else [list(devices)]
 
 
 def indices_of(devices: Devices) -> list[int]:
-    """Return the indices of devices."""
     return [device.index for device in devices]
 
 
 def told(order: Devices) -> list[int] | None:
-    """Return the indices of devices, or None, which stands for all that there are, in order."""
+    """Return the indices of devices, or None if they are all devices in order, which is the default of DataParallel."""
     indices = indices_of(order)
     return None if indices == list(range(torch.cuda.device_count())) else indices
 
 
 def distinct_rows(rows: int, seed: int, width: int = 6) -> torch.Tensor:
-    """Return whole numbers, (rows, width), float32 on the CPU, each once."""
+    """Return distinct whole numbers, (rows, width), float32 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(rows * width, generator=generator).view(rows, width).float() - 7
 
 
 @contextlib.contextmanager
 def refused_by_mistake(what: str) -> Iterator[None]:
-    """Have a call that refuses arguments, which are right, reported: parts that do not fit each other are refused by operators.
+    """Report an exception in the body as a failure: operators refuse parts that do not fit each other.
 
     Raises:
         GradientMismatch: names the exception.
@@ -50,12 +49,12 @@ def refused_by_mistake(what: str) -> Iterator[None]:
         yield
     except (RuntimeError, TypeError) as error:
         if type(error) not in (RuntimeError, TypeError):
-            raise  # the trouble of a device, as that its memory is full
+            raise  # subclasses mean trouble with a device, such as full memory
         raise GradientMismatch(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
-    """Assert that two nested results agree: form, types, every bit; tensors of `got` are on `device`.
+    """Assert that two nested results agree in structure, types and every bit, and that tensors of `got` are on `device`.
 
     Raises:
         GradientMismatch: names the place, the element, and the device.

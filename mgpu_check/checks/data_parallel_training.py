@@ -1,4 +1,4 @@
-"""DataParallel trains as one device does, to the bit: in whole numbers, of which no sum rounds."""
+"""Compare training under DataParallel with one device, bit for bit, on whole numbers whose sums do not round."""
 
 from __future__ import annotations
 
@@ -54,10 +54,12 @@ def _what(run: WholeRun, order: Devices, more: str = "") -> str:
 
 
 def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that outputs, gradients and parameters of every step are those of one device; in two orders of the devices, in turn.
+    """Assert that outputs, gradients and parameters of every step equal those of one device.
+
+    The runs use the devices in the given order and in reverse, in turn.
 
     Raises:
-        GradientMismatch: names run, step, parameter and element; a shard whose gradient is missing, too.
+        GradientMismatch: names run, step, parameter and element, or a shard whose gradient is missing.
     """
     __tracebackhide__ = True
     with exact_arithmetic():
@@ -67,7 +69,7 @@ def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that a model whose first layer needs no gradient trains, and that this layer stays and has none.
+    """Assert that a model with a frozen first layer trains, and that this layer does not change or get a gradient.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -104,10 +106,10 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
 
 
 def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that buffers change by the first device's shard alone, in training, and not at all in evaluation.
+    """Assert that in training only the first device's shard changes buffers, and that evaluation does not change them.
 
-    All replicas begin from the module's buffers, of int64, float32 and bool, which shows in their outputs. The statistics of
-    BatchNorm are averaged over all batches.
+    All replicas must start with the module's buffers, of int64, float32 and bool, on which their outputs depend. BatchNorm with
+    momentum=None must average its statistics over all batches.
 
     Raises:
         GradientMismatch: names the buffer, or the output.
@@ -154,7 +156,7 @@ def _average(order: Devices, seed: int) -> None:
 
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that two forward passes before one backward pass add up, and that a later pass sees parameters that were changed.
+    """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed parameters.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -174,18 +176,20 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
                     parts = one.parts([*_shards(first, order), *_shards(second, order)])
                     assert_gradients_are(model, parts, what=what)
                     with torch.no_grad():
-                        # In place, as load_state_dict and optimizers change them.
+                        # In place, as in load_state_dict and optimizers.
                         for mine, exact in zip(model.parameters(), one.exact.parameters(), strict=True):
                             mine.neg_()
                             exact.neg_()
 
 
 def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that a module's forward hooks of every kind are called on each replica, one of DataParallel once, and a
-    parameter's with the whole gradient. What hooks make of arguments and outputs counts.
+    """Assert that hooks are called as documented, and that hooks can change arguments and outputs.
+
+    Forward hooks of a module are called on each replica, a forward hook of DataParallel once, and the hook of a parameter with the
+    whole gradient.
 
     Raises:
-        GradientMismatch: a hook was called another number of times, on another device, or with another gradient.
+        GradientMismatch: a hook was called the wrong number of times, on the wrong device, or with a wrong gradient.
     """
     __tracebackhide__ = True
     with exact_arithmetic():
@@ -197,7 +201,7 @@ def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 
 class _Shifted(nn.Module):
-    """Adds a number that is given by keyword; 0 where it is not."""
+    """A module that adds its keyword argument, 0 by default."""
 
     def forward(self, x: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
         return x + shift
@@ -254,9 +258,9 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
 
 
 def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that gradients of gradients, as of a penalty on gradients, are those of one device.
+    """Assert that gradients of gradients, as for a gradient penalty, equal those of one device.
 
-    In float64, in which all of these numbers are whole.
+    The computation is in float64, which holds all of these whole numbers exactly.
 
     Raises:
         GradientMismatch: names the parameter and the element.
@@ -277,8 +281,8 @@ def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch
     """Return the gradient of a weighted sum of gradients, by name of parameter.
 
     Args:
-        called: the model, or what wraps it.
-        x, targets: a batch in float64, of shapes (samples, features) and as the outputs of the model.
+        called: the model or its wrapper.
+        x, targets: a batch in float64; x has shape (samples, features), targets the shape of the outputs.
     """
     outputs = called(x)
     named = dict(model.named_parameters())
@@ -291,7 +295,7 @@ def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch
 
 
 def assert_sparse_gradients_added(devices: Devices, seed: int) -> None:
-    """Assert that the sparse gradient of an embedding has the rows that the replicas have used, each added up over all of them.
+    """Assert that the sparse gradient of an embedding sums the gradients of all replicas for each row.
 
     Raises:
         GradientMismatch: names the element.
@@ -299,7 +303,7 @@ def assert_sparse_gradients_added(devices: Devices, seed: int) -> None:
     __tracebackhide__ = True
     for order in both_ways(devices):
         count = 3 * len(order) + 1
-        # Each replica looks up rows of its own, and some that others look up too.
+        # Each replica looks up some rows alone, and some that other replicas look up too.
         rows, factors = (torch.arange(count) * 3 + seed) % (count + 2) // 2, torch.arange(1.0, count + 1)
         model = nn.Embedding(count, 2, sparse=True).to(order[0])
         outputs = _wrapped(model, order)(rows)

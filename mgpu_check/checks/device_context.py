@@ -1,4 +1,4 @@
-"""The current device and the current streams: what "cuda" means, who may change it, and that it comes back."""
+"""Check the current device and streams: the meaning of "cuda", and that guards restore both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["assert_cuda_follows", "assert_guards_restore", "assert_threads_apart
 
 
 class _Escaped(Exception):
-    """Raised inside a guard, to leave it that way."""
+    """Raised to leave a guard by an exception."""
 
 
 def _saved() -> torch.Tensor:
@@ -70,7 +70,7 @@ _TOLD: dict[str, Callable[[], Any]] = {
 
 @contextlib.contextmanager
 def current_device_kept() -> Iterator[None]:
-    """Put the current device back."""
+    """Restore the current device at the end of the context."""
     before = torch.cuda.current_device()
     try:
         yield
@@ -79,18 +79,18 @@ def current_device_kept() -> Iterator[None]:
 
 
 def _orders(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return the devices in an order that is not ascending, each twice: after a higher one, and after a lower one."""
+    """Return each device twice, once in descending order, and then the odd ones before the even ones."""
     return [*reversed(devices), *devices[1::2], *devices[::2]]
 
 
 def assert_cuda_follows(devices: Sequence[torch.device]) -> int:
-    """Assert that everything that "cuda" without an index names is the device that `set_device` or a guard has made current.
+    """Assert that "cuda" without an index means the device that `set_device` or a guard has made current.
 
     Returns:
-        how many devices, one after the other, were made current.
+        the number of times that a device was made current.
 
     Raises:
-        DeviceMismatch: naming the call, where it has put what, and where it should have.
+        DeviceMismatch: naming the call, its device and the expected device.
     """
     __tracebackhide__ = True
     with current_device_kept():
@@ -118,7 +118,7 @@ def _require_current(device: torch.device, when: str) -> None:
 
 
 def _require_counted(device: torch.device) -> None:
-    """Require that figures of memory are those of the current device where none is named."""
+    """Require that memory statistics without an argument are those of the current device."""
     torch.cuda.set_device(device)
     before = torch.cuda.memory_allocated()
     block = torch.empty(1 << 12, dtype=torch.uint8, device="cuda")
@@ -126,21 +126,21 @@ def _require_counted(device: torch.device) -> None:
     if rose < block.nbytes:
         raise DeviceMismatch(
             f"after torch.cuda.set_device({str(device)!r}): {block.nbytes} bytes were allocated, and torch.cuda.memory_allocated() "
-            f"rose by {rose}; it is the figure of another device",
+            f"rose by {rose}; the number is that of another device",
             ranks=indices_of(device),
         )
 
 
 def assert_guards_restore(devices: Sequence[torch.device]) -> int:
-    """Assert that guards of devices and streams, one in another, left normally and by an exception, put back what was.
+    """Assert that guards of devices and streams restore the previous ones, after a normal end and after an exception.
 
-    Work on another device than the current one, too, must leave it current.
+    Guards are nested too. Work on a device other than the current one must not change the current device.
 
     Returns:
-        how many guards, or kinds of work, were looked at.
+        the number of guards and kinds of work that were tried.
 
     Raises:
-        DeviceMismatch: naming the guard, and which device or stream is current instead.
+        DeviceMismatch: naming the guard, and the wrong device or stream.
     """
     __tracebackhide__ = True
     count = 0
@@ -187,7 +187,7 @@ def _leave(escape: bool) -> None:
 
 
 def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
-    """Return what enters guards of `other`, and leaves them, by an exception if it is told so."""
+    """Return functions that enter and leave guards of `other`; their argument selects an exception as the way to leave."""
 
     def require(device: torch.device, name: str) -> None:
         got = torch.device("cuda", torch.cuda.current_device())
@@ -265,7 +265,7 @@ def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
 
 
 def _works(other: torch.device, start: torch.device) -> dict[str, Callable[[], object]]:
-    """Return work on another device than the current one, which must stay current."""
+    """Return kinds of work on `other`, which must not change the current device."""
     return {
         f"arithmetic on {other}": lambda: torch.ones(3, device=other) * 2,
         f"a copy to {other}": lambda: torch.ones(3, device=start).to(other),
@@ -278,13 +278,13 @@ def _works(other: torch.device, start: torch.device) -> dict[str, Callable[[], o
 
 
 def assert_threads_apart(devices: Sequence[torch.device]) -> int:
-    """Assert that the current device is each thread's own: a new one begins on cuda:0, and changes it for no other.
+    """Assert that each thread has its own current device: a new thread starts on cuda:0, and affects no other thread.
 
     Returns:
-        how many threads there were.
+        the number of threads.
 
     Raises:
-        DeviceMismatch: naming the thread's device, and the one that "cuda" means there.
+        DeviceMismatch: naming the thread's device and the expected device.
     """
     __tracebackhide__ = True
     wrong: list[tuple[str, int, int]] = []
@@ -298,7 +298,7 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> int:
                 wrong.append(("a new thread begins", 0, started))
             barrier.wait()
             torch.cuda.set_device(device)
-            barrier.wait()  # by now each has set its own
+            barrier.wait()  # every thread has set its device now
             for _ in range(3):
                 placed = torch.ones(2, device="cuda") + 1
                 if placed.device != device:
@@ -308,7 +308,7 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> int:
             if torch.cuda.current_device() != device.index:
                 wrong.append(("after its guard a thread is", device.index, torch.cuda.current_device()))
         except BaseException as error:
-            raised.append(error)  # by what it began: the others find the barrier broken
+            raised.append(error)  # the first is the cause: the other threads then find the barrier broken
             barrier.abort()
 
     with current_device_kept():

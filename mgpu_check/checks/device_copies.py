@@ -1,4 +1,4 @@
-"""Copies between any two devices, and between each and the host: every bit arrives, and nothing beside it changes."""
+"""Check copies between any two devices and the host: every bit arrives, and memory around the destination does not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["assert_casts_arrive", "assert_copies_arrive", "assert_copies_whole",
 
 _HOST = torch.device("cpu")
 _MIDDLE, _ABOVE, _LARGE = (1 << 16) + 1, (1 << 20) + 1, (4 << 20) + 1
-"""Bytes: above the borders at which drivers and libraries change how they copy."""
+"""Bytes: just above 64 KiB, 1 MiB and 4 MiB, sizes at which drivers and libraries change their method of copying."""
 _BORDERS = (1, _MIDDLE - 2, _MIDDLE, _ABOVE)
 
 _CASTS = (
@@ -30,19 +30,19 @@ _CASTS = (
 
 
 def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more: bool = False) -> int:
-    """Assert that copies of sizes around 64 KiB and 1 MiB arrive between all devices, and from and to the host; up to 4 MiB.
+    """Assert that copies of 1 byte, about 64 KiB and 1 MiB arrive, between all devices and from and to the host.
 
-    By a copy engine, by a kernel that reads every second byte, and by one that converts; one after the other and all at once;
-    from and to pinned and pageable memory. What lies around the destination must not change.
+    Copies use a copy engine, a kernel that reads every second byte, or a kernel that converts. They run one after the other and
+    all at once, with pinned and pageable memory of the host; some have 4 MiB. Memory around the destination must not change.
 
     Args:
-        more: below 1 MiB, and 4 MiB, on every path and between every two devices, too.
+        more: also copy just below 1 MiB, and 4 MiB, by every method and between every two devices.
 
     Returns:
-        how many ways were looked at.
+        the number of copies that were checked.
 
     Raises:
-        DeviceMismatch: naming the pairs that are wrong, the size and what has arrived instead.
+        DeviceMismatch: naming the wrong pairs, the size and the data that arrived.
     """
     __tracebackhide__ = True
     further = (_ABOVE - 2, _LARGE) if more else ()
@@ -63,7 +63,7 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
         others = len({_way(one, devices) for one in seen}) - len(ways)
         lines = [f"{_way(one, devices)}: {one.case}: {one.seen}" for one in wrong[:6]]
         raise DeviceMismatch(
-            f"{len(ways)} of {len(ways) + others} ways bring something else ({', '.join(ways)}), the others are right:\n"
+            f"{len(ways)} of {len(ways) + others} ways copy wrong data ({', '.join(ways)}), the others are right:\n"
             + "\n".join(lines),
             ranks=sorted({devices[member].index for one in wrong for member in one.subject.members}),
         )
@@ -83,7 +83,7 @@ Call = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 
 def _into_gaps(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy into every second element of a tensor; what lies between must stay as it is."""
+    """Copy into every second element of a tensor; the other elements must not change."""
     between = torch.zeros(*x.shape, 2, dtype=x.dtype, device=device)
     between[..., 0].copy_(x)
     if bool(between[..., 1].any()):
@@ -100,10 +100,10 @@ def _assigned(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _repeated(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy into three tensors of its shape at once, which must be alike."""
+    """Copy into three tensors of the same shape at once, which must then be equal."""
     target = torch.zeros(3, *x.shape, dtype=x.dtype, device=device).copy_(x)
     if any(not same_bits(target[0], one) for one in target[1:]):
-        raise RuntimeError("what is copied to three places is not the same in each")
+        raise RuntimeError("three copies of one tensor differ")
     return target[2]
 
 
@@ -138,7 +138,7 @@ def _module(x: torch.Tensor) -> torch.nn.Module:
 
 
 def _pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
-    """Return all ordered pairs, with the host; descending ones first, because most code goes up."""
+    """Return all ordered pairs, with the host; descending pairs first, because most code copies upwards."""
     places = [_HOST, *devices]
     return sorted(((a, b) for a in places for b in places if a != b), key=lambda pair: str(pair[0]) < str(pair[1]))
 
@@ -155,11 +155,11 @@ def _laid_out(data: torch.Tensor, layout: int, device: torch.device) -> torch.Te
 
 
 Found = list[tuple[tuple[torch.device, torch.device], str, str]]
-"""Source and target of a copy, the case, and what is wrong with it."""
+"""Source and target of a copy, the case, and a description of the error."""
 
 
 def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceMismatch:
-    """Return the error that names the device that all wrong copies have in common, else the target of each."""
+    """Return an error that names the only device common to all wrong copies, or else the target of each."""
     common = set.intersection(*({end for end in pair if end.type == "cuda"} for pair, _, _ in wrong))
     (one,) = common if len(common) == 1 else (None,)
     named = [Wrong(one or (pair[1] if pair[1].type == "cuda" else pair[0]), case, what) for pair, case, what in wrong]
@@ -167,13 +167,13 @@ def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceM
 
 
 def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that every call that copies keeps every bit of every dtype and layout, between any two of devices and host.
+    """Assert that every copying call keeps every bit of every dtype and layout, between any two of devices and host.
 
-    Four dtypes of each pair and call, which differ from pair to pair; all in all each dtype meets each call and each pair. So does what
-    torch conjugates or negates only when it is read.
+    Each pair and call tries a third of the dtypes, and the third changes from call to call and from pair to pair. Lazily conjugated
+    and lazily negated tensors are tried with each call and pair.
 
     Returns:
-        how many copies were made.
+        the number of copies.
 
     Raises:
         DeviceMismatch: naming the devices, the call, the dtype and the first wrong element.
@@ -208,9 +208,9 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
-    """Yield what is to be conjugated or negated when it is read: its name, what makes it on a device, and what it reads as.
+    """Yield lazily conjugated and negated tensors: a name, a function that makes the tensor on a device, and its values.
 
-    Of finite numbers, because the sign of a NaN need not change.
+    The numbers are finite, because the sign of a NaN need not change.
     """
     data = significands((4, 6), torch.complex64, seed)
     kept, real = data.conj().resolve_conj(), data.real.contiguous()
@@ -230,7 +230,7 @@ def _arrived(call: Call, source: torch.Tensor, target: torch.device, expected: t
 
 
 def _casting(dtype: torch.dtype) -> dict[str, Call]:
-    """Return the calls that copy and convert to a dtype."""
+    """Return calls that copy and convert to `dtype`."""
     return {
         "to(device, dtype)": lambda x, device: x.to(device, dtype),
         "copy_": lambda x, device: torch.empty(x.shape, dtype=dtype, device=device).copy_(x),
@@ -238,10 +238,10 @@ def _casting(dtype: torch.dtype) -> dict[str, Call]:
 
 
 def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies that convert give what the CPU's conversion gives, between any two of devices and host.
+    """Assert that copies that convert agree with the CPU's conversion, between any two of devices and host; return their number.
 
     Raises:
-        DeviceMismatch: as of `assert_copies_arrive`.
+        DeviceMismatch: as in `assert_copies_arrive`.
     """
     __tracebackhide__ = True
     count, wrong = 0, Found()
@@ -263,7 +263,10 @@ def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies from and to pinned memory bring every bit, also where nobody waits before the device needs them.
+    """Assert that copies from and to pinned memory keep every bit, also if the device uses them without a wait.
+
+    Returns:
+        the number of cases.
 
     Raises:
         DeviceMismatch: naming device, direction, size and the first wrong element.
@@ -284,14 +287,14 @@ def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) 
 
 
 def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield what was done, and what is wrong with it."""
+    """Yield the name of each step with a description of its error, or ""."""
     yield (
         "pin_memory",
         "" if pinned.is_pinned() and not data.is_pinned() else "the copy is not pinned, or its source is",
     )
     yield "pin_memory", difference(pinned, data, "bits")
     there = pinned.to(device, non_blocking=True)
-    # Nobody waits: what is queued behind the copy sees it.
+    # Without a wait: work that is queued behind the copy must see the data.
     yield "what follows an upload from pinned memory", difference(there.clone(), data, "bits")
     back = torch.empty_like(data, pin_memory=True)
     back.copy_(there, non_blocking=True)

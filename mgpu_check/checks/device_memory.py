@@ -1,4 +1,4 @@
-"""What a device holds: as much as it says, where it was asked for, and no more; and tensors that are loaded onto it."""
+"""Check the memory of devices: statistics, refused allocations, and tensors loaded onto them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_loads_arrive", "assert_memory_recovers"]
 
-_BLOCK = (4 << 20) + 4096  # bytes: a multiple of the 512 to which torch rounds what it counts
+_BLOCK = (4 << 20) + 4096  # bytes: a multiple of 512, because torch rounds its statistics to that
 
 _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_allocated": lambda device: torch.cuda.memory_allocated(device),
@@ -24,17 +24,17 @@ _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_reserved": lambda device: torch.cuda.memory_reserved(device),
     "mem_get_info": lambda device: torch.cuda.mem_get_info(device),
 }
-"""What takes a device, or None for the current one; looked up with each call, because `selftest` replaces them."""
+"""Statistics of a device, or of the current one for None. Each call looks its function up, because `selftest` replaces it."""
 
 
 def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
-    """Assert that each device counts what it holds and held at most, refuses what it cannot hold, and goes on after that.
+    """Assert that each device counts current and peak memory, refuses what it cannot hold, and still works afterwards.
 
     Returns:
-        how many devices were looked at.
+        the number of devices.
 
     Raises:
-        DeviceMismatch: naming the device, the figure and what was expected.
+        DeviceMismatch: naming the device, the statistic, and the expected value.
     """
     __tracebackhide__ = True
     for device in reversed(devices):
@@ -53,8 +53,8 @@ def _recovers(device: torch.device) -> None:
     said = torch.cuda.get_device_properties(device).total_memory
     text = f"{free} bytes are free of {total}, and its properties say {said}"
     _require(device, 0 <= free <= total and total <= said, text)
-    gc.collect()  # what tests before have left in cycles would be freed in between
-    # What is cached of it may make two devices look alike, of which one has less free by what is held here.
+    gc.collect()  # or cycles of earlier tests could be freed during the measurement
+    # Cached memory could make the free memory of two devices equal, and so hide that one device's number is the other's.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -77,37 +77,37 @@ def _recovers(device: torch.device) -> None:
 
 
 def _refuses(device: torch.device, wanted: int, total: int) -> None:
-    """Require that an allocation of more bytes than there are raises torch's own error."""
+    """Require that an allocation of more bytes than the device has raises `torch.OutOfMemoryError`."""
     try:
         torch.empty(wanted, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         pass
     except RuntimeError as error:
-        _require(device, False, f"more than it has was asked for, and it raised {type(error).__name__}: {error}")
+        _require(device, False, f"an allocation beyond its memory raised {type(error).__name__}: {error}")
     else:
         _require(device, False, f"{wanted} bytes were allocated, of {total} that it has")
 
 
 def _forms(device: torch.device) -> tuple[Any, ...]:
-    """Return how a device can be named."""
+    """Return a device as an object, an index and a text."""
     return device, device.index, str(device)
 
 
 def _figures_follow_the_argument(device: torch.device) -> None:
-    """Require that each figure is that of the device, however it is named; not named at all it is the current one."""
+    """Require that each statistic is that of its device for every form of the argument; None means the current device."""
     __tracebackhide__ = True
     for form in (*_forms(device)[1:], None):
         for name, figure in _FIGURES.items():
             first = figure(device)
-            with torch.cuda.device(device if form is None else -1):  # -1 leaves the current device as it is
+            with torch.cuda.device(device if form is None else -1):  # -1 keeps the current device
                 told = figure(form)
-            # Others may allocate between two calls: what stands still is compared.
-            text = f"{name}({form!r}) is {told}, and of torch.device it is {first}"
+            # Others may allocate between two calls, so compare only if the number did not change meanwhile.
+            text = f"{name}({form!r}) is {told}, but with a torch.device it is {first}"
             _require(device, first != figure(device) or told == first, text)
 
 
 def _peaks_begin_anew(device: torch.device) -> None:
-    """Require that a peak that is reset, however the device is named, is what is allocated then."""
+    """Require that a reset peak equals the allocated memory, for every form of the argument."""
     __tracebackhide__ = True
     for form in _forms(device):
         torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
@@ -118,15 +118,16 @@ def _peaks_begin_anew(device: torch.device) -> None:
 
 
 def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that `torch.load` puts tensors where `map_location` says: none, a text, a device, a dict that turns devices round, a callable.
+    """Assert that `torch.load` puts tensors on the device that `map_location` selects.
 
-    Every bit of each dtype must arrive, and tensors that share memory must share it again.
+    `map_location` is None, a text, a device, a dict that rotates devices, or a callable. Every bit of each dtype must arrive, and
+    tensors that share memory must share it again.
 
     Returns:
-        how many files were loaded.
+        the number of loads.
 
     Raises:
-        DeviceMismatch: naming the form of `map_location`, the device and what is there instead.
+        DeviceMismatch: naming the form of `map_location`, the device and the error.
     """
     __tracebackhide__ = True
     state = {device.index: _kept(device, seed) for device in devices}
@@ -164,7 +165,7 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:
     state = {name_of(dtype): anything(40, dtype, seed + device.index).to(device) for dtype in ALL}
-    # A view with gaps, of the memory of another tensor.
+    # A view with gaps into the memory of another tensor.
     state["view"] = state["float32"].view(8, 5)[1:6, ::2]
     return state
 

@@ -140,7 +140,7 @@ def test_ranks_that_differ_are_named():
     with pytest.raises(CollectiveMismatch, match="rank 2") as caught:
         assert_shared([[("x", "a")], [("x", "a")], [("x", "b")]])
     assert caught.value.ranks == (2,)
-    with pytest.raises(CollectiveMismatch, match="rank 1 another one than rank 0") as tied:
+    with pytest.raises(CollectiveMismatch, match="rank 1 against rank 0") as tied:
         assert_shared([[("x", "a")], [("x", "b")]])
     assert tied.value.ranks == (0, 1), "either may be wrong"
     assert_shared([[("x", "a")], [("x", "a")]])

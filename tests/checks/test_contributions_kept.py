@@ -14,6 +14,6 @@ def test_contributions_that_changed_are_named() -> None:
     placed = [part.clone() for part in parts]
     assert_contributions_kept(placed, parts)
     placed[2][0] = -0.0
-    with pytest.raises(AllreduceMismatch, match="reduce_add: what rank 2 put in has changed") as caught:
+    with pytest.raises(AllreduceMismatch, match="reduce_add: the input of rank 2 has changed") as caught:
         assert_contributions_kept(placed, parts, what="reduce_add")
     assert caught.value.ranks == (2,)
