@@ -1,4 +1,4 @@
-"""Modules that move between devices with all that they hold; copies, and views that share memory."""
+"""Check that modules move between devices with all their tensors, and which results share memory with their source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOST = torch.device("cpu")
 
 
 class _Holding(nn.Module):
-    """A module with each kind of thing that a module holds."""
+    """A module with each kind of state: parameters, a frozen and a tied one, buffers, a gradient, modes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ _TWINS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
     "Module.to of a deepcopy": lambda module, device: copy.deepcopy(module).to(device),
     "deepcopy after Module.to": lambda module, device: copy.deepcopy(module.to(device)),
 }
-"""Moves of a copy: `copy.deepcopy` of a parameter leaves its gradient behind."""
+"""Moves of a deep copy, which loses gradients: `copy.deepcopy` does not copy those of parameters."""
 
 
 def _waited(module: nn.Module) -> nn.Module:
@@ -55,16 +55,16 @@ def _waited(module: nn.Module) -> nn.Module:
 
 
 def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that a module that goes from device to device, and to the host, takes all that it holds with it.
+    """Assert that a module keeps all its tensors and modes when it moves between devices and the host.
 
-    Parameters, frozen ones, gradients, and buffers, also those that a state dict leaves out, arrive bit for bit; what is tied stays
-    tied, and modes stay what they are.
+    Parameters, frozen parameters, gradients and buffers must arrive bit for bit, including buffers that are not in the state dict.
+    Tied parameters must stay tied.
 
     Returns:
-        how many moves were made.
+        the number of moves.
 
     Raises:
-        DeviceMismatch: naming the move, the devices, and what is wrong with what.
+        DeviceMismatch: naming the move, the devices, the tensor and its error.
     """
     __tracebackhide__ = True
     wrong: list[Wrong] = []
@@ -106,7 +106,7 @@ def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str:
     if module.state_dict().keys() != expected.state_dict().keys():
         return f"its state dict has {', '.join(module.state_dict())}; expected {', '.join(expected.state_dict())}"
     if [part.training for part in module.modules()] != [part.training for part in expected.modules()]:
-        return "its parts are in other modes of training"
+        return "the training modes of its parts have changed"
     return ""
 
 
@@ -130,7 +130,7 @@ _COPIES: Taken = {
     "adding nothing": lambda x: x + 0,
     "gone and come back": lambda x: x.cpu().to(x.device),
 }
-"""Calls that return a tensor with memory of its own."""
+"""Calls that return a tensor with its own memory."""
 
 _VIEWS: Taken = {
     "to(its device)": lambda x: x.to(x.device),
@@ -152,15 +152,17 @@ _VIEWS: Taken = {
     "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[0])[0],
     "Parameter": lambda x: nn.Parameter(x, requires_grad=False),
 }
-"""Calls that return a tensor with the memory of their source. Source of both lists: documentation of `torch.Tensor.to`, and
-of tensor views."""
+"""Calls that return a tensor with the memory of their argument.
+
+Source of both lists: the documentation of `torch.Tensor.to` and of tensor views.
+"""
 
 
 def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies on a device have memory of their own, and that views have that of their source.
+    """Assert that copies on a device have their own memory, and that views share the memory of their source.
 
     Returns:
-        how many results were looked at.
+        the number of results that were checked.
 
     Raises:
         DeviceMismatch: naming the device and the call.

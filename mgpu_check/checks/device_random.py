@@ -1,4 +1,4 @@
-"""Random numbers of devices: each has a generator of its own, that seeds and states rule, and nothing else."""
+"""Check the random generators of devices: each is independent, and only seeds and states determine its numbers."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _DRAWS: dict[str, Callable[[torch.device], torch.Tensor]] = {
 
 
 def _draws(device: torch.device) -> dict[str, int]:
-    """Draw from the default generator of a device in each way; digests by the names of the ways."""
+    """Call each drawing function with the default generator of a device; return name of the function -> digest."""
     return {name: digest(draw(device)) for name, draw in _DRAWS.items()}
 
 
 def drawn_by(rank: Rank, seed: int) -> DrawnBy:
-    """Return what a rank draws on its GPU: seeded as all ranks are, and with a seed of its own."""
+    """Return the digests of a rank's numbers on its GPU, once with the seed of all ranks, once with its own seed."""
     device = rank.device
     torch.manual_seed(seed)
     same = _draws(device)
@@ -58,7 +58,7 @@ def drawn_by(rank: Rank, seed: int) -> DrawnBy:
 
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Put back the states of all generators, of devices and of the CPU."""
+    """Restore the states of all generators, of devices and of the CPU, at the end of the context."""
     devices, host = torch.cuda.get_rng_state_all(), torch.get_rng_state()
     try:
         yield
@@ -74,19 +74,19 @@ def _wrong(text: str, *devices: torch.device) -> DeviceMismatch:
 def _require_same(first: dict[str, int], second: dict[str, int], what: str, device: torch.device) -> None:
     odd = [name for name in first if first[name] != second[name]]
     if odd:
-        raise _wrong(f"{device}: {what}, and {', '.join(odd)} gave other numbers", device)
+        raise _wrong(f"{device}: {what}, but {', '.join(odd)} gave different numbers", device)
 
 
 def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that seeding rules what it names: `torch.manual_seed` and `manual_seed_all` all devices, `torch.cuda.manual_seed` the current.
+    """Assert that seeding affects the right generators, and that drawing affects only the generator of its device.
 
-    And that drawing on one device changes what is drawn on no other, nor on the CPU.
+    `torch.manual_seed` and `manual_seed_all` must seed all devices, and `torch.cuda.manual_seed` the current one.
 
     Returns:
-        how many devices were looked at.
+        the number of devices.
 
     Raises:
-        DeviceMismatch: naming the device, the seed and the draws that differ, or do not.
+        DeviceMismatch: naming the device, the seed, and the functions whose numbers wrongly differ or agree.
     """
     __tracebackhide__ = True
     with current_device_kept(), _generators_kept():
@@ -128,7 +128,7 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
 
 
 def _independence(devices: Sequence[torch.device], seed: int) -> None:
-    """Require that drawing changes the state of one generator: the device's own."""
+    """Require that drawing changes the generator of its device, and no other."""
     torch.manual_seed(seed)
     for device in devices:
         for name, draw in _DRAWS.items():
@@ -137,7 +137,7 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
             draw(device)
             after = {other: torch.cuda.get_rng_state(other) for other in devices}
             if torch.equal(after[device], before[device]):
-                raise _wrong(f"{device}: {name} has left its generator as it was: the same numbers come again", device)
+                raise _wrong(f"{device}: {name} did not change the generator, so the same numbers will repeat", device)
             changed = [other for other in devices if other != device and not torch.equal(after[other], before[other])]
             if changed:
                 raise _wrong(f"{name} on {device} has changed the generator of {changed[0]}", device, changed[0])
@@ -146,18 +146,21 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
 
 
 def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that a state that is set gives the same numbers again, on its own device, and that generators of one's own are apart.
+    """Assert that a restored generator state gives the same numbers again, and that `torch.Generator` objects are independent.
 
-    Looked at are `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
+    The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
+
+    Returns:
+        the number of devices.
 
     Raises:
-        DeviceMismatch: naming the device and what did not come back.
+        DeviceMismatch: naming the device, the call and the functions whose numbers differ.
     """
     __tracebackhide__ = True
     with _generators_kept():
         for number, device in enumerate(devices):
             torch.cuda.manual_seed_all(seed + number)
-            _draws(device)  # a state amidst, not only a seed
+            _draws(device)  # so that the state is not just a seed
             state, every = torch.cuda.get_rng_state(device), torch.cuda.get_rng_state_all()
             first = _draws(device)
             torch.cuda.set_rng_state(state, device)
@@ -177,7 +180,7 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def _forks(devices: Sequence[torch.device], seed: int) -> None:
-    """Require that `fork_rng` puts back the states of all devices that it is told of."""
+    """Require that `fork_rng` restores the states of all devices in its argument."""
     torch.cuda.manual_seed_all(seed)
     every = torch.cuda.get_rng_state_all()
     first = {device: _draws(device) for device in devices}
@@ -203,16 +206,20 @@ def _own_generator(device: torch.device, seed: int) -> None:
     again = torch.rand(_COUNT, device=device, generator=generator)
     other = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
     if not (torch.equal(first, again) and torch.equal(first, other)):
-        raise _wrong(f"{device}: a generator in the same state, or with the same seed, has given other numbers", device)
+        raise _wrong(f"{device}: generators with the same state, or with the same seed, gave different numbers", device)
 
 
 def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that dropout drops what its seed says, scales what stays, drops anew each time, and gives the gradient of its own mask.
+    """Assert that dropout follows its seed, scales the kept elements, and uses the same mask forward and backward.
 
-    So it does where `torch.utils.checkpoint` works it out a second time, whatever device is current.
+    Its mask must change from call to call. The mask must also be the same when `torch.utils.checkpoint` recomputes the forward
+    pass, on devices that are not current too.
+
+    Returns:
+        the number of devices.
 
     Raises:
-        DeviceMismatch: naming the device and what is wrong.
+        DeviceMismatch: naming the device and the error.
     """
     __tracebackhide__ = True
     with _generators_kept():
@@ -236,16 +243,16 @@ def _dropout(device: torch.device, dtype: torch.dtype, seed: int) -> None:
         values = out.detach().unique().tolist()
         scale = torch.tensor(1 / 0.75, dtype=dtype).item()
         if not torch.equal(out, x.grad):
-            raise _wrong(f"{device}: dropout of {dtype} drops other elements backward than forward", device)
+            raise _wrong(f"{device}: dropout of {dtype} drops different elements forward and backward", device)
         if values != [0.0, scale]:
             raise _wrong(f"{device}: dropout of {dtype} makes {values} of ones, expected [0.0, {scale!r}]", device)
         masks.append(out.detach() != 0)
-    # Of 4096 elements a share off by more than 0.06 has a probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding 1963).
+    # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding 1963).
     share = float(masks[0].double().mean())
     if abs(share - 0.75) > 0.06:
         raise _wrong(f"{device}: dropout of {dtype} with p=0.25 keeps a share of {share:.3f}", device)
     if not torch.equal(masks[0], masks[1]):
-        raise _wrong(f"{device}: dropout of {dtype} drops other elements with the same seed", device)
+        raise _wrong(f"{device}: dropout of {dtype} drops different elements with the same seed", device)
     if any(torch.equal(first, second) for first, second in pairwise(masks[1:])):
         raise _wrong(f"{device}: dropout of {dtype} drops the same elements each time", device)
 
@@ -261,7 +268,7 @@ _RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _recomputed(device: torch.device) -> None:
-    """Require that what is worked out again backward drops the same elements as forward, and takes no numbers from the generator."""
+    """Require that recomputed dropout drops the same elements as forward, and does not change the state of the generator."""
     for name, call in _RECOMPUTED.items():
         x = torch.ones(_COUNT, device=device, requires_grad=True)
         out = call(x)
@@ -269,6 +276,6 @@ def _recomputed(device: torch.device) -> None:
         out.sum().backward()
         assert x.grad is not None
         if not torch.equal(out, x.grad):
-            raise _wrong(f"{device}: dropout in a checkpoint, {name}, drops other elements backward", device)
+            raise _wrong(f"{device}: dropout in a checkpoint, {name}, drops different elements backward", device)
         if not torch.equal(after, torch.cuda.get_rng_state(device)):
-            raise _wrong(f"{device}: a checkpoint, {name}, has left another state of the generator behind", device)
+            raise _wrong(f"{device}: a checkpoint, {name}, did not restore the state of the generator", device)

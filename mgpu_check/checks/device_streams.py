@@ -1,4 +1,4 @@
-"""Streams and events: what waits for something sees its results, on one device and between two."""
+"""Check streams and events: work that waits for other work must see its results, on one device and between two."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mgpu_check.errors import DeviceMismatch
 __all__ = ["assert_devices_wait", "assert_events_tell", "assert_host_waits"]
 
 _CYCLES = 2_000_000
-"""For which a stream is kept busy, some 1 to 2 ms: what does not wait for it comes too early."""
+"""Cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early."""
 _ELEMENTS = (1 << 16) + 3
 
 Wait = Callable[[torch.cuda.Stream, torch.cuda.Event], object]
 
 
 def _behind(wait: Callable[[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Stream], object]) -> Wait:
-    """Return a wait of the host for a second stream, which waits for the first."""
+    """Return a wait in which the host waits for a second stream, which waits for the first."""
 
     def waits(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         second = torch.cuda.Stream(stream.device)
@@ -41,7 +41,10 @@ _HOST: dict[str, Wait] = {
 
 
 def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that each way to wait for a stream has what was queued on it: a copy to pinned memory, behind slow work.
+    """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory, behind slow work.
+
+    Returns:
+        the number of waits.
 
     Raises:
         DeviceMismatch: naming the device, the way to wait and the first wrong element.
@@ -55,7 +58,7 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
             target = torch.empty_like(data, pin_memory=True)
             stream, event = torch.cuda.Stream(device), torch.cuda.Event()
             stream.wait_stream(torch.cuda.current_stream(device))
-            event.record(stream)  # it is the last record that counts
+            event.record(stream)  # recorded again below: a wait must wait for the last record
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(_CYCLES)
                 target.copy_(source * 2, non_blocking=True)
@@ -69,9 +72,12 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that work on a stream that waits for another, of the same device or of any other, sees what that one has written.
+    """Assert that a stream that waits for another one, on the same or another device, sees its results.
 
-    Each source is kept busy before it writes; memory is handed from stream to stream by `record_stream`, and used anew at once.
+    The source stream sleeps before it writes. `record_stream` passes memory from stream to stream, and new tensors reuse it at once.
+
+    Returns:
+        the number of pairs of devices.
 
     Raises:
         DeviceMismatch: naming both devices and the first wrong element.
@@ -98,7 +104,7 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
             result = arrived.clone()
             done = second.record_event()
         del upload, written, arrived
-        # The same sizes at once: an allocator that takes memory back too early has them overwritten.
+        # Allocate the same sizes at once: if the allocator reclaimed memory too early, this overwrites it.
         for device in (source, target):
             torch.full((_ELEMENTS,), -1.0, device=device)
         torch.cuda.current_stream(target).wait_event(done)
@@ -113,10 +119,13 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def assert_events_tell(devices: Sequence[torch.device]) -> int:
-    """Assert that events tell when their stream has come to them: not before its work is done, in order, and for how long.
+    """Assert that events are done only after the work before them, in order, and that they measure its time.
+
+    Returns:
+        the number of devices.
 
     Raises:
-        DeviceMismatch: naming the device and what its events say.
+        DeviceMismatch: naming the device and the wrong answers of its events.
     """
     __tracebackhide__ = True
     for device in devices:
@@ -125,7 +134,7 @@ def assert_events_tell(devices: Sequence[torch.device]) -> int:
             start, end, behind = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             start.record(stream)
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(40 * _CYCLES)  # long enough for the host to ask before it is over
+                torch.cuda._sleep(40 * _CYCLES)  # long enough for the host to query the events meanwhile
             end.record(stream)
             other.wait_stream(stream)
             behind.record(other)
@@ -134,18 +143,18 @@ def assert_events_tell(devices: Sequence[torch.device]) -> int:
             ]
             if early:
                 raise DeviceMismatch(
-                    f"{device}: a stream is at work, and {early[0]} event says that it is done", ranks=(device.index,)
+                    f"{device}: a stream is still at work, but {early[0]} event is done", ranks=(device.index,)
                 )
             behind.synchronize()
             if not (start.query() and end.query() and stream.query()):
                 raise DeviceMismatch(
-                    f"{device}: a later event has been waited for, and an earlier one is not done",
+                    f"{device}: an event is not done after the host has waited for a later event",
                     ranks=(device.index,),
                 )
             lasted, longer = start.elapsed_time(end), start.elapsed_time(behind)
-            if not 0 < lasted <= longer + 1e-3:  # half a microsecond is what events resolve
+            if not 0 < lasted <= longer + 1e-3:  # events have a resolution of half a microsecond
                 raise DeviceMismatch(
-                    f"{device}: work that took time lasted {lasted} ms by its events, and what waited for it came after {longer} ms",
+                    f"{device}: by its events, work lasted {lasted} ms, and a stream that waited for it continued after {longer} ms",
                     ranks=(device.index,),
                 )
     return len(devices)

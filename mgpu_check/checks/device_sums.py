@@ -1,4 +1,4 @@
-"""Sums and copies among the devices of one process: how DataParallel adds up gradients, and sends out parameters."""
+"""Check the sums and broadcasts among the devices of a process by which DataParallel moves gradients and parameters."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mgpu_check.specs.tensors import layouts_for
 __all__ = ["assert_added_up", "assert_broadcast"]
 
 _SHAPE = (2, 3, 4, 5)
-"""A tensor of four dimensions may have any layout."""
+"""A shape of four dimensions, because these support every layout."""
 
 
 def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
-    """Assert that `reduce_add` and `reduce_add_coalesced` leave the sum on `home`, and what they are given as it was.
+    """Assert that `reduce_add` and `reduce_add_coalesced` put the sum on `home` and do not change their inputs.
 
-    So does what they leave when it is broadcast from there, to new tensors and to some that are given.
+    The sum is then broadcast from there, to new and to given tensors, and the copies must be right too.
 
     Args:
-        data: what the devices hold, in any layout.
-        devices: all that hold a part.
-        home: one of them. If it is the first, which is current, it is not named.
+        data: the tensors of the devices, in any layout.
+        devices: the devices that hold a part.
+        home: one of them. If it is the first, which is current, it is not passed.
 
     Raises:
-        AllreduceMismatch: a sum, or a copy of it, is wrong, or elsewhere. `.ranks` are places in `devices`.
+        AllreduceMismatch: a sum or a copy of it is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
     """
     __tracebackhide__ = True
     parts, order = data.parts(len(devices)), _from(home, devices)
@@ -48,7 +48,7 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
     given = [torch.zeros_like(part, device=device) for part, device in zip(parts, order, strict=True)]
     comm.broadcast(total, out=given)
     assert_allreduce_matches(given, parts, what=f"{what} and broadcast to tensors that are given")
-    # Tensors of one dtype are sent together, and must come back in the order in which they were given.
+    # Tensors of equal dtype are sent together, and must come back in the order of the arguments.
     between = [torch.tensor([number, 3], dtype=torch.int32) for number in range(len(devices))]
     several = [(one, between[number].to(devices[number]), one) for number, one in enumerate(placed)]
     copies = comm.broadcast_coalesced(comm.reduce_add_coalesced(several, named), indices)
@@ -60,21 +60,21 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
 
 
 def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
-    """Assert that `broadcast` and `broadcast_coalesced` bring tensors in every layout from `home` to all devices, bit for bit.
+    """Assert that `broadcast` and `broadcast_coalesced` copy every layout from `home` to all devices, bit for bit.
 
     Args:
-        data: its tensor, and others of that dtype with values of that kind, one in each layout, are sent together.
-        devices: all that are to have a copy.
+        data: the tensor to send, together with one in each layout of the same dtype and kind of values.
+        devices: the devices that get a copy.
         home: one of them.
 
     Raises:
-        AllreduceMismatch: a copy is wrong, or elsewhere. `.ranks` are its place among the copies.
+        AllreduceMismatch: a copy is wrong, or is on the wrong device. `.ranks` has its index among the copies.
     """
     __tracebackhide__ = True
     order = _from(home, devices)
     indices = [device.index for device in order]
     specs = [replace(data.tensor, shape=_SHAPE, layout=layout) for layout in layouts_for(len(_SHAPE))]
-    # One of another dtype between them, because those of one dtype are sent together.
+    # Put a tensor of another dtype between them, because tensors of equal dtype are sent together.
     specs[1:1] = [data.tensor, replace(specs[0], dtype="int64" if data.tensor.dtype == "float64" else "float64")]
     placed = [spec.build(home) for spec in specs]
     together = comm.broadcast_coalesced(placed, indices)
@@ -87,7 +87,7 @@ def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home:
             _assert_there(copies, order, what)
             wrong = [place for place, copy in enumerate(copies) if not same_bits(expected, copy)]
             if wrong:
-                raise AllreduceMismatch(f"{what}: the copy on {order[wrong[0]]} is not what {spec} is", ranks=wrong)
+                raise AllreduceMismatch(f"{what}: the copy on {order[wrong[0]]} differs from {spec}", ranks=wrong)
 
 
 def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.device]:
@@ -96,7 +96,7 @@ def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.dev
 
 
 def _assert_there(results: Sequence[torch.Tensor], devices: Sequence[torch.device], what: str) -> None:
-    """Assert that there is a result on each of the devices, in this order."""
+    """Assert that the results are on the given devices, in this order."""
     got = [result.device for result in results]
     if got != list(devices):
         raise AllreduceMismatch(f"{what}: results are on {[*map(str, got)]}, expected on {[*map(str, devices)]}")

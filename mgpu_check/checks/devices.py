@@ -1,4 +1,4 @@
-"""Devices: exactly those asked for, distinct, and usable."""
+"""Check that the devices are exactly the requested ones, distinct, and usable."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = [
 
 
 def assert_devices_enumerated(devices: Sequence[torch.device], count: int) -> None:
-    """Assert that `devices` are cuda:0 to cuda:`count`-1, in order, all visible, and no two the same piece of hardware.
+    """Assert that `devices` are cuda:0 to cuda:`count`-1 in order, all visible, and each its own piece of hardware.
 
     Raises:
-        DeviceEnumerationError: naming what is missing, listed twice, or two names of one device.
+        DeviceEnumerationError: naming devices that are missing or listed twice, or two names of one device.
     """
     __tracebackhide__ = True
     expected = [torch.device("cuda", index) for index in range(count)]
@@ -43,7 +43,9 @@ def assert_devices_enumerated(devices: Sequence[torch.device], count: int) -> No
     first_of: dict[str, int] = {}
     for one in visible[:count]:
         if not one.uuid:
-            raise DeviceEnumerationError(f"cuda:{one.index} ({one.name}) has no UUID to tell it by", ranks=(one.index,))
+            raise DeviceEnumerationError(
+                f"cuda:{one.index} ({one.name}) has no UUID to identify it", ranks=(one.index,)
+            )
         twin = first_of.setdefault(one.uuid, one.index)
         if twin != one.index:
             raise DeviceEnumerationError(
@@ -104,10 +106,10 @@ def assert_device_computes(device: torch.device, data: torch.Tensor) -> None:
 
 
 def assert_each_computes(devices: Sequence[torch.device], data: torch.Tensor) -> None:
-    """Assert of each of `devices` what `assert_device_computes` does, and say which are right.
+    """Assert on each of `devices` what `assert_device_computes` asserts, and name the devices that are right.
 
     Raises:
-        DeviceEnumerationError: naming the devices that are wrong, and what is of the first of them.
+        DeviceEnumerationError: naming the wrong devices, and the error of the first.
     """
     __tracebackhide__ = True
     found: dict[torch.device, DeviceEnumerationError] = {}
@@ -131,10 +133,10 @@ def assert_each_computes(devices: Sequence[torch.device], data: torch.Tensor) ->
 
 
 def assert_memory_separate(devices: Sequence[torch.device], data: torch.Tensor) -> None:
-    """Assert that what is written on one device is seen on no other: each keeps `data` plus its own index.
+    """Assert that devices do not share memory: each must keep `data` plus its own index.
 
     Args:
-        data: any tensor on the CPU of a dtype in which its numbers plus ``len(devices)`` are exact.
+        data: any tensor on the CPU; its dtype must hold its numbers plus ``len(devices)`` exactly.
 
     Raises:
         DeviceEnumerationError: naming the device whose memory changed, and the one that most likely changed it.
@@ -159,10 +161,10 @@ def assert_memory_separate(devices: Sequence[torch.device], data: torch.Tensor) 
 
 
 def assert_memory_counted(devices: Sequence[torch.device], index: int, size: int) -> None:
-    """Assert that `size` bytes on ``devices[index]`` raise `torch.cuda.memory_allocated` there, and nowhere else.
+    """Assert that `size` bytes on ``devices[index]`` increase `torch.cuda.memory_allocated` there, and nowhere else.
 
     Raises:
-        DeviceEnumerationError: naming the device whose figure is wrong, with the figures.
+        DeviceEnumerationError: naming the device with a wrong number, and the numbers.
     """
     __tracebackhide__ = True
     with _collector_off():
@@ -176,7 +178,7 @@ def assert_memory_counted(devices: Sequence[torch.device], index: int, size: int
         if wrong or after != 0:
             raise DeviceEnumerationError(
                 f"{size} bytes were allocated on {devices[index]} and freed again: memory_allocated({devices[other]}) "
-                f"rose by {more} and then stood {after} above the start; expected "
+                f"rose by {more} and was {after} above the start afterwards; expected "
                 f"{f'at least {size}' if other == index else '0'}, then 0",
                 ranks=(other,),
             )
@@ -184,7 +186,7 @@ def assert_memory_counted(devices: Sequence[torch.device], index: int, size: int
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """Keep the garbage of earlier work where it is, so that figures change by what is done here only."""
+    """Disable garbage collection, so that only the code in this context changes memory statistics."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -206,12 +208,12 @@ def _require_bits(step: str, device: torch.device, expected: torch.Tensor, got: 
 
 
 def indices_of(*devices: torch.device) -> list[int]:
-    """Return the indices of those that have one, each once and in order: the ranks of an error about all of them."""
+    """Return the distinct indices of the devices that have one, in order: the ranks of an error about all of them."""
     return sorted({device.index for device in devices if device.index is not None})
 
 
 def _ranks(*devices: torch.device) -> tuple[int, ...]:
-    """Return the same in the order given: the device at fault first."""
+    """Return the indices of the devices that have one, in the given order: the device at fault comes first."""
     return tuple(device.index for device in devices if device.index is not None)
 
 

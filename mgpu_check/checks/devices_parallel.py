@@ -1,4 +1,4 @@
-"""Parallelism by hand on the devices of one process, against one device: to the bit, on exact data."""
+"""Compare hand-written parallelism on the devices of a process with one device, bit for bit, on exact data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 
 
 def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that `recipes.training.replicate` makes copies: leaves of their own, each on its device, that share no memory.
+    """Assert that `recipes.training.replicate` makes independent leaves, each on its device, without shared memory.
 
     Raises:
-        ReplicaMismatch: a replica is on another device, is no leaf that requires gradients, has other values, or changes
-            with another one or with what it was copied from. `.ranks` has the index of the device.
+        ReplicaMismatch: a replica is on the wrong device, is not a leaf that requires gradients, or has wrong values; or it
+            changes with another replica or with its source. `.ranks` has the index of the device.
     """
     __tracebackhide__ = True
     what = "replicate"
@@ -46,7 +46,9 @@ def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.d
             if value.device != device:
                 raise ReplicaMismatch(f"{what}: {name!r} of {device} is on {value.device}", ranks=[index])
             if not (value.is_leaf and value.requires_grad):
-                raise ReplicaMismatch(f"{what}: {name!r} on {device} is no leaf that requires gradients", ranks=[index])
+                raise ReplicaMismatch(
+                    f"{what}: {name!r} on {device} is not a leaf that requires gradients", ranks=[index]
+                )
     assert_replicas_agree([before, *replicas], what=what)
     for index, replica in enumerate(replicas):
         expected = [{name: copied(value) for name, value in other.items()} for other in replicas]
@@ -67,13 +69,13 @@ def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.d
 
 
 def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that the training loop of tutorials, `recipes.training.train`, leaves the parameters of one device.
+    """Assert that the training loop of tutorials, `recipes.training.train`, gives the parameters of one device.
 
-    It takes the mean over the batch, which has a power of two samples, and SGD without momentum.
+    The loop uses SGD without momentum and the mean over a batch, whose number of samples is a power of two.
 
     Raises:
-        ReplicaMismatch: the parameters are not the same on all devices, to the bit.
-        GradientMismatch: they, or the last gradients, are not those of one device.
+        ReplicaMismatch: the parameters differ between devices in some bit.
+        GradientMismatch: the parameters or the last gradients differ from those of one device.
     """
     __tracebackhide__ = True
     start = training.model()
@@ -104,9 +106,8 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
     """Assert that training by `recipes.parameter_server.KeyValueStore` gives the parameters of one device, on all devices.
 
     Raises:
-        ReplicaMismatch: what was pulled is not the same on all devices, or a value is not at home on the device whose
-            turn it was.
-        GradientMismatch: it is not what one device has.
+        ReplicaMismatch: the pulled values differ between devices, or the store keeps a value on the wrong device.
+        GradientMismatch: the pulled values differ from those of one device.
     """
     __tracebackhide__ = True
     what = f"parameter server on {len(devices)} devices"
@@ -116,7 +117,7 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
     for turn, (name, value) in enumerate(start.named_parameters()):
         store.init(name, value)
         if store.home(name) != devices[turn % len(devices)]:
-            raise ReplicaMismatch(f"{what}: {name!r} is at home on {store.home(name)}")
+            raise ReplicaMismatch(f"{what}: the store keeps {name!r} on {store.home(name)}")
     workers = [training.model().to(device) for device in devices]
     got: dict[str, torch.Tensor] = {}
     with full_precision():
@@ -136,10 +137,10 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
 
 
 def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that a model whose parts are on several devices trains as on one: in a row, and side by side.
+    """Assert that a model with parts on several devices, as stages or as parallel branches, trains as on one device.
 
-    By SGD with momentum, to the bit, and by Adam, within the rounding of its elementwise arithmetic. Each parameter, its
-    gradient and its state must be where the parameter was put.
+    With SGD and momentum the results must be equal bit for bit; with Adam they may differ by the rounding of its elementwise
+    arithmetic. Each parameter, its gradient and its state must stay on the device of the parameter.
 
     Raises:
         GradientMismatch: outputs, gradients, parameters or the optimizer's state differ from those of one device.
@@ -169,7 +170,7 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
 
 
 class _Staged(nn.Module):
-    """Stages on one device, with the names of those on several."""
+    """Stages on one device, with the same parameter names as stages on several."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ class _Staged(nn.Module):
 
 
 class _Branched(nn.Module):
-    """Branches on one device, with the names of those on several."""
+    """Branches on one device, with the same parameter names as branches on several."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class _Branched(nn.Module):
 
 
 def _stages(training: ExactTraining, count: int) -> list[nn.Module]:
-    """Divide the layers in stages, of which none is empty: ReLU goes with what is before it."""
+    """Divide the layers into nonempty stages; a ReLU stays with the layer before it."""
     layers = list(training.model())
     starts = list(range(0, len(layers), 2))
     cuts = [starts[index * len(starts) // count] for index in range(count)] + [len(layers)]
@@ -220,7 +221,7 @@ def _trained(
 def _adam(
     training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], what: str
 ) -> dict[str, torch.Tensor]:
-    """Take two steps by the exact gradients of the start; a gradient of later parameters would depend on rounding."""
+    """Take two steps with the exact gradients of the start, because later gradients would depend on rounding."""
     homes = {name: value.device for name, value in model.named_parameters()}
     optimizer = torch.optim.Adam(model.parameters(), lr=ADAM_RATE)
     inputs, factors = training.batches()[0]
@@ -242,7 +243,7 @@ def _assert_at_home(
     for name, value in model.named_parameters():
         tensors = {name: value, f"the gradient of {name}": _gradient(value)}
         state = optimizer.state[value]
-        # The number of steps may be kept on the host.
+        # Skip tensors without dimensions: the number of steps may be on the host.
         tensors |= {f"{key} of {name}": held for key, held in state.items() if getattr(held, "shape", None)}
         for label, held in tensors.items():
             if held.device != homes[name]:

@@ -1,4 +1,4 @@
-"""Parameters of one model on several devices of a process: what clips, scales and steps looks at all of them."""
+"""Check clipping, scaling and stepping of a model whose parameters are on several devices of a process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mgpu_check.torch_hooks.tensors import copied
 __all__ = ["assert_clipped_over_devices", "assert_stepped_over_devices"]
 
 _SHAPES = ((2, 3), (5,))
-"""Of the parameters on each device."""
+"""Shapes of the parameters on each device."""
 
 _FORMS = ("foreach", "fused", "")
-"""Options of optimizers; without one they step parameter by parameter."""
+"""Options of optimizers; "" steps parameter by parameter."""
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda parameters, **form: torch.optim.SGD(parameters, lr=0.25, momentum=0.5, **form),
@@ -28,13 +28,13 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that gradients on several devices are clipped by the norm of all of them, and by value.
+    """Assert that gradients on several devices are clipped by their common norm, and by value.
 
-    By the norms 1, 2 and inf, one by one and by kernels of lists.
+    Clips by the norms 1, 2 and inf, tensor by tensor and by kernels for lists of tensors.
 
     Args:
-        devices: at least one, in any order; a norm is put together on the first.
-        seed: of the gradients.
+        devices: at least one, in any order; the norm is computed on the first.
+        seed: the seed of the gradients.
 
     Raises:
         GradientMismatch: a norm, or a clipped gradient, is wrong.
@@ -46,9 +46,9 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         norm = torch.linalg.vector_norm(whole, order)
         held = _on(devices, right)
         got = nn.utils.clip_grad_norm_(held, 1.0, norm_type=order, foreach=foreach)
-        # The norm is never 0, and torch adds 1e-6 to it.
+        # Torch adds 1e-6 to the norm; the gradients are never 0.
         expected = {"norm": norm} | _named([gradient.double() / (norm + 1e-6) for gradient in right])
-        # Some dozen roundings of 2^-24 each, in proportion to the largest element.
+        # About a dozen roundings of 2^-24 each, relative to the largest element.
         tolerance = {name: 2.0**-19 * float(value.abs().max()) for name, value in expected.items()}
         what = f"clip_grad_norm_ of order {order:g} over {', '.join(map(str, devices))}, foreach={foreach}"
         assert_gradients_agree({"norm": got} | _gradients(held), expected, tolerance=tolerance, what=what)
@@ -61,22 +61,22 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
 
 
 def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that an optimizer whose parameters are on several devices steps as on one, and with a GradScaler skips on all.
+    """Assert that an optimizer steps parameters on several devices as on one, and that a GradScaler skips on all of them.
 
-    SGD and Adam, one by one, by kernels of lists and fused. Between two steps are some in which a gradient on one device is
-    infinite, in turn on each.
+    SGD and Adam step tensor by tensor, by kernels for lists of tensors, and fused. Between two steps each device in turn has an
+    infinite gradient, and this step must be skipped.
 
     Args:
         devices: at least one, in any order.
-        seed: of parameters and gradients.
+        seed: the seed of parameters and gradients.
 
     Raises:
-        GradientMismatch: a parameter, or the scale, is not what it is on one device.
+        GradientMismatch: a parameter, or the scale, differs from that of one device.
     """
     __tracebackhide__ = True
     for name, make in _OPTIMIZERS.items():
         expected = _expected(len(devices), seed, make)
-        # SGD makes sums of few powers of two, which are exact.
+        # SGD only adds small whole numbers times powers of two, which is exact.
         tolerance: Any = dict.fromkeys(expected, 0.0) if name == "SGD" else adam_tolerance(expected, 4 * ADAM_RATE)
         for form in _FORMS:
             options = {form: True} if form else {"foreach": False}
@@ -88,7 +88,7 @@ def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> N
 def _stepped(
     devices: Sequence[torch.device], seed: int, make: Callable[..., Any], **form: bool
 ) -> dict[str, torch.Tensor]:
-    """Return parameters, and the scale, after a step, one to be skipped for each device, and another step."""
+    """Return parameters and scale after a step, one step to be skipped for each device, and another step."""
     count = len(devices)
     parameters, first, second = (_on(devices, _drawn(count, seed + number)) for number in range(3))
     optimizer, scaler = make(parameters, **form), torch.amp.GradScaler("cuda", init_scale=2.0**count)
@@ -105,7 +105,10 @@ def _stepped(
 
 
 def _expected(count: int, seed: int, make: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """Return what `_stepped` must: the first and the last step, in float64 on the CPU. The scale was halved for each device."""
+    """Return the right result of `_stepped`: the first and the last step, in float64 on the CPU.
+
+    The scale starts at 2^count and is halved for each device, so it ends at 1.
+    """
     parameters = [nn.Parameter(value.double()) for value in _drawn(count, seed)]
     optimizer = make(parameters, foreach=False)
     for step in (1, 2):
@@ -116,14 +119,14 @@ def _expected(count: int, seed: int, make: Callable[..., Any]) -> dict[str, torc
 
 
 def _drawn(count: int, seed: int) -> list[torch.Tensor]:
-    """Return whole numbers from 1 to 7, of either sign, for the parameters on so many devices: float32, CPU."""
+    """Return whole numbers from 1 to 7, with alternating signs, for the parameters on `count` devices: float32, CPU."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(1, 8, shape, generator=generator) for _ in range(count) for shape in _SHAPES]
     return [(values * (-1) ** number).float() for number, values in enumerate(drawn)]
 
 
 def _on(devices: Sequence[torch.device], values: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-    """Return parameters with these values, and as large gradients, on the devices: as many on each."""
+    """Return parameters with these values and equal gradients, the same number on each device."""
     held = []
     for number, value in enumerate(values):
         parameter = nn.Parameter(value.to(devices[number // len(_SHAPES)]))

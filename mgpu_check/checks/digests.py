@@ -1,7 +1,7 @@
-"""Numbers of 64 bits that stand for all bits of a tensor, worked out on its device.
+"""Compute digests of 64 bits over all bits of a tensor, on its device.
 
-Each half word of 32 bits, with its position, is mixed by a bijection of 64 bits, and all are added up: one that changes cannot go
-unseen, several do so by a chance of 2^-64.
+Each word of 32 bits is joined with its position and mixed by a bijection of 64 bits, and the results are summed. A single changed
+word always changes the digest; several leave it unchanged with probability 2^-64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["digest", "digests"]
 
 _NARROW = (1 << 32) - 1
 _BLOCK = 1 << 24
-"""Elements that are mixed at once: many times their memory is needed for it."""
+"""Elements to mix at once; a limit, because mixing needs many times their memory."""
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -31,19 +31,22 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the digest of each of `tensors`, which depends on those before it, as int64 on their device, without waiting for it."""
+    """Return the digest of each of `tensors` as int64 on their device, without waiting for it.
+
+    The digest depends on the size of the tensors before, so it differs from that of `digest`.
+    """
     mixed = _mixed(torch.cat([_words(tensor.detach()) for tensor in tensors]), 0)
     return torch.stack([part.sum() for part in mixed.split([t.numel() * _halves(t) for t in tensors])])
 
 
 def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the mixed values of words, of which the first has the position `first`; the words are overwritten."""
+    """Return the mixed values of words at the positions from `first` on; `words` is overwritten."""
     positions = torch.arange(first, first + len(words), device=words.device).bitwise_left_shift_(32)
     return mix_(positions.bitwise_or_(words), 0, words)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the elements as int64 that are not negative and less than 2^32; those of 64 bits in two halves."""
+    """Return the bits of the elements as int64 in [0, 2^32); an element of 64 bits gives two of them."""
     flat = tensor.contiguous().reshape(-1)
     size = min(flat.element_size(), 4)
     return flat.view(INTEGER_OF_SIZE[size]).long().bitwise_and_(_NARROW >> (32 - 8 * size))

@@ -1,4 +1,7 @@
-"""When DistributedDataParallel communicates: no_sync, uneven inputs, hooks of gradients, delayed parameters. All are collectives."""
+"""Check when DistributedDataParallel communicates: no_sync, uneven inputs, gradient hooks, delayed parameters.
+
+All functions are collectives.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ __all__ = [
 
 
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that gradients accumulate over micro-batches: within no_sync each rank's own, after the last those of all.
+    """Assert that gradients accumulate over micro-batches: local ones within no_sync, averaged ones after the last.
 
-    An exception that leaves no_sync ends it, too. Gradients are copied from buckets, and views of them; some steps begin with zeros
-    in the gradients of the step before, which stay where they are.
+    An exception within no_sync must end it too. Gradients are copies of buckets, or views of them. Every second step keeps the
+    gradient tensors of the step before and zeroes them.
 
     Raises:
         GradientMismatch: names run, step, rank, parameter and element.
@@ -48,7 +51,7 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
     half = len(x) // 2
     with replica.parallel.no_sync():
         with replica.parallel.no_sync():
-            pass  # what is left is the inner one alone
+            pass  # ends only the inner no_sync
         replica.backward((x[:half], targets[:half]))
     own = replica.one.parts([(x[:half], targets[:half])])[0]
     for name, parameter in replica.module.named_parameters():
@@ -63,18 +66,18 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
 
 
 class _Left(Exception):
-    """A micro-batch that is given up, as when memory does not suffice."""
+    """A micro-batch that is abandoned, as when memory runs out."""
 
 
 def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that ranks with fewer batches than others join them: what is left is averaged over those that still train.
+    """Assert that `join` lets ranks with fewer batches wait for the others, and that gradients have the right mean.
 
-    Rank r has r + 1 batches, and in another turn the last rank has fewer than one before it. With divide_by_initial_world_size
-    the mean is still over all ranks, without it over those that are there. All ranks end with the parameters and buffers of those
-    that have trained longest. With throw_on_early_termination all raise as soon as one has no batch left.
+    Rank r has r + 1 batches; a second run rotates these numbers among the ranks. With divide_by_initial_world_size the mean is over
+    all ranks, without it over those that still train. All ranks end with the parameters and buffers of the rank that has trained
+    longest. With throw_on_early_termination all ranks raise as soon as one has no batch left.
 
     Raises:
-        GradientMismatch: a gradient differs from that of one device, or ranks did not stop together.
+        GradientMismatch: a gradient or a buffer is wrong, or ranks did not stop together.
         ReplicaMismatch: ranks end with different parameters.
     """
     __tracebackhide__ = True
@@ -90,7 +93,7 @@ def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _join(run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: Sequence[int]) -> None:
-    """Train on as many batches as each rank has by `counts`; `initial` is divide_by_initial_world_size."""
+    """Train each rank on its number of batches in `counts`; `initial` is divide_by_initial_world_size."""
     replica = Replica(run, rank, findings, what=f"join of {counts} batches, divide_by_initial_world_size={initial}")
     batches = run.batches()
     with replica.parallel.join(divide_by_initial_world_size=initial):
@@ -104,14 +107,14 @@ def _join(run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: 
             replica.judge_mean(parts, rank.size if initial else len(there))
             replica.finish(parts, from_exact=True)
     if counts[rank.index] == max(counts):
-        # Its own device has taken all steps; with the others it must agree.
+        # Only here has the single device taken all steps; the comparison of replicas below covers the other ranks.
         replica.judge_parameters()
     with findings.collected():
         assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.what}, at the end")
 
 
 class _Counting(nn.Linear):
-    """A layer that counts, in a buffer, how often it was called."""
+    """A layer that counts its calls in a buffer."""
 
     calls: torch.Tensor
 
@@ -125,7 +128,7 @@ class _Counting(nn.Linear):
 
 
 def _join_with_buffers(rank: Rank, findings: Findings) -> None:
-    """Look whether all ranks end with the buffers of the one that trains longest, which is neither first nor last of many."""
+    """Check that all ranks end with the buffers of the rank that trains longest, which is in the middle of many."""
     longest = rank.size // 2
     count = 4 if rank.index == longest else 1 + rank.index % 3
     layer = _Counting().to(rank.device)
@@ -142,7 +145,7 @@ def _join_with_buffers(rank: Rank, findings: Findings) -> None:
 
 
 def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
-    """Look whether all ranks raise, and none goes on, when the first has no batch left and throw_on_early_termination is set."""
+    """Check that with throw_on_early_termination all ranks raise, and stop, when rank 0 has no batch left."""
     replica = Replica(run, rank, findings, what="join, throw_on_early_termination=True")
     shard = replica.shards(replica.next_batch())[rank.index]
     done, raised = 0, False
@@ -154,17 +157,19 @@ def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
     except RuntimeError:
         raised = True
     message = (
-        f"{replica.what}, rank {rank.index} of {rank.size}, of which rank 0 has one batch: it took {done}, "
+        f"{replica.what}, rank {rank.index} of {rank.size}, where rank 0 has one batch: trained on {done} batches, expected 1, "
         f"and {'raised' if raised else 'did not raise'}"
     )
     findings.require(done == 1 and raised == (rank.size > 1), message, ranks=[rank.index])
 
 
 def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that hooks are called once a step: a parameter's on each rank's own gradient before the mean, a module's with its outputs.
+    """Assert that hooks of parameters and modules are called once a step.
+
+    The hook of a parameter gets the rank's own gradient, before the mean.
 
     Raises:
-        GradientMismatch: a gradient is not that of one device whose hook does the same, or a hook was not called once.
+        GradientMismatch: a gradient differs from that of one device with the same hook, or a hook was not called once.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -201,7 +206,7 @@ def _doubled(replica: Replica, name: str, shards: list[Rows]) -> list[Gradients]
 
 
 def assert_delayed_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that gradients with delay_all_reduce_named_params are averaged by the hook of the parameter named for it.
+    """Assert that the hook of `param_to_hook_all_reduce` averages the gradients of `delay_all_reduce_named_params`.
 
     Raises:
         GradientMismatch: as in `assert_accumulation_exact`.
@@ -215,7 +220,7 @@ def assert_delayed_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> N
 
 
 class _Delayed(Replica):
-    """A replica whose last layer is reduced when the first gradient of the first one is there, which is made last."""
+    """A replica that reduces its last layer when the gradient of the first layer is ready, which comes last."""
 
     def wrap(self) -> None:
         named = list(self.module.named_parameters())
@@ -225,6 +230,6 @@ class _Delayed(Replica):
     def backward(self, rows: Rows) -> torch.Tensor:
         outputs = super().backward(rows)
         if self.place.rank.device.type == "cuda":
-            # Nothing in DDP waits for this reduction.
+            # DDP does not wait for this reduction.
             torch.cuda.synchronize(self.place.rank.device)
         return outputs

@@ -1,4 +1,4 @@
-"""How DistributedDataParallel communicates: hooks that average, compress and approximate. All are collectives."""
+"""Check communication hooks of DistributedDataParallel that average, compress and approximate. All are collectives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COMPRESSING: tuple[tuple[Hook, torch.dtype], ...] = (
 
 
 def _wrapped() -> list[tuple[Hook, torch.dtype]]:
-    """Wrap hooks to compress."""
+    """Return allreduce_hook in each compressing wrapper, with the dtype of the wrapper."""
     return [
         (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), torch.float16),
         (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), torch.bfloat16),
@@ -46,10 +46,11 @@ def _wrapped() -> list[tuple[Hook, torch.dtype]]:
 
 
 def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequence[WholeRun]) -> None:
-    """Assert that `allreduce_hook`, and a hook of the user that sums and then divides, leave what DDP leaves without one.
+    """Assert that `allreduce_hook`, and a user's hook that sums and then divides, give the gradients of DDP without a hook.
 
     Args:
-        long: runs of more steps, with `allreduce_hook` alone.
+        runs: the runs for both hooks.
+        long: runs of more steps, for `allreduce_hook` only.
 
     Raises:
         GradientMismatch: names run, step, rank, parameter and element.
@@ -66,7 +67,7 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
 
 
 def _averaged(run: WholeRun, place: Place, findings: Findings, hook: Hook, **options: Any) -> None:
-    """Train with a hook that averages, and look at what it is given in each step; `options` are those of `Replica`."""
+    """Train with an averaging hook, and check the buckets that it gets in each step; `options` are those of `Replica`."""
     replica = Replica(run, place, findings, **options)
     seen: list[int] = []
     replica.parallel.register_comm_hook(_group_of(place), _noting(hook, seen))
@@ -90,13 +91,13 @@ def _noting(hook: Hook, seen: list[int]) -> Hook:
             seen.append(0)
         return hook(group, bucket)
 
-    # DDP compares annotations with its own types, and does not resolve those that are strings.
+    # DDP compares annotations with its own types, and does not resolve annotations that are strings.
     noted.__annotations__.clear()
     return noted
 
 
 def _judge_buckets(replica: Replica, seen: list[int]) -> bool:
-    """Look whether the hook was given each parameter once, and with each its gradient, in the order of the buffer; return it."""
+    """Check, and return, whether the hook got each parameter once, with its gradient, in the order of the buffer."""
     wanted = sorted(id(parameter) for parameter in replica.module.parameters())
     where = f"{replica.what}, step {replica.number}, rank {replica.place.rank.index}"
     message = f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once, with its gradient"
@@ -111,12 +112,13 @@ def _sum_then_divide(group: Any, bucket: Any) -> Any:
 
 
 def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that fp16_compress_hook, bf16_compress_hook and hooks that are wrapped for them leave gradients that are rounded as that dtype says, not more.
+    """Assert that compressing hooks and wrappers round gradients to their dtype, and no further.
 
-    For float16 the data are small: it ends at 65504. The mean of gradients as large as that is as large, too.
+    The hooks are fp16_compress_hook, bf16_compress_hook, and both wrappers. Data for float16 is small, because float16 ends at
+    65504. The mean of gradients of this size must not overflow.
 
     Raises:
-        GradientMismatch: an element is off by more than the roundings of the compressed sum, or is not of that dtype.
+        GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the dtype.
     """
     __tracebackhide__ = True
     place = Place.of(rank)
@@ -131,7 +133,7 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
 def _compressed(
     run: WholeRun, place: Place, findings: Findings, hook: Hook, dtype: torch.dtype, what: str = ""
 ) -> None:
-    """Go backward once with a hook that compresses to `dtype`, and compare the gradients."""
+    """Run one backward pass with a hook that compresses to `dtype`, and compare the gradients."""
     own = replace(run, small=dtype == torch.float16)
     replica = Replica(own, place, findings, what=hook.__name__ + what)
     replica.parallel.register_comm_hook(place.group, hook)
@@ -141,10 +143,10 @@ def _compressed(
 
 
 def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
-    """Multiply targets, and so gradients, by an odd number: up to where sums in `dtype` are still exact, and need all its bits."""
+    """Multiply targets, and so gradients, by an odd number, so that sums need all bits of `dtype` but are still exact."""
     parts = replica.one.parts(shards)
     largest = max(float(torch.stack(terms_of(parts, name)).abs().sum(0).max()) for name in parts[0])
-    # Each rank's own are those times the number of ranks, until the hook divides: float16 ends at 65504.
+    # A rank's own gradients are larger by the number of ranks until the hook divides, and float16 ends at 65504.
     limits = torch.finfo(dtype)
     most = int(min(2 / limits.eps, limits.max / replica.place.size) / max(largest, 1.0))
     factor = (most - 1) | 1 if most > 1 else 1
@@ -158,14 +160,14 @@ def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dty
         replica.judge_gradient(name, parameter, torch.stack(terms).sum(0), tolerance, "compressed")
         got, rank = gradient_or_zeros(parameter), replica.place.rank.index
         kept = got.dtype == parameter.dtype and torch.equal(got.to(dtype).to(got.dtype), got)
-        message = f"{replica.what}, rank {rank}, gradient of {name}: it holds values that {dtype} does not have"
+        message = f"{replica.what}, rank {rank}, gradient of {name}: it holds values that {dtype} cannot represent"
         replica.findings.require(kept, message, ranks=[rank])
 
 
 def _judge_largest(place: Place, hook: Hook, dtype: torch.dtype, findings: Findings) -> None:
-    """Look whether gradients of which `dtype` holds each, but not the sum, are divided before they are added up."""
+    """Check that the hook divides gradients before it sums them, if `dtype` holds each gradient but not the sum."""
     device = place.rank.device
-    # Quotients by a number that is no power of two are rounded, up as well: their sum must not leave the dtype.
+    # Unless the divisor is a power of two, quotients may round up, and then their sum must not overflow.
     rounds = bool(place.size & (place.size - 1))
     largest = torch.finfo(dtype).max * (0.875 if rounds else 1.0)
     module = nn.Linear(1, 1, bias=False).to(device)
@@ -179,20 +181,20 @@ def _judge_largest(place: Place, hook: Hook, dtype: torch.dtype, findings: Findi
 
 
 def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that PowerSGD before its first compressed step, and for what it does not compress, is exact; and that ranks agree in it.
+    """Assert that PowerSGD is exact before its first compressed step, and that ranks then agree.
 
-    What a compressed step leaves out of a rank's gradient it keeps, and adds to the next one. So does `batched_powerSGD_hook`, which
-    compresses a bucket as one matrix.
+    A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. The same holds for
+    `batched_powerSGD_hook`, which compresses a bucket as one matrix.
 
     Raises:
-        GradientMismatch: a gradient differs from that of one device, or what is left out is not kept.
+        GradientMismatch: a gradient differs from that of one device, or the error was not kept.
         ReplicaMismatch: compressed gradients differ between ranks.
     """
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             _low_rank(run, Place.of(rank), findings)
-            # Of each bucket something is left out; but steps are counted, and not buckets.
+            # Several buckets: PowerSGD must keep an error for each, but count steps, not buckets.
             short = replace(run, steps=3)
             _low_rank(short, Place.of(rank), findings, ", small buckets", bucket_cap_mb=SMALL_BUCKET)
             _low_rank(run, Place.of(rank), findings, hook="batched_powerSGD_hook")
@@ -218,7 +220,7 @@ def _low_rank(
             replica.backward(shards[place.index])
             done = True
         if not done:
-            return  # DDP takes no step after one that was left by an exception
+            return  # DDP cannot step after an exception in backward
         if _judge_buckets(replica, order):
             _judge_left_out(replica, shards[place.index], order, _left_out(state) - before)
         held = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
@@ -227,17 +229,17 @@ def _low_rank(
 
 
 def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
-    """Assert that hooks of models that train in a group of ranks average over that group, and over no more.
+    """Assert that hooks of models that train in a group of ranks average over exactly this group.
 
-    `post_localSGD_hook` averages over all ranks in the first two steps, and then over the group, or leaves each rank its own.
+    `post_localSGD_hook` averages over all ranks in the first two steps. Afterwards it averages over the group, or not at all.
 
     Args:
-        runs: of three steps at least, so that PowerSGD compresses, and that steps are local.
-        first: one group; all others are the other.
+        runs: runs of at least three steps, so that PowerSGD compresses and local steps occur.
+        first: the ranks of one group; all others form the second group.
 
     Raises:
-        GradientMismatch: a gradient is not that of one device with the data of the group.
-        ReplicaMismatch: gradients, or parameters, differ within a group.
+        GradientMismatch: a gradient differs from that of one device with the data of the group.
+        ReplicaMismatch: gradients or parameters differ within a group.
     """
     __tracebackhide__ = True
     with judged() as findings, own_group(rank, first) as (members, place):
@@ -257,16 +259,16 @@ def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Seq
 
 
 def _locally_averaged(run: WholeRun, place: Place, members: Sequence[int], findings: Findings, averages: bool) -> None:
-    """Train by post_localSGD_hook on all ranks, and compare each gradient with the mean over those that are its own.
+    """Train with post_localSGD_hook on all ranks, and compare each gradient with the mean over the right ranks.
 
     Args:
-        place: of this rank in its group.
-        members: the ranks of that.
-        averages: post_local_gradient_allreduce: local steps have the mean of the group.
+        place: the place of this rank in its group.
+        members: the ranks of the group.
+        averages: post_local_gradient_allreduce: local steps average over the group.
     """
     what = f"post_localSGD_hook in the group {list(members)}, post_local_gradient_allreduce={averages}"
     rank = place.rank
-    # Steps are counted, and not buckets.
+    # Several buckets: the hook must count steps, not buckets.
     replica = Replica(run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET)
     state = post_localSGD_hook.PostLocalSGDState(_group_of(replica.place), _group_of(place), 2, averages)
     seen: list[int] = []
@@ -284,15 +286,15 @@ def _locally_averaged(run: WholeRun, place: Place, members: Sequence[int], findi
 
 
 def _left_out(state: powerSGD_hook.PowerSGDState) -> torch.Tensor:
-    """Return what PowerSGD keeps for the next step, bucket by bucket; 0 before the first compressed step.
+    """Return the error that PowerSGD keeps for the next step, bucket by bucket; 0 before the first compressed step.
 
-    A bucket that is compressed as one matrix is filled up with zeros to be one.
+    A bucket that is compressed as one matrix is padded with zeros.
     """
     return torch.cat([value.clone() for value in state.error_dict.values()] or [torch.zeros(1)]).cpu()
 
 
 def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.Tensor) -> None:
-    """Look whether the gradient of this rank is what came of the step, and what it keeps `more` than before."""
+    """Check that this rank's own gradient is the compressed gradient plus `more`, the growth of the kept error."""
     exact = replica.one.parts([own])[0]
     named = {id(parameter): (name, parameter) for name, parameter in replica.module.named_parameters()}
     sizes = [named[key][1].numel() for key in order]
@@ -302,12 +304,12 @@ def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.T
         expected, got = exact[name], gradient_or_zeros(parameter).cpu() + part.view(parameter.shape)
         assert expected is not None
         expected = expected.cpu() * replica.place.size
-        # Sums of three, each of that order and rounded to float32: 64 roundoffs, while what is lost is of the order itself.
+        # Three float32 terms of this magnitude: 64 roundoffs are ample, while a lost error is as large as the terms.
         most = float(max(expected.abs().max(), part.abs().max(), 1.0))
         off = float((got - expected).abs().max())
         rank = replica.place.rank.index
         message = (
-            f"{replica.what}, step {replica.number}, rank {rank}, {name}: a gradient, and what is kept for the next step, "
-            f"differ by up to {off:g} from this rank's own gradient and what was kept before"
+            f"{replica.what}, step {replica.number}, rank {rank}, {name}: the compressed gradient plus the error kept for the "
+            f"next step differs by up to {off:g} from this rank's own gradient plus the error kept before"
         )
         replica.findings.require(off <= most * 2.0**-18, message, ranks=[rank])

@@ -1,7 +1,6 @@
-"""DistributedDataParallel with each of its options trains as one device does, to the bit. All of these are collectives.
+"""Compare DistributedDataParallel with each of its options with one device, bit for bit. All functions are collectives.
 
-Each function takes the runs that it trains, one after the other, and raises only when all of them have ended, so that no rank
-waits for one that has found something.
+Each function trains its runs one after the other, and raises only after the last, so that no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ __all__ = [
 ]
 
 SMALL_BUCKET = 0.0001
-"""MiB: a bucket for every 100 bytes, so for nearly every parameter."""
+"""MiB, about 100 bytes: so small that nearly every parameter has its own bucket."""
 
 
 def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that each run under DDP is that of one device: outputs, gradients, parameters of every step.
+    """Assert that each run under DDP has the outputs, gradients and parameters of one device in every step.
 
     Raises:
         GradientMismatch: names run, step, rank, parameter and element.
@@ -49,9 +48,9 @@ def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that gradients in many buckets, copied and in views, are those of one device.
+    """Assert that gradients in many buckets, as copies and as views, equal those of one device.
 
-    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP is not told the device.
+    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -68,10 +67,10 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that find_unused_parameters averages what some ranks have used, and leaves alone what none has.
+    """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those that no rank has.
 
-    Ranks with an even number use head 0, others head 1, which changes with each step; head 2 is never used. Gradients are copied
-    from buckets, and views of them.
+    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are copies of
+    buckets, or views of them.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -94,7 +93,7 @@ def _head(number: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
 
 
 def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that static_graph trains a layer that is used twice and recomputed, beside one that is never used.
+    """Assert that static_graph trains a layer that is used twice and recomputed, next to a layer that is never used.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -106,7 +105,7 @@ def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that parameters that need no gradient are rank 0's and stay so, and that those to ignore stay each rank's own.
+    """Assert that frozen parameters get rank 0's values and keep them, and that ignored parameters stay each rank's own.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -119,7 +118,7 @@ def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
-    """Leave one parameter out of DDP: it keeps each rank's own value, and its own gradient."""
+    """Make DDP ignore a parameter, which must keep the rank's own value and gradient."""
     own = run.build(rank.index).to(rank.device)
     name, parameter = list(own.named_parameters())[-1]
     before = parameter.detach().clone()
@@ -129,14 +128,14 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
     parallel(ones).sum().backward()
     what = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
     findings.require(torch.equal(parameter, before), f"{what}: {name} has changed", ranks=[rank.index])
-    # The last parameter is the bias: its gradient is the number of this rank's rows.
+    # The last parameter is a bias, so its gradient is the number of this rank's rows.
     right = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
     message = f"{what}: its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
     findings.require(right, message, ranks=[rank.index])
 
 
 def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
-    """Assert that two groups of ranks, `first` and all others, train apart: each as one device does with a run of its own.
+    """Assert that two groups of ranks, `first` and all others, train independently, each as one device with its own run.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -150,7 +149,7 @@ def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[in
 
 @contextlib.contextmanager
 def own_group(rank: Rank, first: Sequence[int]) -> Iterator[tuple[list[int], Place]]:
-    """Make two groups of ranks, `first` and all others; give the members of this rank's, and its place in it. A collective."""
+    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place. A collective."""
     chosen = sorted({member % rank.size for member in first})
     both = [chosen, [index for index in range(rank.size) if index not in chosen]]
     groups = [dist.new_group(members) if members else None for members in both]

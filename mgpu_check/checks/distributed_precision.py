@@ -1,4 +1,4 @@
-"""Loops in mixed precision under DistributedDataParallel: autocast, GradScaler, clipping. All of these are collectives."""
+"""Check mixed-precision training under DistributedDataParallel: autocast, GradScaler, clipping. All are collectives."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _SCALE = 64.0
 
 
 def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that steps under autocast compute in its dtype, and leave the gradients of one device: small numbers, exact in it.
+    """Assert that steps under autocast compute in its dtype and give the gradients of one device.
+
+    Numbers are small enough to be exact in that dtype.
 
     Raises:
-        GradientMismatch: as in `distributed_options.assert_models_train`, or outputs are of another dtype.
+        GradientMismatch: as in `distributed_options.assert_models_train`, or outputs have the wrong dtype.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -51,12 +53,12 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that a loss scale changes no gradient, and that an infinity of one rank makes all skip that step and halve the scale.
+    """Assert that a GradScaler keeps gradients, and that an infinity on one rank makes all ranks skip and halve the scale.
 
-    The infinity is the last rank's, in every second step. Of two optimizers the one whose gradients are finite steps.
+    The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the other may step.
 
     Raises:
-        GradientMismatch: a gradient, parameter or scale is not what it must be, or a rank has stepped alone.
+        GradientMismatch: a gradient, a parameter or the scale is wrong, or a rank has stepped alone.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -96,7 +98,7 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
-    """Step two optimizers by one scaler, each in turn with an infinite gradient."""
+    """Check two optimizers with one scaler; each in turn has an infinite gradient."""
     for spoilt in (0, 1):
         parameters = [nn.Parameter(torch.ones(3, device=rank.device)) for _ in range(2)]
         optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
@@ -121,8 +123,8 @@ def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -
 
     Raises:
         GradientMismatch: the norm is off by more than rounding, or gradients are not scaled by it. A sum of n positive terms
-            is off by n unit roundoffs of itself at most (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2);
-            what follows are a root, a division and a product.
+            has a relative error of at most n unit roundoffs (Higham, Accuracy and Stability of Numerical Algorithms,
+            section 4.2). A root, a division and a product follow.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -141,7 +143,7 @@ def _judge_clipped(replica: Replica, parts: list[Gradients], kind: float, norm: 
     whole = {name: value for name, value in total(parts).items() if value is not None}
     flat = torch.cat([value.flatten() for value in whole.values()])
     exact = float(torch.linalg.vector_norm(flat, kind))
-    # Gradients that the mean has rounded are off by as many roundoffs of the summed magnitudes as there are ranks, and two.
+    # If the mean rounds, gradients are off by (ranks + 2) roundoffs of the summed magnitudes.
     magnitudes = float(
         torch.stack([torch.cat([v.flatten() for v in part.values() if v is not None]).abs() for part in parts]).sum()
     )
@@ -151,7 +153,7 @@ def _judge_clipped(replica: Replica, parts: list[Gradients], kind: float, norm: 
     rank = replica.place.rank.index
     message = f"{replica.what}, rank {rank}: the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}"
     replica.findings.require(abs(norm - exact) <= bound, message, ranks=[rank])
-    # torch divides by the norm and 1e-6 more, and never scales up.
+    # torch divides by the norm plus 1e-6, and never scales up.
     scale = min(1.0, 1.0 / (exact + 1e-6))
     for name, parameter in replica.module.named_parameters():
         tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * whole[name].abs() * scale + rounded * scale

@@ -1,4 +1,4 @@
-"""One rank's replica under DistributedDataParallel, and beside it the same run on one device, in whole numbers."""
+"""Train a rank's replica under DistributedDataParallel next to the same run on one device, in whole numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ __all__ = ["Place", "Replica", "train", "under_ddp"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is among those that train together: its number and their count; the group, None for the world."""
+    """The place of a rank in the group that trains together.
+
+    Attributes:
+        index: the number of the rank in the group.
+        size: the number of ranks in the group.
+        group: None for the world.
+    """
 
     rank: Rank
     index: int
@@ -55,17 +61,18 @@ class Place:
 
 
 def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """Put `module`, which is on `device`, under DDP with these options; `device_ids` are that device, unless they are given."""
+    """Wrap `module`, which is on `device`, in DDP with these options; by default `device_ids` has this device."""
     with warnings.catch_warnings():
-        # Newer versions of torch have another name for broadcast_buffers.
+        # Newer versions of torch deprecate the name broadcast_buffers.
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(module, **{"device_ids": [device] if device.type == "cuda" else None, **options})
 
 
 class Replica:
-    """A model under DDP on this rank, one device beside it, and the comparison of both. Methods that train are collectives.
+    """A model under DDP on this rank, the same model on one device, and their comparison.
 
-    The ranks begin with different parameters and buffers: DDP must give them those of the first.
+    Methods that train are collectives. The ranks start with different parameters and buffers, and DDP must give them those of
+    the first rank.
     """
 
     def __init__(
@@ -82,11 +89,13 @@ class Replica:
         """Wrap the model of `run`.
 
         Args:
-            findings: where what is wrong is kept.
-            what: what is special about this run, for messages.
-            prepare: freezes, casts or marks parts of the model, before it is wrapped.
-            forwards: how ranks call the model: all in one way, or each in its own.
-            options: those of DistributedDataParallel.
+            run: the model and its training.
+            place: this rank, or its place in a group.
+            findings: collects the errors.
+            what: the variant of this run, for messages.
+            prepare: freezes, casts or marks parts of the model before it is wrapped.
+            forwards: the function by which ranks call the model, or one function for each rank.
+            options: options of DistributedDataParallel.
         """
         self.run, self.findings = run, findings
         self.place = place if isinstance(place, Place) else Place.of(place)
@@ -103,16 +112,16 @@ class Replica:
         self.number = 0
 
     def wrap(self) -> None:
-        """Put the module under DDP."""
+        """Wrap the module in DDP."""
         self.parallel = under_ddp(self.module, self.place.rank.device, process_group=self.place.group, **self.options)
 
     @property
     def forward(self) -> Forward:
-        """How this rank calls the model."""
+        """The function by which this rank calls the model."""
         return self.forwards if callable(self.forwards) else self.forwards[self.place.index]
 
     def shards(self, batch: Rows) -> list[Rows]:
-        """Split a batch among the ranks, as evenly as can be."""
+        """Split a batch among the ranks, as evenly as possible."""
         return list(zip(*(split(part, self.place.size) for part in batch), strict=True))
 
     def next_batch(self) -> Rows:
@@ -121,12 +130,12 @@ class Replica:
         return batch
 
     def on_device(self, rows: Rows) -> Rows:
-        """Put rows on the device of this rank."""
+        """Copy rows to the device of this rank."""
         x, targets = rows
         return x.to(self.place.rank.device), targets.to(self.place.rank.device)
 
     def backward(self, rows: Rows) -> torch.Tensor:
-        """Go forward and backward over this rank's rows; return the outputs. The loss is scaled so that the mean is the sum."""
+        """Run forward and backward on this rank's rows; return the outputs. The loss is scaled so that DDP's mean is the sum."""
         x, targets = self.on_device(rows)
         outputs = self.forward(self.parallel, x)
         (weighted(outputs, targets) * self.place.size).backward()
@@ -136,9 +145,9 @@ class Replica:
         """Take one step, and compare outputs, gradients and parameters.
 
         Args:
-            by_hand: goes forward and backward over the shards of all ranks, of which this rank's is its own; returns the
-                exact parts of the gradients.
-            set_to_none: as of `zero_grad`: drop the gradients of the step before, or put zeros into them.
+            by_hand: replaces the forward and backward passes; takes the shards of all ranks, and returns the exact parts of the
+                gradients.
+            set_to_none: as in `zero_grad`: drop the previous gradients, or zero them.
         """
         shards = self.shards(self.next_batch())
         self.optimizer.zero_grad(set_to_none=set_to_none)
@@ -155,7 +164,7 @@ class Replica:
         self.finish(parts)
 
     def judge_gradients(self, parts: list[Gradients]) -> None:
-        """Compare gradients with the sum of the parts, and with the other ranks where they may be rounded."""
+        """Compare gradients with the sum of the parts, and with the other ranks if they may be rounded."""
         where = f"{self.what}, gradients of step {self.number}"
         with self.findings.collected():
             assert_gradients_are(self.module, parts, what=where, rank=self.place.rank.index, size=self.place.size)
@@ -167,13 +176,13 @@ class Replica:
     def judge_gradient(
         self, name: str, parameter: nn.Parameter, expected: torch.Tensor, tolerance: torch.Tensor | float, when: str
     ) -> None:
-        """Compare one gradient, zeros where there is none, with what it must be `when` it is looked at."""
+        """Compare one gradient, zeros if it is None, with the right one; `when` is for the message."""
         off = difference(gradient_or_zeros(parameter), expected, tolerance)
         rank = self.place.rank.index
         self.findings.require(off is None, f"{self.what}, {when}, rank {rank}, gradient of {name}: {off}", ranks=[rank])
 
     def judge_mean(self, parts: list[Gradients], divisor: int) -> None:
-        """Compare gradients with the sum of the parts, divided by another number than that of the ranks."""
+        """Compare gradients with the sum of the parts divided by `divisor`, in place of the number of ranks."""
         size = self.place.size
         for name, parameter in self.module.named_parameters():
             terms = terms_of(parts, name)
@@ -186,7 +195,8 @@ class Replica:
         """Take the optimizer's step, compare parameters, and make them whole numbers again.
 
         Args:
-            from_exact: step with the exact gradients, because those of DDP are scaled otherwise.
+            parts: the exact gradients of each shard.
+            from_exact: step with the exact gradients, because DDP has scaled its own differently.
         """
         expected = total(parts)
         self.put_exact(expected, always=from_exact)
@@ -194,16 +204,16 @@ class Replica:
         self.one.step(expected)
         self.judge_parameters()
         if not from_exact:
-            # Each rank's optimizer has judged itself so far.
+            # So far each rank has only been compared with its own single device.
             with self.findings.collected():
                 where = f"{self.what}, parameters after step {self.number}"
                 assert_replicas_agree(parameters_of(self.module), group=self.place.group, what=where)
         self.settle()
 
     def put_exact(self, expected: Gradients, *, always: bool = False) -> None:
-        """Put the exact gradients in place where those of DDP, which have been judged, may be rounded; or `always`.
+        """Replace the gradients of DDP, already compared, by the exact ones if they may be rounded, or `always`.
 
-        So the steps that follow begin with whole numbers, too.
+        So the following steps start with whole numbers too.
         """
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
         if always or narrow or self.place.size & (self.place.size - 1):
@@ -226,23 +236,23 @@ class Replica:
             )
 
     def judge_start(self) -> None:
-        """Compare parameters and buffers with rank 0's, as they are when the model is wrapped."""
-        # Without broadcast_buffers they are each rank's own, at the start, too.
+        """Compare parameters and buffers with those of rank 0, right after the model was wrapped."""
+        # Without broadcast_buffers each rank keeps its own buffers, even at the start.
         which = state_of if self.options.get("broadcast_buffers", True) else parameters_of
         with self.findings.collected():
-            self.agree(which(self.module), which(self.one.held), "as it is wrapped")
+            self.agree(which(self.module), which(self.one.held), "after wrapping")
 
     def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
         """Compare results that must be equal.
 
         Raises:
-            GradientMismatch: they are not.
+            GradientMismatch: the results differ.
         """
         assert_same(got, expected, f"{self.what}, {which}", self.place.rank.index, {"ranks": self.place.size})
 
 
 def train(run: WholeRun, place: Rank | Place, findings: Findings, **how: Any) -> Replica:
-    """Train as `run` says, and compare each step; return the replica. A collective."""
+    """Train all steps of `run`, and compare each step; return the replica. A collective."""
     replica = Replica(run, place, findings, **how)
     for _ in range(run.steps):
         replica.step()

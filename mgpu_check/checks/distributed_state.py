@@ -1,4 +1,4 @@
-"""What a model under DistributedDataParallel holds and is given: state of the start, buffers, dtypes, arguments. Collectives."""
+"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel. All are collectives."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 _STEPS_COUNTED = 4_099
-"""No number of bfloat16, nor of float16."""
+"""Not representable in bfloat16 or float16."""
 
 
 def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
-    """Assert that a model that is wrapped holds rank 0's parameters and buffers, bit for bit, of all dtypes and sizes.
+    """Assert that a wrapped model holds rank 0's parameters and buffers, bit for bit, in all dtypes and sizes.
 
     Raises:
-        GradientMismatch: names what differs, its dtype, and the first element.
+        GradientMismatch: names the tensor, the rank, and the first element that differs.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -51,20 +51,20 @@ def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
                 if not same_bits(expected, got):
                     at = first_difference(expected, got.cpu())
                     message = (
-                        f"DDP on {rank.size} ranks, as it is wrapped: {name} of rank {rank.index} is not rank 0's: element "
+                        f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's: element "
                         f"{list(at)} is {got[at].item()}, expected {expected[at].item()}"
                     )
                     findings.require(False, message, ranks=[rank.index])
 
 
 def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that each step begins from rank 0's buffers, or from each rank's own without broadcast_buffers.
+    """Assert that each step starts with rank 0's buffers, or with each rank's own without broadcast_buffers.
 
-    Before every second step the module is given other tensors for its buffers. Statistics are of int64, float32 and bool, and show in the outputs;
-    and those of BatchNorm, averaged over all steps.
+    Before every second step the module gets new tensors for its buffers. The buffers are int64, float32 and bool, and affect the
+    outputs. The averaged statistics of BatchNorm with momentum=None are checked too.
 
     Raises:
-        GradientMismatch: an output, gradient, parameter or buffer is not what it must be.
+        GradientMismatch: an output, gradient, parameter or buffer is wrong.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -75,7 +75,7 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
 
 
 def _average(rank: Rank, seed: int, findings: Findings) -> None:
-    """Average statistics over steps, each of which begins from those of rank 0."""
+    """Check statistics that BatchNorm averages over steps, where each step starts with the statistics of rank 0."""
     layer = averaging().to(rank.device)
     parallel = under_ddp(layer, rank.device)
     first, own = (drawn(2 + index % 3, seed + index) for index in (0, rank.index))
@@ -154,7 +154,7 @@ def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 for name, parameter in replica.module.named_parameters():
                     if parameter.dim() != 4 or parameter.grad is None:
                         continue
-                    # Of a dimension of size 1 the stride means nothing, and kernels choose it freely.
+                    # The stride of a dimension of size 1 has no meaning, and kernels choose it freely.
                     long = [dim for dim, size in enumerate(parameter.shape) if size > 1]
                     strides, expected = ([one.stride(dim) for dim in long] for one in (parameter.grad, parameter))
                     message = f"{replica.what}: strides of the gradient of {name} are {strides}, expected {expected}"
@@ -167,7 +167,7 @@ class _Pair(NamedTuple):
 
 
 class _Spread(nn.Module):
-    """A model that takes its inputs in containers, by position and keyword, and returns its outputs in others."""
+    """A model with nested positional and keyword arguments, and nested outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,11 +183,12 @@ class _Spread(nn.Module):
 
 
 def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
-    """Assert that arguments by position and keyword, nested, from the CPU, arrive whole on the rank's device; outputs keep their form,
-    and gradients go back to arguments.
+    """Assert that nested arguments from the CPU arrive whole on the rank's device.
+
+    Positional and keyword arguments are tried. Outputs must keep their structure, and gradients must flow back to the arguments.
 
     Raises:
-        GradientMismatch: an argument or output is missing, elsewhere, or has other values.
+        GradientMismatch: an argument or output is missing, on the wrong device, or has wrong values.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -233,11 +234,13 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
                 and torch.equal(out["nested"][1][0].cpu().double(), expected + y.cpu()),
                 "output text": out["text"] == "a word" and out["number"] == 5,
             }.items():
-                findings.require(right, f"{what}: {name} is not what it must be", ranks=[rank.index])
+                findings.require(right, f"{what}: {name} is wrong", ranks=[rank.index])
 
 
 def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that evaluation between steps, on some ranks only too, gives one device's outputs, and changes no later step.
+    """Assert that evaluation between steps gives the outputs of one device and does not change later steps.
+
+    In every second run only rank 0 evaluates.
 
     Raises:
         GradientMismatch: as in `distributed_options.assert_models_train`.
@@ -249,7 +252,7 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
             for _ in range(run.steps):
                 replica.step()
                 x = run.batches()[0][0]
-                # Without buffers nothing is sent in evaluation, so that rank 0 may evaluate alone.
+                # Without buffers evaluation does not communicate, so rank 0 may evaluate alone.
                 if number % 2 and rank.index:
                     continue
                 replica.parallel.eval()
@@ -266,12 +269,12 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
 
 
 def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that model and optimizer saved by rank 0 and loaded by all, each to its own device, go on as if not interrupted.
+    """Assert that training continues exactly when rank 0 saves model and optimizer, and all ranks load them.
 
-    An optimizer of narrow parameters has counted more steps than their dtype can.
+    Each rank loads to its own device. An optimizer of narrow parameters has counted more steps than their dtype can represent.
 
     Raises:
-        GradientMismatch: as in `distributed_options.assert_models_train`, or something was loaded to another device.
+        GradientMismatch: as in `distributed_options.assert_models_train`, or a tensor was loaded to the wrong device.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -286,7 +289,7 @@ def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
-    """Look whether the state of Adam is loaded as it was saved, after so many steps that `dtype` does not hold their number."""
+    """Check that Adam's state is loaded unchanged, with a number of steps that `dtype` cannot represent."""
     parameter = nn.Parameter(torch.ones(3, dtype=dtype, device=rank.device))
     parameter.grad = torch.full_like(parameter, 0.375)
     first, second = (torch.optim.Adam([parameter], lr=0.5) for _ in range(2))
@@ -297,14 +300,12 @@ def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
     for name, value in saved["state"][0].items():
         got = second.state[parameter][name]
         same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
-        message = (
-            f"Adam of {dtype} parameters, rank {rank.index}: {name} is {value.tolist()}, and loaded {got.tolist()}"
-        )
+        message = f"Adam of {dtype} parameters, rank {rank.index}: {name} was saved as {value.tolist()}, but loaded as {got.tolist()}"
         findings.require(same, message, ranks=[rank.index])
 
 
 def _interrupt(replica: Replica) -> None:
-    """Save on rank 0, and go on with what all ranks load: a new model, a new optimizer."""
+    """Save on rank 0, load on all ranks into a new model and a new optimizer, and put them into the replica."""
     rank = replica.place.rank
     saved: list[Any] = [None]
     if rank.index == 0:

@@ -1,4 +1,4 @@
-"""Random samplers that are given a generator: another order in each epoch, and the same epochs from the same seed."""
+"""Check random samplers with a generator: each epoch has a new order, and equal seeds give equal epochs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from mgpu_check.errors import ShardError
 
 __all__ = ["assert_samplers_draw"]
 
-_COUNT = 26  # samples; of their 26! orders two are the same by a chance of 2e-27, and of 26 draws of 26 by one of 2e-37
+_COUNT = (
+    26  # samples; two of their 26! orders are equal with probability 2e-27, and 26 draws of 26 with probability 2e-37
+)
 _EPOCHS = 3
 
 _SAMPLES = range(_COUNT)
 _WEIGHTS = [0.0, *(1.0 + one % 3 for one in range(_COUNT)), 0.0]
-"""Of a sample more at either end, with weight 0: these must not be drawn."""
+"""Weights with one more sample at either end, whose weight is 0, so that it must not be drawn."""
 
 _Make = Callable[[torch.Generator], Any]
 
@@ -38,7 +40,7 @@ _ONCE: dict[str, _Make] = {
     ),
     "DataLoader with shuffle": _loader,
 }
-"""Samplers that give each sample once an epoch."""
+"""Samplers that yield each sample once per epoch."""
 
 _DRAWN: dict[str, _Make] = {
     "RandomSampler with replacement": lambda generator: RandomSampler(_SAMPLES, True, generator=generator),
@@ -50,17 +52,17 @@ _DRAWN: dict[str, _Make] = {
 
 
 def assert_samplers_draw(seed: int) -> None:
-    """Assert that samplers and loaders that shuffle draw the order of each epoch from the generator that they are given.
+    """Assert that random samplers and shuffling loaders draw the order of each epoch from their generator.
 
-    Each epoch has another order, and generators of one seed give the same epochs. Torch's global generator, which differs
-    between ranks, changes nothing and is left as it was. What has weight 0 is not drawn; without replacement each sample
-    comes once before any comes again. The order of a `DistributedSampler` depends on `set_epoch` alone.
+    Each epoch must have a new order, and generators with the same seed must give the same epochs. Torch's global generator, which
+    differs between ranks, must have no influence and must not change. Samples of weight 0 must not be drawn. Without replacement
+    each sample must come once before any is repeated. The order of a `DistributedSampler` must depend on `set_epoch` alone.
 
     Args:
-        seed: of the generators; 0 or more.
+        seed: the seed of the generators; 0 or more.
 
     Raises:
-        ShardError: naming the sampler, the epoch and what is wrong.
+        ShardError: naming the sampler, the epoch and the error.
     """
     __tracebackhide__ = True
     for name, make in (_ONCE | _DRAWN).items():
@@ -81,7 +83,7 @@ def _epochs(make: _Make, seed: int, name: str) -> list[list[int]]:
     before = torch.get_rng_state()
     epochs = [list(map(int, drawing)) for _ in range(_EPOCHS)]
     if not torch.equal(before, torch.get_rng_state()):
-        raise ShardError(f"{name}: it was given a generator, and draws from torch's global one")
+        raise ShardError(f"{name}: it draws from torch's global generator, not from the given one")
     for number, order in enumerate(epochs):
         for what in _odd(name, order):
             raise ShardError(f"{name}, epoch {number}: {what}: {order}")
@@ -97,11 +99,11 @@ def _odd(name: str, order: list[int]) -> Iterator[str]:
     ):
         yield "not each sample once, and once again in another order"
     if name == "WeightedRandomSampler" and (len(order) != _COUNT or counts[0] or counts[_COUNT + 1]):
-        yield f"not {_COUNT} of those that have a weight"
+        yield f"not {_COUNT} samples with a weight above 0"
 
 
 def _epochs_are_told(seed: int) -> None:
-    """Require that `set_epoch` chooses the order, whether the tail is padded or dropped."""
+    """Require that `set_epoch` determines the order, with a padded and with a dropped tail."""
     for drop_last in (False, True):
         sampler = sampler_over(_COUNT * 2 + 1, 2, 1, seed=seed, drop_last=drop_last)
         orders = []
@@ -112,4 +114,4 @@ def _epochs_are_told(seed: int) -> None:
         if orders[0][0] == orders[1][0]:
             raise ShardError(f"{what}: set_epoch(1) does not change the order")
         if any(one != other for one, other in orders) or orders[0] != orders[2]:
-            raise ShardError(f"{what}: an epoch has another order when it is iterated again")
+            raise ShardError(f"{what}: the order of an epoch changes when it is iterated again")

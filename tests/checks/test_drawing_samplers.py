@@ -20,7 +20,7 @@ def test_samplers_of_torch_pass() -> None:
         ("generator-begins-anew", "RandomSampler: epochs 0 and 1 have the same order"),
         (
             "weights-drawn-globally",
-            "WeightedRandomSampler without replacement: it was given a generator, and draws",
+            "WeightedRandomSampler without replacement: it draws from torch's global generator",
         ),
         ("epochs-alike-with-a-dropped-tail", r"drop_last=True: set_epoch\(1\) does not change the order"),
     ],
