@@ -1,4 +1,4 @@
-"""Exact training on one device, and what another way to train must have in common with it: every bit."""
+"""Train exactly on one device, as the reference that other ways to train must match bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mgpu_check.torch_hooks.tensors import copied
 __all__ = ["ADAM_RATE", "adam_tolerance", "gathered", "one_device", "own_part", "seen", "sgd", "update_of"]
 
 ADAM_RATE = 0.25
-"""The learning rate of Adam, about as large as the parameters: what rounds is seen in proportion to both."""
+"""The learning rate of Adam: about as large as the parameters, because rounding errors are relative to both."""
 
 
 def sgd(training: ExactTraining, model: nn.Module) -> torch.optim.SGD:
@@ -32,7 +32,7 @@ def own_part(batch: tuple[torch.Tensor, torch.Tensor], rank: Rank) -> tuple[torc
 
 
 def update_of(training: ExactTraining) -> Update:
-    """Return the step of `sgd`, written by hand, for a store of parameters, which keeps one tensor for each."""
+    """Return the step of `sgd`, written by hand, for a store that keeps one tensor per parameter."""
     velocity: dict[int, torch.Tensor] = {}
 
     def update(value: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ def update_of(training: ExactTraining) -> Update:
 
 
 def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
-    """Copy gradients and parameters to the CPU, by names that tell the step, counted from 1."""
+    """Copy gradients and parameters to the CPU, by names that contain the step, counted from 1."""
     found = {}
     for name, value in model.named_parameters():
         found[f"step {step}: gradient of {name}"] = copied(gradient_or_zeros(value))
@@ -53,7 +53,7 @@ def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 
 def gathered(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
-    """Put together gradients and parameters that are divided among ranks, by the names that `seen` gives. A collective.
+    """Gather sharded gradients and parameters, by the names that `seen` gives. A collective.
 
     A gradient that this rank lacks is left out.
     """
@@ -62,7 +62,7 @@ def gathered(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in model.named_parameters():
         assert isinstance(value, DTensor), "a parameter that is divided is a DTensor"
-        # A rank that lacks a gradient takes part with zeros: the others would wait for it.
+        # A rank without a gradient takes part with zeros, because the others would wait for it.
         gradient = torch.zeros_like(value) if value.grad is None else value.grad
         assert isinstance(gradient, DTensor), "the gradient of a DTensor is one"
         whole = copied(gradient.full_tensor())
@@ -78,8 +78,8 @@ def one_device(
     """Train on the CPU in float64; return outputs, gradients and parameters after each step.
 
     Args:
-        model: what to train instead of the model of `training`; it is changed.
-        scale: by which the loss is multiplied; a power of two.
+        model: the model to train in place of the model of `training`; it is changed.
+        scale: a power of two that multiplies the loss.
     """
     model = (training.model() if model is None else model).double()
     optimizer = sgd(training, model)
@@ -95,10 +95,10 @@ def one_device(
 
 
 def adam_tolerance(values: Mapping[str, torch.Tensor], rate: float) -> dict[str, torch.Tensor]:
-    """Return how far float32 rounding may lead parameters and moments in a step or two of Adam by given gradients.
+    """Return the tolerance for float32 rounding of parameters and moments in a step or two of Adam with given gradients.
 
-    Each element goes through some fifteen operations that round once each (decay, two moments, their corrections, root,
-    quotient, product, difference), none of which cancels but the last, whose result is about as large as the parameter and
-    the rate together: 32 unit roundoffs of 2^-24.
+    Each element goes through about fifteen operations that round once each: decay, two moments, their corrections, root,
+    quotient, product, difference. Only the last one can cancel, and its operands are at most as large as parameter and rate
+    together. So the tolerance is 32 unit roundoffs of 2^-24 of this sum.
     """
     return {name: (value.double().abs() + rate) * 2.0**-19 for name, value in values.items()}

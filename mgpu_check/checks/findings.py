@@ -1,4 +1,4 @@
-"""What a rank finds wrong while the others go on: to be raised when all have left their last collective."""
+"""Keep the errors that a rank finds, and raise them when all ranks have left their last collective."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Findings", "on_any_rank"]
 
 
 class Findings:
-    """What a rank finds wrong, kept until all ranks have left their last collective, where the context ends.
+    """The errors that a rank finds, kept until the context ends, after the last collective.
 
-    Then the first finding is raised. It is raised, too, where what follows from it ends the context by another error.
+    The end of the context raises the first finding, even if another exception, which may follow from it, ends the context.
     """
 
     def __init__(self) -> None:
@@ -36,27 +36,27 @@ class Findings:
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Keep a finding that is raised within."""
+        """Catch a finding that the body raises, and keep it."""
         try:
             yield
         except CheckFailure as failure:
             self.found.append(failure)
 
     def require(self, right: bool, message: str, *, ranks: Sequence[int] = ()) -> None:
-        """Keep a finding with this message, unless all is right."""
+        """Keep a finding with this message, unless `right`."""
         if not right:
             self.found.append(GradientMismatch(message, ranks=ranks))
 
     def anywhere(self, rank: Rank) -> bool:
-        """Return whether a rank has found something, so that all stop together. A collective.
+        """Return whether any rank has a finding, so that all can stop together. A collective.
 
-        For where going on makes no sense: other ranks would be told what follows from the finding, or wait for ever.
+        Use it where a finding would cause wrong findings on other ranks, or would make them wait forever.
         """
         return on_any_rank(rank, bool(self.found))
 
 
 def on_any_rank(rank: Rank, true: bool) -> bool:
-    """Return on all ranks whether something is true on one of them. A collective."""
+    """Return on all ranks whether `true` holds on one of them. A collective."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Collectives in other forms: functional, differentiable, coalesced. All data are small whole numbers, whose sums are exact."""
+"""Check functional, differentiable and coalesced collectives, on small whole numbers whose sums are exact."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["assert_coalesced_match", "assert_differentiable_match", "assert_func
 
 _ROWS, _COLUMNS = 3, 4
 _SEVERAL = 6
-"""Tensors are coalesced, so many at a time."""
+"""The number of tensors in a coalesced call."""
 _Parts = Sequence[torch.Tensor]
 
 
 def _given(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROWS) -> torch.Tensor:
-    """Return what a member gives: (rows * size, columns * size) whole numbers, so small that `dtype` adds those of all exactly."""
+    """Return a member's input, (rows * size, columns * size): whole numbers so small that `dtype` sums them exactly."""
     count = rows * size * _COLUMNS * size
     span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
     values = (torch.arange(count) * 7 + place * 3 + seed) % span
@@ -39,7 +39,7 @@ def _given(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = _RO
 
 @dataclass(frozen=True)
 class _Team:
-    """The ranks that call collectives together, in ascending order: all, or those of a group. This rank is one of them."""
+    """The ranks that call collectives together, in ascending order: all ranks, or a group that contains this rank."""
 
     rank: Rank
     members: tuple[int, ...]
@@ -54,13 +54,16 @@ class _Team:
         return self.members.index(self.rank.index)
 
     def roots(self, seed: int) -> list[int]:
-        """Return up to two members whose place in the group is their rank: torch takes a root for the one here and the other there."""
+        """Return up to two members whose place in the group equals their rank.
+
+        Torch reads a root as a place in the group in some functions, and as a rank of the world in others.
+        """
         able = [member for place, member in enumerate(self.members) if member == place]
         return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
 
 
 def _judged(rank: Rank, members: tuple[int, ...], judge: Callable[[_Team, _Account], None]) -> None:
-    """Have the members judge what they call in a group of them, and report what is wrong. A collective of all ranks."""
+    """Make a group of the members, let them run `judge` in it, and raise the errors. A collective of all ranks."""
     __tracebackhide__ = True
     account = _Account(rank, f", group {list(members)}" if members else "")
     members = members or tuple(range(rank.size))
@@ -95,13 +98,13 @@ class _Account:
 
 
 def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that each functional collective returns what its model does, and leaves its input as it was.
+    """Assert that each functional collective returns the result of its model, and does not change its input.
 
     Args:
-        members: ranks that call them, in a group of their own; none for all. All ranks must call this.
+        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
 
     Raises:
-        CollectiveMismatch: with all that went wrong on this rank.
+        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     _judged(rank, members, lambda team, account: _functional(team, account, dtype, seed))
@@ -152,15 +155,15 @@ def _functional(team: _Team, account: _Account, dtype: torch.dtype, seed: int) -
 
 
 def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that differentiable collectives give the results, and the gradients, of one process that does it all.
+    """Assert that differentiable collectives give the results and gradients of a computation in one process.
 
-    The loss of all ranks together is the sum over ranks of weights · result; the gradient of a rank's input is that of this sum.
+    The loss is the sum over all ranks of weights · result. The gradient of a rank's input must be that of this sum.
 
     Args:
-        members: ranks that call them, in a group of their own; none for all. All ranks must call this.
+        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
 
     Raises:
-        CollectiveMismatch: with all that went wrong on this rank.
+        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
 
@@ -260,7 +263,7 @@ def _differentiable(team: _Team, seed: int) -> Iterator[_Case]:
 
 
 def _rooted(root: int, team: _Team) -> Iterator[_Case]:
-    """Yield the collectives that have a root; what one leaves on the other ranks is not documented, so zero stands for it there."""
+    """Yield the collectives with a root. Results on other ranks are undocumented, so these are multiplied by 0."""
     size, group = team.size, team.group
     here = int(team.place == root)
 
@@ -292,13 +295,13 @@ def _rooted(root: int, team: _Team) -> Iterator[_Case]:
 
 
 def assert_coalesced_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that coalesced collectives treat each tensor as one by one they would.
+    """Assert that coalesced collectives give the same results as separate calls for each tensor.
 
     Args:
-        members: ranks that call them, in a group of their own; none for all. All ranks must call this.
+        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
 
     Raises:
-        CollectiveMismatch: with all that went wrong on this rank.
+        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     _judged(rank, members, lambda team, account: _coalesced(team, account, seed))
@@ -322,7 +325,7 @@ def _coalesced(team: _Team, account: _Account, seed: int) -> None:
                 account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, right)
     for asynchronous in (False, True):
         _in_one_call(team, account, seed, asynchronous)
-    # NCCL has none for lists, and gloo takes tensors of the CPU.
+    # On the CPU, by gloo: NCCL does not support all_gather_coalesced of lists.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         lists = [[torch.empty_like(part) for part in parts[me]] for _ in range(size)]
@@ -334,7 +337,7 @@ def _coalesced(team: _Team, account: _Account, seed: int) -> None:
 
 
 def _in_one_call(team: _Team, account: _Account, seed: int, asynchronous: bool) -> None:
-    """Make several collectives of each kind, of tensors of which two and two have one shape, in a coalescing manager."""
+    """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
     size, me, group, device = team.size, team.place, team.group, team.rank.device
     parts = [
         [_given(other, size, seed + 5 * number, torch.float32, rows=number // 2 + 1) for number in range(_SEVERAL)]
@@ -359,7 +362,7 @@ def _in_one_call(team: _Team, account: _Account, seed: int, asynchronous: bool) 
     }
     late = ", async" if asynchronous else ""
     for name, (taken, right, call) in makes.items():
-        # It has no public name yet, and is what libraries use.
+        # A private name, because there is no public one yet; libraries use it too.
         with dist.distributed_c10d._coalescing_manager(group, device, async_ops=asynchronous) as manager:
             for got, given in zip(taken, mine, strict=True):
                 call(got, given)

@@ -1,4 +1,4 @@
-"""The property of every parallel step: it gives the gradients, parameters and buffers that one device gives."""
+"""Check that a parallel step gives the gradients, parameters and buffers of one device."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def assert_gradients_agree(
     constants: Mapping[str, float] | None = None,
     what: str = "step",
 ) -> None:
-    """Assert that the named results of a parallel step are those of one device.
+    """Assert that the named results of a parallel step agree with those of one device.
 
-    There is no default tolerance, because none fits all models: it is measured with
-    `mgpu_check.numerics.steps.measure_step`, whose result stands for `expected` and `tolerance` together.
+    There is no default tolerance, because none fits all models. Measure it with `mgpu_check.numerics.steps.measure_step`, whose
+    result replaces `expected` and `tolerance`.
 
     Args:
         got: gradients (or parameters, buffers, outputs) by name, on any device.
-        expected: the same names and shapes, in float64 where they stand for exact values; or a `Measurement`.
-        tolerance: for each name, how far an element may be off: a number, or a tensor of the shape of the result. 0
-            where the values must be equal.
+        expected: the same names and shapes, in float64 if the values are exact; or a `Measurement`.
+        tolerance: for each name the largest error of an element: a number, or a tensor of the shape of the result. 0 means
+            that the values must be equal.
         rank: the rank that holds `got`, for the message.
-        parts: for each name, what each rank contributed to a sum or mean; for the diagnosis, as are `previous`, the
-            results of the step before, and `constants`, numbers by which results may be off, by what they are ("world
-            size": 4).
+        parts: for each name the contribution of each rank to a sum or mean; for the diagnosis.
+        previous: the results of the step before; for the diagnosis.
+        constants: factors that may explain a difference, by name ("world size": 4); for the diagnosis.
         what: the name of the step under test, for the message.
 
     Raises:
         GradientMismatch: a result is missing, has another shape, or is off; names result, element, values, ratio and
-            what the difference looks like. `.ranks` holds `rank`.
-        ValueError: no tolerance is given, or not for each name.
+            diagnosis. `.ranks` holds `rank`.
+        ValueError: the tolerance is missing, or lacks a name.
     """
     __tracebackhide__ = True
     if isinstance(expected, Measurement):
@@ -113,10 +113,10 @@ def assert_same(
     rank: int | None = None,
     constants: Mapping[str, float] | None = None,
 ) -> None:
-    """Assert that results of exact data are those of one device: every bit but the sign of a zero.
+    """Assert that results of exact data equal those of one device in every bit, except for the sign of zeros.
 
     Raises:
-        GradientMismatch: a result is missing, or has another value; the first of them, and the element that is worst.
+        GradientMismatch: a result is missing or has another value; names the first of them, with the worst element.
     """
     __tracebackhide__ = True
     tolerance = dict.fromkeys(expected, 0.0)
@@ -124,7 +124,7 @@ def assert_same(
 
 
 def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter: zeros where it has none, because no sample has used it."""
+    """Return the gradient of a parameter, or zeros if it is None, because no sample has used the parameter."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -138,7 +138,7 @@ def _looks(found: Sequence[str]) -> str:
 
 
 def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], wrong: int) -> list[str]:
-    """Look for one factor for all results together, which is stronger evidence than one for each."""
+    """Return a line about a common factor of all results, which is stronger evidence than a factor for each."""
     if wrong < len(expected) or wrong < 2:
         return []
     ratios = torch.cat(
@@ -148,7 +148,7 @@ def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     if not len(ratios):
         return []
     low, middle, high = (float(ratios.quantile(part)) for part in (0.1, 0.5, 0.9))
-    # Four fifths of all elements within a thousandth of the median: closer than gradients of another batch.
+    # Four fifths of all elements are within a thousandth of the median; gradients of another batch would scatter more.
     if high - low > 1e-3 * abs(middle) or abs(middle - 1) <= 1e-3:
         return []
     return [f"  all results together are {middle:.5g} times those of one device, in four of five elements or more"]

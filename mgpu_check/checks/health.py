@@ -1,6 +1,6 @@
-"""Whether GPUs are well: what telemetry has seen of them before, during and after a run.
+"""Judge the health of GPUs by telemetry from before, during and after a run.
 
-An error of a query is a failure of its GPU. What a GPU does not know is unknown and counted, and fails nothing.
+An error of a query is a failure of its GPU. A field that a GPU does not support counts as unknown, and is not a failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STATES: dict[str, str] = {
     "sram_threshold": _EXCHANGE,
     "unrepairable_memory": _EXCHANGE,
 }
-"""States that say by True that something is wrong, and what to do."""
+"""State that means trouble when it is True -> advice."""
 
 _SINCE_LOADED = "ecc_uncorrected"
 _MOST_RETIRED = 62  # DCGM and the field diagnostic call 63 retired pages a failure
@@ -52,7 +52,7 @@ _ADVICE: dict[str, str] = {
     **dict.fromkeys(("pcie_replays", "pcie_nonfatal", "pcie_fatal"), _PCIE),
     **dict.fromkeys(("nvlink_crc", "nvlink_replay", "nvlink_recovery", "nvlink_packets"), _NVLINK),
 }
-"""Counters that may not grow, or only slowly, and what to do."""
+"""Counter that must not grow, or only slowly -> advice."""
 
 THROTTLED = {
     "hardware slowdown": _COOLING + "; look at power cables and supplies",
@@ -61,21 +61,22 @@ THROTTLED = {
     "power brake": "look at the power supplies of the machine, and at what caps the power of the rack",
     "reliability": "look at the power supply of the GPU; if it stays, exchange the GPU",
 }
-"""Reasons for low clocks that a machine that is well does not have, and what to do; its power limit is none of them."""
+"""Reason for low clocks that a healthy machine does not have -> advice. The power limit is a normal reason, so it is absent."""
 
-_SHARE = 0.01  # of the samples under load, and two at least: one may be of a moment
-_BIT_ERRORS = 1e-12  # that PCIe allows for each bit and lane
+_SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
+_BIT_ERRORS = 1e-12  # the rate per bit and lane that PCIe allows
 _CORRECTED = 10  # DCGM's DCGM_LIMIT_MAX_SBE_RATE
 _CRC_PER_SECOND = 100  # DCGM's DCGM_LIMIT_MAX_NVLINK_CRC_ERROR
-_HEAT = (0.1, 0.01)  # seconds, and share of the time
+_HEAT = (0.1, 0.01)  # tolerated slowdown by heat: seconds, or share of the time, whichever is more
 _WRAPS = 1 << 31
 
 
 def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | None]) -> float:
-    """Return by how much a counter may grow on a healthy GPU.
+    """Return the largest growth of a counter on a healthy GPU.
 
     Args:
-        seconds: of the time in which it grew.
+        counter: the name of the counter.
+        seconds: the time in which it grew.
         gauges: generation and width of the PCIe link.
     """
     if counter == "pcie_replays":
@@ -98,11 +99,11 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
     """Compare the counters of two snapshots.
 
     Args:
-        case: what ran between them.
+        before, after: the snapshots.
+        case: the name of the work between them.
 
     Returns:
-        For each GPU that has answered both times what grew too much, one failed observation for each counter, or that
-        nothing did.
+        For each GPU that answered both times: one failed observation for each counter that grew too much, or a passed one.
     """
     seconds = max(0.0, after.at - before.at)
     found = []
@@ -115,7 +116,7 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
                 continue
             counted += 1
             if name == "ecc_uncorrected_ever" and before.counters[gpu].get("ecc_uncorrected") is not None:
-                continue  # the same errors
+                continue  # "ecc_uncorrected" counts the same errors
             text = _grown(name, first, last, allowed_growth(name, seconds, after.gauges.get(gpu, {})))
             if text:
                 evidence = {"field": name, "before": first, "after": last, "seconds": seconds, "advice": advice}
@@ -125,7 +126,7 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
 
 
 def _grown(name: str, first: int, last: int, allowed: float) -> str:
-    """Return what is wrong with a counter; empty where nothing is."""
+    """Describe the excessive growth of a counter; "" if it is allowed."""
     what = field_of(name).text
     if last < first and first > _WRAPS:
         last += 1 << 32
@@ -147,16 +148,16 @@ def examine_health(
     *,
     host: int = 0,
 ) -> list[Observation]:
-    """Judge all that telemetry has seen of the GPUs of one host in a run.
+    """Judge the telemetry of the GPUs of one host in a run.
 
     Args:
-        snapshots: two at least, by time, each with what had run before it; the first and the last are full.
-        samples: all between them.
-        troubles: all of the run.
-        host: its number in the run.
+        snapshots: at least two, in order of time, each with the name of the work before it; the first and the last are full.
+        samples: all samples between them.
+        troubles: all troubles of the run.
+        host: the number of the host in the run.
 
     Returns:
-        For each GPU what is wrong, or that nothing is; of the host what no single GPU is at fault for.
+        For each GPU failed observations, or a passed or unknown one; for the host errors that no single GPU causes.
     """
     (_, before), (_, after) = snapshots[0], snapshots[-1]
     gpus = sorted({*before.facts, *before.missing, *after.facts, *after.missing})
@@ -184,7 +185,7 @@ def examine_health(
 
 
 def _growth(snapshots: Sequence[tuple[str, Snapshot]]) -> list[Observation]:
-    """Return what grew too much in one test, and what grew too much over all of them."""
+    """Return the counters that grew too much in one test, and those that grew too much only over all tests."""
     found = [
         entry
         for (_, before), (what, after) in itertools.pairwise(snapshots)
@@ -291,7 +292,7 @@ def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observatio
 
 
 def examine_troubles(troubles: Iterable[Trouble], host: int = 0) -> list[Observation]:
-    """Say which GPU each trouble is held against."""
+    """Return an observation for each trouble, about its GPU or the host; none for a consequence of another trouble."""
     return [entry for trouble in troubles for entry in _trouble(trouble, host)]
 
 
@@ -311,7 +312,7 @@ def _trouble(trouble: Trouble, host: int) -> list[Observation]:
     elif trouble.kind == "lost":
         text, advice = f"the driver says: {trouble.text}", advice_on(79)
     elif trouble.kind == "error":
-        text = f"the driver cannot tell its {field_of(trouble.field).text}: {trouble.text}"
+        text = f"the driver cannot report its {field_of(trouble.field).text}: {trouble.text}"
     elif trouble.kind == "hang":
         text = f"a query of the driver hangs ({trouble.field}): {trouble.text}"
         advice = "look at dmesg; restart the machine, and run again; if it comes back, exchange the GPU"

@@ -1,4 +1,4 @@
-"""Hand what a check meets to whoever hears it in this process: the plugin, or a rank that tells it to the plugin."""
+"""Pass facts from checks to a listener in the same process: the plugin, or a rank that forwards them to the plugin."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """From checks to at most one hearer: the one that was entered last."""
+    """A channel from checks to at most one listener, the one whose context was entered last."""
 
     def __init__(self) -> None:
         self._hear: Callable[[T], None] | None = None
 
     @property
     def heard(self) -> bool:
-        """Whether anybody hears it."""
+        """Whether the channel has a listener."""
         return self._hear is not None
 
     @contextlib.contextmanager
     def heard_by(self, hear: Callable[[T], None]) -> Iterator[None]:
-        """Have `hear` called with all that is told, for the time of the context."""
+        """Call `hear` with each fact that is passed to `tell`, for the time of the context."""
         before, self._hear = self._hear, hear
         try:
             yield
@@ -32,6 +32,6 @@ class Channel(Generic[T]):
             self._hear = before
 
     def tell(self, what: T) -> None:
-        """Tell it; nothing where nobody hears it."""
+        """Pass a fact to the listener, if there is one."""
         if self._hear is not None:
             self._hear(what)

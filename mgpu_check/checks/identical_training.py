@@ -1,4 +1,4 @@
-"""The same training on every GPU: from the same bits, by deterministic algorithms, to the same bits after each step."""
+"""Run the same deterministic training on every GPU, which must give the same bits after each step."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ __all__ = [
 ]
 
 _GRAIN = 10
-"""Parameters are whole numbers of so many bits, times a power of two: float32 holds them exactly."""
+"""Bits of the whole numbers that, times a power of two, are the parameters; so few that float32 holds them exactly."""
 _RATE = {"sgd": 0.05, "adamw": 1e-3}
 _HOST = torch.device("cpu")
 
 
 def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Trained]:
-    """Train on the device of `rank`, and say what came out after each step.
+    """Train on the device of `rank`, and return digests of loss and parameters after each step.
 
-    Data and parameters are made on the host. Whether they have arrived is seen on the device, and from the host; so is
-    whether what the device has in the end is what the host reads.
+    The host makes data and parameters. Their arrival is checked on the device and from the host, and so are the final results.
 
     Returns:
-        What was wrong with the way to the device and back; and how the training went, unless it started from wrong data.
+        Observations of wrong copies to the device or back; and the training, unless it would have started from wrong data.
     """
     training = prepared(case)
     sent = [*training.parameters.values(), training.tokens]
@@ -70,7 +69,7 @@ def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Tr
 
 
 def bytes_after(rank: Rank, case: TransformerCase, step: int, name: str) -> bytes:
-    """Train up to a step, counted from 1; return the bits of "loss", or of the parameter `name`, after it."""
+    """Train up to a step, counted from 1, and return the bits of the loss ("loss") or of the parameter `name` after it."""
     with torch.cuda.device(rank.device), arithmetic(case):
         here = placed(prepared(case), rank.device)
         steps = here.steps()
@@ -83,8 +82,8 @@ class Training:
     """A model and its batches on one device.
 
     Attributes:
-        parameters: each once, by name.
-        tokens: of all steps: int64 (steps, batch, length + 1).
+        parameters: name -> parameter, each once.
+        tokens: the tokens of all steps: int64 (steps, batch, length + 1).
     """
 
     def __init__(self, case: TransformerCase, model: Transformer, tokens: torch.Tensor) -> None:
@@ -94,7 +93,7 @@ class Training:
         self.parameters = {name: value.detach() for name, value in model.named_parameters()}
 
     def steps(self) -> Iterator[torch.Tensor]:
-        """Take a step, yield its loss, and so on."""
+        """Take the steps, and yield the loss after each."""
         case = self.case
         torch.manual_seed(case.seed)
         optimizer = self._optimizer()
@@ -165,7 +164,7 @@ def _compared(
     sent: Sequence[torch.Tensor],
     arrived: Sequence[torch.Tensor],
 ) -> Observation | None:
-    """Say which way is wrong if something is at the start: to the device, back, or what the device makes of it."""
+    """Return a failed observation if data is wrong at the start: of the upload, the download, or the device's checksum."""
     on_device = {name for name, a, b in zip(names, expected, got, strict=True) if a != b}
     read = digests([plain(value) for value in arrived]).tolist()
     on_host = {name for name, a, b in zip(names, expected, read, strict=True) if a != b}
@@ -175,7 +174,7 @@ def _compared(
     place = names.index(first)
     kind: SubjectKind
     if read == list(got):  # device and host have seen the same wrong data
-        kind, seen = "upload", f"{first} has not arrived as it was sent"
+        kind, seen = "upload", f"{first} has arrived with wrong bytes"
         seen += _where(bytes_of(sent[place]), bytes_of(arrived[place]))
     elif on_host:
         kind, seen = "download", f"{first}, read back before training, is not what the device has"
@@ -212,9 +211,9 @@ def _where(expected: bytes, got: bytes) -> str:
 
 @contextmanager
 def arithmetic(case: TransformerCase) -> Iterator[None]:
-    """Compute by deterministic algorithms, and round float32 as the case says, for the time of the context.
+    """Use deterministic algorithms, and TF32 only if the case asks for it, for the time of the context.
 
-    cuBLAS is deterministic only where CUBLAS_WORKSPACE_CONFIG was ":4096:8" or ":16:8" when it was first called.
+    cuBLAS is deterministic only if CUBLAS_WORKSPACE_CONFIG was ":4096:8" or ":16:8" at its first call.
     """
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with precision.repeatable(tf32=case.precision == "tf32"):

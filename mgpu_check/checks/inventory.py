@@ -1,7 +1,7 @@
-"""Whether the GPUs of a node are what they should be: equal, as a rule, with links as fast as they can be.
+"""Compare the GPUs of a node with each other and with a baseline: they should be equal, with links at full speed.
 
-What differs is held against the GPU that differs from most. Where no value has a majority, the one that can do less is at
-fault, if there is such an order; otherwise nobody knows which, and it is held against the host.
+A GPU that differs from the majority is at fault. If no value has a majority, the GPU with the lower capability is at fault, if
+the values have such an order. Otherwise the observation is about the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MORE_IS_BETTER = (
     *("memory", "power_limit", "sm_clock_max", "memory_clock_max"),
     *("pcie_generation_max", "pcie_width_max", "nvlinks", "nvlink_speed"),
 )
-_SAME_MEMORY = 1 / 1024  # GPUs of one model differ by what their firmware keeps
+_SAME_MEMORY = 1 / 1024  # GPUs of one model differ by the memory that their firmware reserves
 _PCIE = ("pcie_generation", "pcie_width")
 _CAPABILITIES = frozenset(
     ("read", "write", "atomics")
@@ -36,14 +36,14 @@ def examine_inventory(
     """Compare the facts of the GPUs of one host with each other, and with those of a baseline.
 
     Args:
-        snapshot: of the GPUs of this host, a full one.
-        host: its number in the run.
-        expected: what facts must be, by name; those of pairs without a peer.
-        count: of GPUs that the host must have.
+        snapshot: a full snapshot of the GPUs of this host.
+        host: the number of the host in the run.
+        expected: name of a fact -> its right value; facts of pairs have their name without the peer.
+        count: the number of GPUs that the host must have.
 
     Returns:
-        For each GPU what differs, one failed observation for each fact, or that nothing does; what no single GPU is at
-        fault for, of the host; of pairs, which can do less than others.
+        For each GPU one failed observation for each fact that differs, or a passed or unknown one. Differences that no single
+        GPU causes are about the host, and pairs with fewer capabilities than others have their own.
     """
     if snapshot.absent:
         return [_unknown(gpu, snapshot.absent) for gpu in sorted(snapshot.missing)]
@@ -70,7 +70,7 @@ def examine_inventory(
 
 
 def is_under_load(sample: TelemetrySample) -> bool:
-    """Return whether the GPU was at work."""
+    """Return whether the GPU was under load: by its utilization, or else by its reasons for low clocks."""
     busy = sample.values.get("utilization")
     if isinstance(busy, (int, float)):
         return busy >= _BUSY
@@ -81,7 +81,7 @@ def is_under_load(sample: TelemetrySample) -> bool:
 def examine_pcie(snapshot: Snapshot, samples: Iterable[TelemetrySample]) -> list[Observation]:
     """Compare the largest generation and width of each PCIe link under load with what the GPU and its slot can do.
 
-    An idle link goes slower to save power, so samples without load tell nothing.
+    An idle link slows down to save power, so samples without load are ignored.
     """
     under_load: dict[int, list[TelemetrySample]] = {gpu: [] for gpu in snapshot.facts}
     for sample in samples:
@@ -172,7 +172,7 @@ def _compared(snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> 
             found.append(_differs(Subject("gpu", (gpu,)), text, name, values[gpu], usual))
         elif gpu not in values and 2 * len(values) > len(gpus):
             why = snapshot.unknown.get(gpu, {}).get(name, "not supported")
-            if not why.startswith("error"):  # which is a finding by itself
+            if not why.startswith("error"):  # an error has an observation of its own
                 text = f"{field_of(name).text} is {why}, and that of the others {_shown(name, usual)}"
                 found.append(_differs(Subject("gpu", (gpu,)), text, name, None, usual))
     return found
@@ -198,7 +198,7 @@ def _against_a_baseline(snapshot: Snapshot, host: int, expected: Mapping[str, Va
 
 
 def _pairs(snapshot: Snapshot, expected: Mapping[str, Value]) -> list[Observation]:
-    """Compare what pairs can do: those of one topology, and of one model, with each other, and with the baseline."""
+    """Compare the capabilities of pairs with the same topology and models, and with the baseline."""
     alike: dict[tuple[Any, ...], dict[tuple[int, int], frozenset[str]]] = {}
     texts: dict[tuple[int, int], str] = {}
     for (gpu, peer), value in _of_pairs(snapshot, "p2p"):
@@ -225,7 +225,7 @@ def _pairs(snapshot: Snapshot, expected: Mapping[str, Value]) -> list[Observatio
 
 
 def _of_pairs(snapshot: Snapshot, name: str) -> list[tuple[tuple[int, int], Value]]:
-    """Return what is known of the ordered pairs of the GPUs that have answered."""
+    """Return (ordered pair, value) for the pairs of responding GPUs whose value is known."""
     gpus = sorted(snapshot.facts)
     return [
         ((gpu, peer), value)
@@ -236,7 +236,7 @@ def _of_pairs(snapshot: Snapshot, name: str) -> list[tuple[tuple[int, int], Valu
 
 
 def _majority(values: Sequence[Any], same: Callable[[Any, Any], bool]) -> Any:
-    """Return the value that more than half have; None if there is none."""
+    """Return the value that more than half of `values` equal; None if there is no majority."""
     if not values:
         return None
     for value, _ in Counter(values).most_common():

@@ -1,15 +1,14 @@
-"""Known defects of torch, and of the libraries below it: when each strikes, where it is reported, which check shows it.
+"""List known defects of torch and of the libraries below it: condition, upstream report, and the checks that show it.
 
-To add one, add one `KnownDefect` to `_TABLE`, and say in the check where it may be met, in the process that computes::
+To add a defect, add a `KnownDefect` to `_TABLE`, and mark the code that may meet it, in the process that computes::
 
     with known_defect("gloo-views-with-gaps", contiguous=tensor.is_contiguous(), size=rank.size):
         assert_allreduce_matches(...)
 
-What fails in there is reported as KNOWN, with the link, and the check goes on; its example counts as passed. It fails as ever
-where the facts given do not meet the condition, where the version of torch is not one that has the defect, where what
-was raised is of another kind, or where `explained` shows that the defect would have led to something else. If the defect is
-met and nothing fails, the run says that it did not show. A check that collects what is wrong, and raises later, asks
-`is_known` instead.
+A failure in the block is reported as KNOWN, with the link. The check continues, and its example counts as passed. The failure
+is raised as usual in four cases: the facts do not meet the condition, this version of torch does not have the defect, the
+exception is of another kind, or `explained` shows that the defect would have another result. If the condition holds and nothing
+fails, the run reports that the defect did not show. A check that collects errors and raises later calls `is_known` instead.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ __all__ = ["KNOWN_DEFECTS", "KnownDefect", "Met", "is_known", "known_defect", "r
 
 @dataclass(frozen=True)
 class KnownDefect:
-    """A defect of others that a check meets.
+    """A defect of another project that a check meets.
 
     Attributes:
-        name: lower case, words joined by hyphens.
-        summary: what happens, as part of a sentence.
-        link: the report upstream.
+        name: lower-case words joined by hyphens.
+        summary: a clause that describes the defect.
+        link: the upstream report.
         shown_by: the checks that meet it: ``"test_allreduce.py::test_all_reduce_of_views_on_the_cpu"``.
-        strikes: takes the facts that a check gives, by name; whether the defect strikes there.
-        since: the first version of torch that has it, "" where it has always been there.
-        fixed: the first version without it, "" where there is none yet.
-        raises: what a check raises that meets it; an error of torch where that refuses what it should do.
+        strikes: takes the facts from the check as keyword arguments, and returns whether the defect occurs.
+        since: the first version of torch with the defect, "" if every version has it.
+        fixed: the first version without it, "" if it is not fixed.
+        raises: the exceptions of a check that meets it; an error of torch if torch refuses a valid call.
     """
 
     name: str
@@ -51,7 +50,7 @@ class KnownDefect:
     raises: tuple[type[Exception], ...] = (AssertionError,)
 
     def is_in(self, version: str) -> bool:
-        """Return whether that version of torch has it."""
+        """Return whether this version of torch has the defect."""
         here = _numbers(version)
         return _numbers(self.since) <= here and (not self.fixed or here < _numbers(self.fixed))
 
@@ -66,7 +65,7 @@ _TABLE = (
     ),
     KnownDefect(
         "data-parallel-autocast-dtype",
-        "the threads of DataParallel lose the dtype of autocast, which is a thread's own, and compute in float16",
+        "the threads of DataParallel do not inherit the dtype of autocast, and compute in float16",
         "https://github.com/pytorch/pytorch/pull/63416",
         shown_by=("test_data_parallel.py::test_autocast_dtype",),
         strikes=lambda dtype, devices: dtype == "bfloat16" and devices > 1,
@@ -85,14 +84,14 @@ _TABLE = (
     ),
     KnownDefect(
         "batched-power-sgd-refuses",
-        "batched_powerSGD_hook raises AssertionError in its first compressed step: it hands one matrix to what takes a batch of them",
+        "batched_powerSGD_hook raises AssertionError in its first compressed step: it passes a matrix where a batch is needed",
         "https://github.com/pytorch/pytorch/pull/75157",
         shown_by=("test_distributed.py::test_low_rank_hook",),
         strikes=lambda hook: hook == "batched_powerSGD_hook",
     ),
     KnownDefect(
         "dtensor-mean-of-unequal-parts",
-        "losses of DTensors average the means of parts, also where the parts are of unequal sizes",
+        "losses of DTensors average the means of parts, even if the parts have unequal sizes",
         "https://github.com/pytorch/pytorch/issues/162692",
         shown_by=("test_sharded.py::test_losses_of_dtensors",),
         strikes=lambda loss, even, size: loss in ("mse_loss", "huber_loss", "smooth_l1_loss") and not even and size > 1,
@@ -108,7 +107,7 @@ _TABLE = (
 )
 
 KNOWN_DEFECTS = {defect.name: defect for defect in _TABLE}
-"""Every known defect by name."""
+"""Name -> known defect."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +121,17 @@ class Met:
 _met = Channel[Met]()
 
 reported_to = _met.heard_by
-"""Have a function told of each known defect that this process meets, for the time of the context.
+"""Call a function with each known defect that this process meets, for the time of the context.
 
-Without it none is known: what fails, fails.
+Without it no defect counts as known, and failures are raised.
 """
 
 report = _met.tell
-"""Report what another process has met; nothing where nobody hears it."""
+"""Report a known defect that another process has met, if this process has a listener."""
 
 
 def is_known(name: str, *, failed: bool, **facts: Any) -> bool:
-    """Return whether the defect called `name` strikes where `facts` hold; report whether it has shown there.
+    """Return whether the defect `name` occurs under `facts`, and report whether it has shown (`failed`).
 
     Raises:
         ValueError: there is no such defect.
@@ -148,12 +147,12 @@ def is_known(name: str, *, failed: bool, **facts: Any) -> bool:
 
 @contextlib.contextmanager
 def known_defect(name: str, *, explained: Callable[[], object] | None = None, **facts: Any) -> Iterator[None]:
-    """Report what fails in the context as known, where the defect called `name` strikes under `facts`.
+    """Report a failure in the context as known, if the defect `name` occurs under `facts`.
 
     Args:
-        explained: called when something has failed: raises an `AssertionError` if the defect would have led to something
-            else. A check of a result should have it, so that another defect is not hidden behind this one.
-        facts: arguments of the defect's condition.
+        explained: called after a failure; raises an `AssertionError` if the defect would have another result. A check of a
+            result should pass it, so that this defect does not hide another one.
+        facts: the arguments of the defect's condition.
 
     Raises:
         ValueError: there is no such defect.
@@ -176,6 +175,6 @@ def known_defect(name: str, *, explained: Callable[[], object] | None = None, **
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release: (2, 13, 0) of "2.13.0+cpu"."""
+    """Return the numbers of a release: (2, 13, 0) for "2.13.0+cpu"."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,6 +1,6 @@
-"""Launch a script on the devices, as torchrun does and as scripts do that spawn their ranks, and look at what its ranks tell.
+"""Launch a script on the devices, by torchrun or by its own spawning, and check the reports of its ranks.
 
-Run as a program, this module does what torchrun does, with one import of torch for all: its ranks are forks.
+Run as a program, this module acts as torchrun, but imports torch only once, because its ranks are forks.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ __all__ = [
 SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")
 
 _TOLERANCE = 1e-9
-"""Of the losses, in float64: some 10^5 operations round by 2^-53 of their operands each; a sample too many changes 10^-3."""
+"""Relative tolerance of the losses in float64: about 10^5 operations round by 2^-53 each; an extra sample changes 10^-3."""
 _OF_A_RANK, _OF_A_RANK_FOR_SPEED, _STEPS = 16, 256, 8
-"""Samples in a batch of a rank, to learn and to be timed, and batches of an epoch."""
+"""Samples per batch and rank for the check of results, the same for the timing, and batches per epoch."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What the ranks of a run have told, in rank order, and the seconds that an epoch took, the slowest one aside."""
+    """The reports of the ranks of a run, in rank order."""
 
     told: tuple[Mapping[str, Any], ...]
 
     @property
     def seconds(self) -> float:
-        """The median over epochs of the slowest rank."""
+        """The time of an epoch on the slowest rank: the median over epochs, without the slowest epoch."""
         epochs = sorted(max(times) for times in zip(*(one["seconds"] for one in self.told), strict=True))[:-1]
         return float(epochs[len(epochs) // 2])
 
 
 def arguments_for(count: int) -> list[str]:
-    """Return arguments of the script with which `count` ranks, and one alone, have batches of the same samples."""
+    """Return arguments of the script that give `count` ranks together the same batches as a single rank."""
     return [*_batches(count, _OF_A_RANK), "--dtype=float64"]
 
 
 def arguments_for_speed(count: int) -> list[str]:
-    """Return arguments that give a GPU more to compute, some 10^11 operations for a batch, than it takes to collate the batch.
+    """Return arguments for a timing where the GPU needs longer for a batch than its collation takes.
 
-    The samples of an epoch take 16 MiB for each rank, in each of them.
+    A batch needs about 10^11 operations. In each rank, the samples of an epoch take 16 MiB per rank of the world.
     """
     return [*_batches(count, _OF_A_RANK_FOR_SPEED), "--width=2048", "--layers=16"]
 
@@ -75,15 +75,16 @@ def _batches(count: int, of_a_rank: int) -> list[str]:
 
 
 def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simulated: bool) -> list[Launched]:
-    """Run the script in worlds of so many ranks, one after the other, each on the first of the visible devices.
+    """Run the script in worlds of the given sizes, one after the other, each on the first of the visible devices.
 
     Args:
-        way: "torchrun", or "spawn", where the script takes as many ranks as it sees GPUs: as many as a world has.
-        arguments: of the script.
-        simulated: whether devices are.
+        way: "torchrun", or "spawn", where the script starts one rank per visible GPU.
+        worlds: the sizes of the worlds.
+        arguments: the arguments of the script.
+        simulated: whether the devices are simulated.
 
     Raises:
-        RankDied: a run failed, or a rank told nothing; with its output.
+        RankDied: a run failed, with its output, or a rank wrote no report.
     """
     runs = []
     with tempfile.TemporaryDirectory(prefix="mgpu-check-") as directory:
@@ -108,10 +109,10 @@ def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simul
 
 
 def seeing(count: int, simulated: bool) -> dict[str, str]:
-    """Return the environment of a program that sees the first `count` devices of this one, and was launched by nobody."""
+    """Return the environment of a program that sees the first `count` devices and was not started by a launcher."""
     environment = simulating(without_launcher(os.environ), count if simulated else None)
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # The agent asks how many GPUs there are: of NVML, since who has asked the driver cannot fork ranks.
+    # The agent counts GPUs by NVML, because a process that has used the CUDA driver cannot fork ranks.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not simulated:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -121,7 +122,7 @@ def seeing(count: int, simulated: bool) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], temporary: str) -> None:
-    """Run a program whose temporary files, such as the logs of torchrun's agent, stay in the directory `temporary`."""
+    """Run a program with `temporary` as its directory for temporary files, such as the logs of torchrun's agent."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), root])
     own = {"PYTHONPATH": path, "TMPDIR": temporary}
@@ -131,15 +132,16 @@ def _run(command: Sequence[str], environment: Mapping[str, str], temporary: str)
 
 
 def assert_trained(way: str, runs: Sequence[Launched]) -> None:
-    """Assert that the ranks of each run were where they should be, and have learnt what one device learns.
+    """Assert that the ranks of each run had the right places, and trained as one device does.
 
-    Each rank was told its RANK, LOCAL_RANK and WORLD_SIZE, and one MASTER_ADDR and MASTER_PORT for all; its model was on its own device; all
-    ended with the same parameters, bit for bit; the loss fell to less than half; and runs of other sizes have the same losses.
+    Each rank must have its RANK, LOCAL_RANK and WORLD_SIZE, the common MASTER_ADDR and MASTER_PORT, and its model on its own
+    device. All ranks must end with the same parameters, bit for bit. The loss must fall to less than half, and must be the same
+    in runs of all sizes.
 
     Raises:
-        RankDied: a rank was told something else. ``ranks`` has it.
-        ReplicaMismatch: ranks ended with other parameters, or losses.
-        GradientMismatch: the loss did not fall, or is not that of the first run.
+        RankDied: a rank had a wrong variable or device. ``ranks`` has the rank.
+        ReplicaMismatch: ranks ended with different parameters or losses.
+        GradientMismatch: the loss did not fall, or differs from that of the first run.
     """
     __tracebackhide__ = True
     for run in runs:
@@ -150,12 +152,14 @@ def assert_trained(way: str, runs: Sequence[Launched]) -> None:
                 if told[what] != first[what]:
                     shown = f"{told[what]}, rank 0 {first[what]}"
                     raise ReplicaMismatch(
-                        f"{way}, {len(run.told)} ranks: rank {rank} ended with other {what} than rank 0: {shown}",
+                        f"{way}, {len(run.told)} ranks: rank {rank} ended with different {what} than rank 0: {shown}",
                         ranks=(rank,),
                     )
         losses = first["losses"]
         if not losses[-1] < losses[0] / 2:
-            raise GradientMismatch(f"{way}, {len(run.told)} ranks: the loss does not fall to its half: {losses}")
+            raise GradientMismatch(
+                f"{way}, {len(run.told)} ranks: the loss does not fall below half its start: {losses}"
+            )
         alone = runs[0].told[0]["losses"]
         for epoch, (one, other) in enumerate(zip(losses, alone, strict=True)):
             if not math.isclose(one, other, rel_tol=_TOLERANCE):
@@ -166,7 +170,7 @@ def assert_trained(way: str, runs: Sequence[Launched]) -> None:
 
 
 def speed_of(runs: Sequence[Launched], simulated: bool) -> str:
-    """Say how long an epoch took on one device and on several; on real devices also how much faster several were."""
+    """Return a line with the time of an epoch on one device and on several; on real devices also the speedup."""
     said = ", ".join(f"{run.seconds:.3f} s on {_devices(len(run.told))}" for run in runs)
     if simulated:
         return f"an epoch takes {said}; simulated, so that says nothing about speed"
@@ -180,10 +184,10 @@ def _devices(count: int) -> str:
 
 
 def assert_rank_is_told(rank: Rank) -> None:
-    """Assert that the variables of this rank's process say which rank it is, as torchrun's do, and that torch reads them so.
+    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees with them.
 
     Raises:
-        RankDied: a variable is missing, or says something else. ``ranks`` has this rank.
+        RankDied: a variable is missing or wrong. ``ranks`` has this rank.
     """
     __tracebackhide__ = True
     import torch.distributed as dist
@@ -224,7 +228,7 @@ def _assert_places(way: str, run: Launched) -> None:
         expected = {"rank": rank, "world_size": world, "device": f"cuda:{rank}", "current_device": rank}
         if way == "torchrun":
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            # One host, one role, and the first start: who resumes after a restart asks for that.
+            # One host, one role, and the first start, because scripts that resume read the number of restarts.
             numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
             numbers |= {"TORCHELASTIC_RESTART_COUNT": 0}
             expected |= {name: str(value) for name, value in numbers.items()}
@@ -239,13 +243,13 @@ def _assert_places(way: str, run: Launched) -> None:
 
 
 def _rank(arguments: Sequence[str]) -> None:
-    """Be a rank that torchrun's agent has started: run the script as it is."""
+    """Run the script in a rank that torchrun's agent has started."""
     sys.argv = [SCRIPT, *arguments]
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
 def _fail(index: int, culprit: int, how: str) -> None:
-    """Be a process of which one fails: it raises, exits or is killed."""
+    """Fail in the process with the index `culprit`: raise, exit, or kill the process."""
     if index != culprit:
         return
     if how == "raises":
@@ -256,10 +260,10 @@ def _fail(index: int, culprit: int, how: str) -> None:
 
 
 def _require_failures_told() -> None:
-    """See that who starts processes as `mp.spawn` does is told which one has failed, and how.
+    """Require that the caller of `start_processes`, which `mp.spawn` uses, learns which process has failed, and how.
 
     Raises:
-        RankDied: it is told something else, or nothing.
+        RankDied: the caller gets a wrong report, or none.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
@@ -275,14 +279,14 @@ def _require_failures_told() -> None:
             told = f"rank {error.error_index}: {end}"
         if told != f"rank {culprit}: {right}":
             raise RankDied(
-                f"start_processes of two, of which rank {culprit} {how}: the caller is told {told}, expected {right}",
+                f"start_processes of two processes, where rank {culprit} {how}: it reports {told}, expected {right}",
                 ranks=(culprit,),
             )
 
 
 def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
-    """Launch the script in so many processes, with those arguments, one task after the other; then processes that fail."""
-    import torch._dynamo  # noqa: F401  # DistributedDataParallel imports it, in each rank that does not have it from here
+    """Launch the script for each task (number of processes, arguments), one after the other; then processes that fail."""
+    import torch._dynamo  # noqa: F401  # or DistributedDataParallel would import it in each rank
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for world, arguments in tasks:
@@ -304,4 +308,4 @@ def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # the check waits for the end of this process, and torch takes a while to take itself apart
+    os._exit(0)  # skips torch's slow shutdown, because the check waits for the end of this process

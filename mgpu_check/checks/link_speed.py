@@ -1,4 +1,4 @@
-"""How fast copies are: bandwidth and latency of each way between devices, and between them and the host."""
+"""Measure bandwidth and latency of copies between devices, and between devices and the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LATENCY_BYTES = 16
 
 
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[Entry]:
-    """Measure copies of `size` bytes between all ordered pairs, from the host and to it; and how long the smallest takes."""
+    """Measure the bandwidth of copies of `size` bytes, or of what fits, and the latency of small ones, on every path."""
     found: list[Entry] = []
     torch.cuda.empty_cache()
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))
@@ -31,7 +31,7 @@ def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> 
             into, out = target[:count], source[:count]
             times = seconds_of(functools.partial(into.copy_, out, non_blocking=True), clock, repeats)
             if min(times) <= 0:
-                continue  # below what the clock can tell
+                continue  # below the resolution of the clock
             value, spread = median_and_spread([count / time for time in times] if unit == "B/s" else times)
             found.append(Measurement("links", subject, quantity, unit, value, repeats, count, spread))
     return found
@@ -40,12 +40,12 @@ def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> 
 def _ways(
     devices: Sequence[torch.device],
 ) -> Iterator[tuple[Subject, torch.device, tuple[torch.device | None, torch.device | None], str]]:
-    """Yield subject, the device whose clock counts, both ends (None: pinned memory of the host), and what it is called."""
+    """Yield subject, device whose clock is used, both ends (None: pinned memory of the host), and name of each path."""
     for index, device in enumerate(devices):
         yield Subject("upload", (index,)), device, (None, device), "upload"
         yield Subject("download", (index,)), device, (device, None), "download"
     for one, other in itertools.permutations(range(len(devices)), 2):
-        # Between devices the queue of the source copies.
+        # A copy between devices runs on a stream of the source.
         yield Subject("copy", (one, other)), devices[one], (devices[one], devices[other]), "copy"
 
 

@@ -1,4 +1,4 @@
-"""Copies between all devices of a process, and between them and the host: what arrives is what was sent, and nothing else changes."""
+"""Check copies between all devices of a process and the host: the data arrives, and no other memory changes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["BORDERS", "Copies", "Path", "examine_copies", "examine_host_copies"]
 Path = Literal["engine", "strided", "casting"]
 
 BORDERS = (4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20, 64 << 20, 512 << 20)
-"""Sizes in bytes at which drivers and libraries change how they copy."""
+"""Sizes in bytes at which drivers and libraries change their method of copying."""
 
 _GUARD = 256
 _SHARE = 0.7
 _CHUNKS = 6
-"""Chunks of memory that a comparison needs besides what is compared."""
+"""Chunks of memory that a comparison needs in addition to the compared data."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Copies:
     Attributes:
         path: "engine": contiguous, by a copy engine; "strided": every second byte, and "casting": uint8 to int16, by a kernel that
             reads or writes the memory of its peer.
-        sizes: elements of each copy; what does not fit into memory is replaced by one that does.
-        source, destination: bytes between the beginning of an allocation and that of the copy: how it is aligned.
-        together: all at once; else one pair after the other.
-        pinned: memory of the host, where that is an end of a copy.
+        sizes: elements of each copy; sizes that do not fit into memory are replaced by one that does.
+        source, destination: the offset of the copy in its allocation, in bytes, which sets its alignment.
+        together: copy all pairs at once; else one pair after the other.
+        pinned: whether memory of the host is pinned.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class _Way:
-    """From where to where data are copied; the host has no number."""
+    """Source and destination of a copy; None is the host."""
 
     subject: Subject
     source: int | None
@@ -71,13 +71,13 @@ class _Way:
 
 
 def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[Entry]:
-    """Copy between all ordered pairs of `devices`; an observation of each, by its position."""
+    """Copy between all ordered pairs of `devices`; return an observation for each, by the positions of its devices."""
     pairs = itertools.permutations(range(len(devices)), 2)
     return _examine([_Way(Subject("copy", pair), *pair) for pair in pairs], devices, case)
 
 
 def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[Entry]:
-    """Copy from the host to each of `devices`, and back; an observation of each way, by the position of the device."""
+    """Copy from the host to each of `devices` and back; return an observation for each way, by the position of the device."""
     ways = []
     for index in range(len(devices)):
         ways += [_Way(Subject("upload", (index,)), None, index), _Way(Subject("download", (index,)), index, None)]
@@ -107,14 +107,14 @@ def _examine(ways: Sequence[_Way], devices: Sequence[torch.device], case: Copies
 
 
 def _largest(free: int, case: Copies, copies: int) -> int:
-    """Return the size for which there is memory on each device."""
+    """Return the largest size that fits into the memory of each device."""
     each = 2 if case.path == "strided" else 1
     needed = copies * (each + max(each, 2 if case.path == "casting" else 1)) if copies > 1 else 2
     return max(1, int(free * _SHARE - _CHUNKS * _chunk(free)) // needed - 4 * _GUARD)
 
 
 def _free(devices: Sequence[torch.device]) -> int:
-    """Return the bytes that each device has at least."""
+    """Return the least number of free bytes on any device."""
     torch.cuda.empty_cache()
     return min(torch.cuda.mem_get_info(device)[0] for device in devices)
 
@@ -124,7 +124,7 @@ def _chunk(free: int) -> int:
 
 
 def _cut(sizes: Sequence[int], largest: int) -> list[int]:
-    """Return the sizes for which there is memory, and in place of all others one that is aligned as badly as the first of them."""
+    """Return the sizes that fit, and in place of all others one that fits, with the alignment of the first of them."""
     fitting = [size for size in sizes if size <= largest]
     beyond = [size for size in sizes if size > largest]
     if beyond:
@@ -133,7 +133,7 @@ def _cut(sizes: Sequence[int], largest: int) -> list[int]:
 
 
 class _Copy:
-    """One copy, and what is around it."""
+    """A copy, with the memory around its destination."""
 
     def __init__(self, way: _Way, devices: Sequence[torch.device], case: Copies, size: int, chunk: int) -> None:
         self.way, self.size = way, size
@@ -162,7 +162,7 @@ class _Copy:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def start(self) -> None:
-        """Begin to copy, on streams of its own where others copy at the same time."""
+        """Start the copy, on its own streams if others run at the same time."""
         assert self._whole is not None
         target = self._whole[self._begin : self._begin + self._step * self.size : self._step]
         with self._streams():
@@ -176,7 +176,7 @@ class _Copy:
             yield
 
     def check(self, names: Mapping[int, str]) -> None:
-        """Look at all memory around the destination, on the device that has it; and free it."""
+        """Compare the destination and the memory around it, on its device, and free it."""
         assert self._whole is not None
         for low in range(0, self._whole.numel(), self._chunk):
             high = min(low + self._chunk, self._whole.numel())
@@ -192,7 +192,7 @@ class _Copy:
         del self._source
 
     def _expected(self, low: int, high: int) -> torch.Tensor:
-        """Return what the elements from `low` to `high` of the destination's memory should be."""
+        """Return the right elements from `low` to `high` of the destination's memory."""
         assert self._whole is not None
         device, width = self._whole.device, self._dtype.itemsize
         expected = bytes_of_content(self._before, low * width, high * width, device).view(self._dtype)

@@ -1,4 +1,4 @@
-"""Keep a GPU and its links at work, so that clocks and links go as fast as they can."""
+"""Keep a GPU and its links busy, so that they reach their full speed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 __all__ = ["keep_busy"]
 
 _SIDES = (256, 8192)  # the first, and the largest
-_SHORT = 0.002  # seconds; what takes less is made larger
+_SHORT = 0.002  # seconds; a faster round doubles the side of the matrix
 _SHARE = 64  # of the free memory
 
 
 def keep_busy(rank: Rank, seconds: float) -> int:
-    """Multiply matrices, and copy them to the host and back, for so long.
+    """Multiply matrices, and copy the products to the host and back, for `seconds`.
 
     Returns:
-        How often it did so.
+        the number of rounds.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Loaders: each batch holds the samples that its sampler named, in order, whoever collated, pinned and sent it."""
+"""Check data loaders: each batch must hold the samples of its sampler, in order, with workers and pinned memory too."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 LARGE = 300_000
-"""Features of a large sample: 1.2 MB of float32."""
+"""Features of a large sample, which takes 1.2 MB in float32."""
 
 
 @contextmanager
 def torchs_own_warnings() -> Iterator[None]:
-    """Let pass what torch says of more workers than cores, and of empty parts."""
+    """Ignore torch's warnings about more workers than cores, and about empty parts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         warnings.filterwarnings("ignore", message="Length of split at index")
@@ -56,7 +56,7 @@ def torchs_own_warnings() -> Iterator[None]:
 
 @contextmanager
 def workers_ending(loader: DataLoader[Any]) -> Iterator[None]:
-    """End workers that persist with the context, also where a check fails: what has failed would keep them, and its ranks."""
+    """End persistent workers at the end of the context, even after a failure, which would keep them and their rank alive."""
     try:
         yield
     finally:
@@ -74,10 +74,10 @@ def assert_batches(
     pinned: bool = False,
     ranks: Sequence[int] = (),
 ) -> None:
-    """Assert that these batches come, and no others; see `assert_batch`.
+    """Assert that exactly the expected batches come; see `assert_batch`.
 
     Raises:
-        ShardError: one is wrong; or there are fewer or more, and `ranks` are at fault.
+        ShardError: a batch is wrong; or there are fewer or more batches, and then `.ranks` has `ranks`.
     """
     __tracebackhide__ = True
     count = 0
@@ -95,9 +95,10 @@ def assert_batches(
 
 
 def assert_last_batches() -> None:
-    """Assert that loaders over shares of 1 and of 3 ranks give each sample of the share, also in a last batch that is not full.
+    """Assert that loaders yield each sample of a rank's share, also in a last batch that is not full.
 
-    For datasets of 0 to 17 samples and batches of 1 to 32, with ``drop_last`` of the loader and without; ``len`` is how many come.
+    Covers worlds of 1 and 3 ranks, datasets of 0 to 17 samples and batches of 1 to 32, with and without ``drop_last`` of the
+    loader. ``len`` must be the number of batches.
 
     Raises:
         ShardError: naming sizes, rank and batch.
@@ -120,14 +121,14 @@ def assert_last_batches() -> None:
 
 
 def _told(worker: int) -> None:
-    """Note in a worker that it was initialized."""
+    """Record in the worker's dataset that the worker was initialized."""
     told = get_worker_info()
     assert told is not None
     told.dataset.initialized = worker  # type: ignore[attr-defined]
 
 
 class _Telling(Numbered):
-    """Samples that say which worker has made them, and how it was initialized."""
+    """Samples that record the worker that has made them, and its initialization."""
 
     initialized = -1
 
@@ -143,10 +144,10 @@ def _listed(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @torchs_own_warnings()
 def assert_workers_in_order(seed: int) -> None:
-    """Assert that batches come in the order of the sampler, whichever of several worker processes makes them.
+    """Assert that batches from several worker processes come in the order of the sampler.
 
-    Over two epochs of workers that persist, with batches that take one worker far longer than the other (1.2 MB, and 10 bytes); each
-    worker knows its number and has been given to ``worker_init_fn``. What a worker raises comes out where its batch would have come.
+    Covers two epochs of persistent workers, where a batch of one worker takes far longer than that of the other. Each worker must
+    know its number, and must have called ``worker_init_fn`` with it. An exception in a worker must be raised in place of its batch.
 
     Raises:
         ShardError: naming epoch and batch.
@@ -178,7 +179,7 @@ def assert_workers_in_order(seed: int) -> None:
     try:
         next(batches)
     except LookupError as error:
-        # Its frames hold it and the iterator: those that the garbage collector finds in a cycle wait 5 s for each worker.
+        # Break the cycle of error, frames and iterator: if the garbage collector finds it, it waits 5 s for each worker.
         error.__traceback__ = None
         if type(error) is not LookupError or "sample 6 cannot be read" not in str(error):
             raise ShardError(
@@ -191,7 +192,7 @@ def assert_workers_in_order(seed: int) -> None:
 
 
 class _Seeds(Numbered):
-    """Samples that are the seeds and the random numbers of who makes them."""
+    """Samples that hold the seeds and random numbers of their worker."""
 
     def __getitem__(self, index: int) -> Any:
         worker = get_worker_info()
@@ -201,10 +202,11 @@ class _Seeds(Numbered):
 
 @torchs_own_warnings()
 def assert_worker_seeds(seed: int) -> None:
-    """Assert that workers are seeded with a base seed and their number: anew in each epoch, and again alike by the same generator.
+    """Assert that each worker's seed is the sum of a base seed and its number.
 
-    So augmentations differ between workers and epochs, and a run can be repeated; those of workers that persist go on where they were.
-    Python's generator is seeded, too.
+    Each epoch must have a new base seed, and the same generator must give the same seeds again. So augmentations differ between
+    workers and epochs, and a run can be repeated. Persistent workers must keep their seed and draw on. Python's generator must be
+    seeded too.
     Source: documentation of `torch.utils.data`, "Randomness in multi-process data loading".
 
     Raises:
@@ -214,7 +216,7 @@ def assert_worker_seeds(seed: int) -> None:
     epochs = []
     for run in range(2):
         generator = torch.Generator().manual_seed(seed)
-        torch.manual_seed(run)  # it is the generator that counts
+        torch.manual_seed(run)  # must have no influence: the loader has a generator
         loader = DataLoader(
             _Seeds(4),
             batch_size=1,
@@ -231,7 +233,7 @@ def assert_worker_seeds(seed: int) -> None:
         for number, (worker, told, initial, numbers, _) in enumerate(workers[:2]):
             if not (number == worker and told == initial == base + worker):
                 raise ShardError(
-                    f"epoch {epoch}: worker {worker} is seeded with {initial} and told {told}, expected {base} + {number}"
+                    f"epoch {epoch}: worker {worker} has initial_seed {initial} and worker seed {told}, expected {base} + {number}"
                 )
             right = torch.rand(4, generator=torch.Generator().manual_seed(told)).tolist()
             if numbers != right:
@@ -241,16 +243,16 @@ def assert_worker_seeds(seed: int) -> None:
         if workers[0][4] == workers[1][4]:
             raise ShardError(f"epoch {epoch}: Python's random numbers are the same in both workers: {workers[0][4]}")
     if epochs[0] != epochs[2]:
-        raise ShardError(f"generators of one seed give workers other seeds or numbers: {epochs[0]}, then {epochs[2]}")
+        raise ShardError(f"equal generators give workers different seeds or numbers: {epochs[0]}, then {epochs[2]}")
     for sample, before in zip(again, epochs[2], strict=True):
-        # Workers that persist keep their seed, and draw on.
+        # Persistent workers keep their seed and draw on.
         if sample[:3] != before[:3] or sample[3] == before[3] or sample[4] == before[4]:
             raise ShardError(
                 f"persistent worker {sample[0]} draws {sample[3:]} in its second epoch with seed {sample[2]}, and {before[3:]} with "
                 f"{before[2]} in its first; expected other numbers of the same seed"
             )
     if epochs[0][0][1] == epochs[1][0][1]:
-        raise ShardError(f"epochs 0 and 1 have workers of the same seeds: {epochs[0][0][1]}")
+        raise ShardError(f"the workers of epochs 0 and 1 have the same seeds: {epochs[0][0][1]}")
 
 
 def sent(batch: Any, device: torch.device) -> Any:
@@ -264,9 +266,9 @@ def sent(batch: Any, device: torch.device) -> Any:
 
 @torchs_own_warnings()
 def assert_partitions(seed: int) -> None:
-    """Assert that datasets are divided in disjoint parts that all ranks agree on: by hand, and by `random_split`.
+    """Assert that `recipes.loading.partitions` and `random_split` make the same disjoint parts on all ranks.
 
-    And that what stands in a part, or behind the seam of a `ConcatDataset`, is the sample that it is to be.
+    Each place of a part, of a `Subset` or of a `ConcatDataset` must hold the right sample.
 
     Raises:
         ShardError: naming the split, part and sample.
@@ -306,7 +308,7 @@ def assert_partitions(seed: int) -> None:
         raise ShardError(
             f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected those in order"
         )
-    # Parts of parts are asked for whole batches at a time.
+    # Loaders request whole batches from nested parts.
     inner = Subset(Numbered(20), range(19, 3, -2))
     divided: dict[str, tuple[Any, list[int]]] = {
         "Subset of a Subset": (Subset(inner, [5, 0, 2]), [9, 19, 15]),
@@ -319,10 +321,10 @@ def assert_partitions(seed: int) -> None:
 
 
 def assert_resumes(seed: int) -> None:
-    """Assert that an epoch which is broken off after any batch and gone on with gives the rest of it, and the next epoch all.
+    """Assert that an epoch that is interrupted after any batch can be resumed, and that the next epoch is whole.
 
-    In three ways: by skipping what was seen, with the epoch that a checkpoint says; by a sampler that has a state of its own; and by the
-    state of the generator that a `RandomSampler` draws from, saved and loaded as in a checkpoint.
+    Resumes in three ways: by skipping the seen batches of a checkpoint's epoch; by a sampler with its own state; and by the saved
+    and loaded state of the generator of a `RandomSampler`.
 
     Raises:
         ShardError: naming way, rank, epoch and batch.

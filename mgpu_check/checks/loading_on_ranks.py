@@ -1,4 +1,4 @@
-"""Loaders of all ranks of a world: together they give each sample once, each rank on its device."""
+"""Check that the loaders of all ranks together yield each sample once, each rank on its device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _BATCH = 3
 
 
 def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
-    """Assert that a `DistributedSampler` that is told nothing knows this rank and the world, and that all ranks agree.
+    """Assert that a `DistributedSampler` without a rank argument finds rank and world, and that all ranks agree.
 
-    For a dataset that divides by the ranks and others, shuffled and not, while torch's global generators differ.
+    Covers datasets that do and do not divide by the number of ranks, shuffled and not. Torch's global generators differ
+    between ranks.
 
     Raises:
         ShardError: naming rank and sample.
@@ -61,9 +62,9 @@ def _of_all(own: Any) -> list[Any]:
 
 @torchs_own_warnings()
 def assert_loaders_cover(rank: Rank, seed: int) -> None:
-    """Assert that the ranks' loaders give each sample once an epoch, on their devices, bit for bit, and as many batches each.
+    """Assert that the ranks' loaders yield each sample once per epoch, on their devices, bit for bit, in equally many batches.
 
-    As training code loads: a worker that persists, pinned memory, copies that do not block, and an epoch told to the sampler.
+    They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`.
 
     Raises:
         ShardError: naming rank, epoch, batch, field and sample.
@@ -82,7 +83,7 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
                 assert_batches(there, expected, dataset, what, rank.device, ranks=(rank.index,))
             if findings.anywhere(rank):
                 return
-            # What was expected is what has come.
+            # The expected samples are those that came, as checked above.
             share = list(itertools.chain.from_iterable(expected))
             what = f"loaders of {rank.size} ranks, epoch {epoch}"
             with findings.collected():
@@ -91,9 +92,9 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
 
 @torchs_own_warnings()
 def assert_streams_cover(rank: Rank) -> None:
-    """Assert that an iterable dataset that ranks and their workers share gives each sample once, also in last batches.
+    """Assert that an iterable dataset that ranks and their workers share yields each sample once, also in last batches.
 
-    With two workers and with none; each worker has a last batch of its own, which is there unless ``drop_last`` drops it.
+    Covers two workers and no workers. Each worker has its own last batch, which must come unless ``drop_last`` drops it.
 
     Raises:
         ShardError: naming rank, workers, and the batches.
@@ -118,13 +119,13 @@ def assert_streams_cover(rank: Rank) -> None:
 
 
 def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, what: str) -> list[list[int]]:
-    """Return which samples a rank's batches hold, if they are its own, by turns of its workers."""
+    """Return the samples in a rank's batches, which must be its own, in turn from each of its workers."""
     stream: Any = SharedStream(dataset, rank.index, rank.size)
     own, step = max(1, workers), rank.size * max(1, workers)
     of_workers = [
         batches_of(range(rank.index * own + worker, len(dataset), step), _BATCH, drop_last) for worker in range(own)
     ]
-    # By turns, as long as each has some.
+    # Workers take turns as long as they have batches.
     turns = itertools.zip_longest(*of_workers)
     expected = [batch for turn in turns for batch in turn if batch is not None]
     loader = DataLoader(stream, _BATCH, num_workers=workers, drop_last=drop_last, persistent_workers=workers > 0)

@@ -1,4 +1,4 @@
-"""The memory of a GPU: every bit of most of it holds what was written, at the address where it was written."""
+"""Check most of the memory of a GPU: every bit must hold its value, at its own address."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _COPIES = 5
 
 
 def examine_memory(rank: Rank, case: MemoryCase) -> list[Entry]:
-    """Write a pattern over most of the free memory of the device of `rank`, then read all of it; as often as `case` says.
+    """Write patterns over most of the free memory of the device of `rank`, and then read it, in the passes of `case`.
 
-    Everything is written before anything is read, so that an address that stands for another one shows. The device
-    compares; only words that are wrong travel to the host.
+    Everything is written before anything is read, so that aliased addresses show. The device compares, and only wrong words are
+    copied to the host.
     """
     subject = Subject("gpu", (rank.index,))
     with torch.cuda.device(rank.device), torch.no_grad():
@@ -36,7 +36,7 @@ def examine_memory(rank: Rank, case: MemoryCase) -> list[Entry]:
 
 
 def examine_region(region: Region, case: MemoryCase, subject: Subject) -> Observation:
-    """Do what `case` says with a region; see `examine_memory`."""
+    """Run the passes of `case` on a region; see `examine_memory`."""
     wrong = Wrong()
     done = 0
     for number in range(case.passes):
@@ -71,7 +71,7 @@ def _seen(wrong: Wrong, kinds: list[str]) -> str:
 
 
 def _bandwidth(region: Region, subject: Subject) -> list[Measurement]:
-    """Measure copies within the memory: bytes that are read and bytes that are written, by second."""
+    """Measure copies within the memory, as the sum of bytes read and written per second."""
     if len(region.chunks) < 2 or region.chunks[0].shape != region.chunks[1].shape:
         return []
     watch = Stopwatch(region.device)

@@ -1,4 +1,4 @@
-"""Find out what is wrong with a word of memory that did not hold what was written."""
+"""Diagnose a word of memory that did not hold its value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRIES = 4
 
 
 def bits_of(word: int) -> list[int]:
-    """Return the numbers of the bits that are 1, of an integer in [0, 2^64), the lowest first."""
+    """Return the numbers of the bits that are 1 in an integer in [0, 2^64), in ascending order."""
     return [bit for bit in range(64) if word >> bit & 1]
 
 
@@ -35,7 +35,7 @@ def named(bits: Sequence[int]) -> str:
 
 
 def kind_of(region: Region, wrong: WrongWord) -> str:
-    """Say what is wrong with a word, after writing to it, and to others, again. The region is overwritten.
+    """Diagnose a wrong word by writing to it, and to others, again. The region is overwritten.
 
     "bit 5 stuck at 1"; "holds what is written at offset …" (an address fault); "bit 5 changes when offset … is written"
     (coupled bits); "changes by itself, now and then"; "not seen again".
@@ -50,7 +50,7 @@ def kind_of(region: Region, wrong: WrongWord) -> str:
 
 
 def _by_itself(region: Region, word: int) -> str:
-    """Look for a word that, written with the same value and read again, is right at times and wrong at others."""
+    """Describe a word that, written and read again with the same value, is sometimes right and sometimes wrong."""
     seen = set()
     for value in (0, MASK) * _TRIES:
         region.set(word, value)
@@ -63,7 +63,7 @@ def _stuck(region: Region, word: int) -> str:
     ones, zeros = _written(region, word, 0), ~_written(region, word, MASK) & MASK
     found = []
     for value, bits in ((1, ones), (0, zeros)):
-        # A bit that is right where it alone differs from all others is not stuck: another bit of the word changes it.
+        # A bit that is right when it differs from all others is not stuck: another bit of the word changes it.
         alone = [bit for bit in bits_of(bits) if _written(region, word, _single(bit, value)) >> bit & 1 != value]
         stuck = [bit for bit in bits_of(bits) if bit not in alone]
         if stuck:
@@ -80,7 +80,7 @@ def _stuck(region: Region, word: int) -> str:
 
 
 def _single(bit: int, stuck: int) -> int:
-    """Return the word in which one bit is what it would not be if it were stuck, and all others are as it would be."""
+    """Return the word where all bits have the value `stuck` except for `bit`, which has the opposite."""
     return (MASK if stuck else 0) ^ 1 << bit
 
 
@@ -123,7 +123,7 @@ def _coupled(region: Region, wrong: WrongWord) -> str:
 
 
 def _disturbed(region: Region, word: int, victim: int, first: int, end: int) -> int:
-    """Return the bits of a word that change when the words from `first` up to `end` are inverted, and no others."""
+    """Return the bits of a word that change when only the words from `first` up to `end` are inverted."""
     region.fill(0, region.words, victim)
     for start, stop in ((first, min(end, word)), (max(first, word + 1), end)):
         if start < stop:
@@ -132,9 +132,9 @@ def _disturbed(region: Region, word: int, victim: int, first: int, end: int) -> 
 
 
 def evidence_of(region: Region, count: int, words: Sequence[WrongWord]) -> dict[str, Any]:
-    """Return what a report says about wrong words, as values that JSON has. Those listed may be fewer than `count`.
+    """Describe wrong words for a report, in values that JSON can hold. `words` may have fewer words than `count`.
 
-    The first few are diagnosed, which overwrites the region.
+    The first few words are diagnosed, which overwrites the region.
     """
     bits: Counter[int] = Counter()
     single = 0

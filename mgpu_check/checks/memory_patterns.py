@@ -1,6 +1,6 @@
-"""Patterns with which memory is tested: what is written at each word, made on the device, and known on the host.
+"""Define the patterns of the memory test: the device writes them, and the host can compute each word.
 
-A word has 64 bits, and its number counts from the first word of all the memory that is tested.
+A word has 64 bits, and words are numbered from the start of the tested memory.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ from mgpu_check.specs.memory import MemoryCase
 __all__ = ["PERIOD", "Address", "Pattern", "Put", "Random", "Repeated", "rounds_of"]
 
 PERIOD = 64
-"""Words after which patterns repeat that repeat; chunks of memory are multiples of it."""
+"""Period of repeating patterns, in words; the size of each chunk of memory is a multiple."""
 
 
 Put = Callable[[torch.Tensor, int, torch.Tensor], object]
-"""Writes the words from a number on into a tensor of int64; the last argument is another one like it, for scratch."""
+"""Writes the words from a number on into a tensor of int64; the last argument is a scratch tensor of the same shape."""
 
 
 class Pattern(Protocol):
-    """What is written."""
+    """A pattern that assigns a value to each word."""
 
     @property
     def name(self) -> str:
-        """How messages name it."""
+        """The name in messages."""
 
     def maker(self, device: torch.device) -> Put:
-        """Return what writes the pattern on `device`."""
+        """Return a function that writes the pattern on `device`."""
 
     def at(self, word: int) -> int:
-        """Return what is right at a word, in [0, 2^64)."""
+        """Return the right value of a word, in [0, 2^64)."""
 
     def where(self, value: int) -> int | None:
-        """Return the number of the only word where `value` is right, be it in the memory or not; None if there are
-        others.
-        """
+        """Return the number of the only word where `value` is right, which may be outside the memory; None if not unique."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Each word holds its own offset in bytes, or the complement of that: lines of the address that are stuck or joined
-    show, and so does where a value belongs.
+    """A pattern where each word holds its own offset in bytes, or the complement.
+
+    It shows stuck or joined address lines, and the place to which a wrong value belongs.
     """
 
     complement: bool = False
@@ -76,7 +75,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Repeated:
-    """`PERIOD` words that repeat."""
+    """A pattern that repeats `PERIOD` words."""
 
     name: str
     words: tuple[int, ...]
@@ -94,7 +93,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Random:
-    """Each word holds a number that its own and a seed make, or the complement of that."""
+    """A pattern where each word holds a pseudorandom number made from its position and a seed, or the complement."""
 
     seed: int
     complement: bool = False
@@ -120,9 +119,9 @@ class Random:
 
 
 def rounds_of(case: MemoryCase, number: int) -> Sequence[tuple[Pattern, bool]]:
-    """Return what is written one after the other in pass `number`, each with whether from the last word to the first.
+    """Return the (pattern, backwards) rounds of pass `number`; backwards means from the last chunk to the first.
 
-    In each pass every bit is 0 once and 1 once, but with walking bits, where one bit of a word differs from all others.
+    In each pass every bit is both 0 and 1, except with walking bits, where one bit of each word differs from the others.
     """
     drawn = random.Random(case.seed + number)
     if case.pattern == "address":

@@ -1,4 +1,4 @@
-"""Most of the free memory of a GPU: write patterns into it, and compare on the device what it holds then."""
+"""Hold most of the free memory of a GPU, write patterns into it, and compare its contents on the device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ __all__ = ["Region", "Wrong", "WrongWord", "take_region"]
 _LARGEST_CHUNK = 512 << 20
 _SMALLEST_CHUNK = 8 * PERIOD
 _LISTED = 64
-"""Wrong words that are looked at one by one in one pass; all are counted."""
+"""Wrong words to list per chunk; all wrong words are counted."""
 _LOOKED_AT_FROM_THE_HOST = 256
-"""Words of each pass that are compared on the host as well."""
+"""Words of each pass that the host compares too."""
 
 
 @dataclass(frozen=True)
 class WrongWord:
-    """A word that did not hold what was written.
+    """A word that did not hold its value.
 
     Attributes:
-        word: its number in the region; its offset in bytes is eight times that.
-        pattern: what was written.
-        expected, read: 64 bits, as integers that are not negative. What was read is `expected` if the word was right
-            when it was read again.
+        word: its number in the region, an eighth of its offset in bytes.
+        pattern: the pattern that was written.
+        expected, read: 64 bits, as nonnegative integers; `read` follows from the difference that the device found.
     """
 
     word: int
@@ -46,11 +45,13 @@ class WrongWord:
 
 @dataclass
 class Wrong:
-    """All that was wrong: every word is counted, some are listed.
+    """The errors of a region.
 
     Attributes:
-        blind: why the comparison on the device cannot be believed, in lines.
-        astray: what the host has read otherwise than a device that can compare, in lines.
+        count: the number of wrong words.
+        words: some of the wrong words.
+        blind: lines that explain why the comparison on the device is unreliable.
+        astray: lines about words that the host reads wrong, although a working device finds them right.
     """
 
     count: int = 0
@@ -60,9 +61,9 @@ class Wrong:
 
 
 class Region:
-    """Memory of one device, as one sequence of words of 64 bits.
+    """Memory of one device, as a sequence of words of 64 bits.
 
-    It is written and compared in chunks, so that what the comparison needs beside them is bounded.
+    It is written and compared in chunks, to bound the extra memory of the comparison.
     """
 
     def __init__(self, device: torch.device, words: int, chunk_words: int) -> None:
@@ -77,7 +78,7 @@ class Region:
             try:
                 memory = torch.empty(block, dtype=torch.int64, device=device)
             except torch.OutOfMemoryError:
-                # No piece of that size is free. What is reported says how much was tested in the end.
+                # Free memory is fragmented, so try smaller blocks. The report states how much was tested.
                 block = block // 2 // PERIOD * PERIOD
                 continue
             for chunk in memory.split(chunk_words):
@@ -92,7 +93,7 @@ class Region:
         return 8 * self.words
 
     def write(self, pattern: Pattern, backwards: bool = False) -> None:
-        """Write a pattern over all of it, chunk after chunk."""
+        """Write a pattern over the whole region, chunk after chunk."""
         put = pattern.maker(self.device)
         self.watch.start()
         for index in self._order(backwards):
@@ -102,13 +103,17 @@ class Region:
     def compare(
         self, pattern: Pattern, wrong: Wrong, seed: int, *, then: Pattern | None = None, backwards: bool = False
     ) -> None:
-        """Note in `wrong` each word that does not hold the pattern.
+        """Record in `wrong` each word that does not hold the pattern.
 
-        The device compares, so it is shown whether it can: one word is changed on purpose, which it must find, and some words,
-        drawn by `seed`, are compared on the host as well.
+        The comparison on the device is tested too: the device must find one word that was changed on purpose, and the host compares
+        some words, drawn by `seed`.
 
         Args:
-            then: what is written over each chunk as soon as it was compared.
+            pattern: the pattern that was written.
+            wrong: collects the errors.
+            seed: selects the words for the tests of the comparison.
+            then: the pattern to write over each chunk right after its comparison.
+            backwards: from the last chunk to the first.
         """
         drawn = random.Random(seed)
         control, seen = drawn.randrange(len(self.chunks)), drawn.randrange(len(self.chunks))
@@ -130,8 +135,8 @@ class Region:
                     )
                 elif there:
                     wrong.astray.append(
-                        f"{pattern.name}: words {there[:4]} of chunk {index} are right where they are, and wrong as the host reads "
-                        "them"
+                        f"{pattern.name}: words {there[:4]} of chunk {index} are right on the device, but the host reads them "
+                        "wrong"
                     )
             if overwrite is not None:
                 self._lay(index, overwrite)
@@ -182,7 +187,7 @@ class Region:
         return listed[: _LISTED + 1]
 
     def _sees(self, index: int, put: Put, changed: int, bit: int) -> bool:
-        """Change one word of a chunk that is right; whether the device finds one that differs."""
+        """Change one word of a right chunk, and return whether the device finds exactly one word that differs."""
         chunk = self.chunks[index]
         chunk[changed] ^= bit
         found = int(torch.count_nonzero(self._difference(index, put)))
@@ -190,7 +195,7 @@ class Region:
         return found == 1
 
     def _wrong_on_the_host(self, index: int, pattern: Pattern, drawn: random.Random) -> list[int]:
-        """Return the words of a chunk, of some that were drawn, that are wrong as the host sees them."""
+        """Return the wrong words, read on the host, in a drawn part of a chunk."""
         chunk, first = self.chunks[index], self.firsts[index]
         start = drawn.randrange(max(1, chunk.numel() - _LOOKED_AT_FROM_THE_HOST))
         words = chunk[start : start + _LOOKED_AT_FROM_THE_HOST].tolist()
@@ -198,9 +203,9 @@ class Region:
 
 
 def take_region(device: torch.device, share: float) -> Region:
-    """Take so much of the memory that is free on `device`.
+    """Allocate a share of the free memory of `device`.
 
-    Two chunks more are taken for the comparison. A chunk is 512 MiB, or less, so that both fit into what is left over.
+    The comparison takes two more chunks. A chunk has at most 512 MiB, and less if two would not fit into the remaining memory.
     """
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]

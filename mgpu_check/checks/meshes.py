@@ -1,4 +1,4 @@
-"""Device meshes: each rank is at its place, and the groups of each dimension have the right members."""
+"""Check that device meshes give each rank its place, and that the groups of each dimension have the right members."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["assert_mesh_matches"]
 
 
 def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
-    """Assert that `init_device_mesh` lays the ranks out row by row, and that collectives in its groups are theirs.
+    """Assert that `init_device_mesh` lays the ranks out row by row, and that collectives in its groups reach their members.
 
     Args:
-        shape: sizes of the dimensions, whose product is the world size.
+        shape: the sizes of the dimensions; their product is the world size.
 
     Raises:
-        CollectiveMismatch: with all that went wrong on this rank.
+        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     names = tuple(f"dim{number}" for number in range(len(shape)))
@@ -47,7 +47,7 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
         compare(f"the size of {name}", mesh.size(number), shape[number])
         compare(f"the members of {name}", dist.get_process_group_ranks(group), members)
         if on_any_rank(rank, dist.get_process_group_ranks(group) != members):
-            continue  # a collective of others might never end; so all leave it out
+            continue  # with wrong members a collective could hang, so all ranks leave it out
         compare(f"the part called {name}", mesh[name].mesh.cpu().tolist(), members)
         present = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
         present[rank.index] = 1

@@ -1,4 +1,4 @@
-"""Messages between ranks: each arrives once, whole, under its tag, and from whom it says."""
+"""Check messages between ranks: each must arrive once, whole, under its tag, and with the right sender."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["assert_any_source_tells_the_sender", "assert_messages_arrive"]
 
 
 class _Received:
-    """A message's tensor with guards, and what it must hold."""
+    """The tensor that receives a message, with guards around it, and its right content."""
 
     def __init__(self, rank: Rank, message: Message, place: str) -> None:
         self.message = message
@@ -45,7 +45,7 @@ class _Received:
 
 def _content(message: Message) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, message.dtype)
-    # A block for each way, so that no two messages at a time have the same bits.
+    # A different block for each message, so that swapped messages show.
     block = given_blocks(
         "bits", "", dtype, 1, message.source * 97 + message.target * 13 + message.tag * 7 + message.number
     )[0]
@@ -53,15 +53,15 @@ def _content(message: Message) -> torch.Tensor:
 
 
 def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, place: str) -> None:
-    """Assert that each of `messages` arrives as it was sent, and that nothing around it changes.
+    """Assert that each of `messages` arrives unchanged, and that the memory around it does not change.
 
     Args:
-        way: "blocking": `send` and `recv`, one message after the other; "flying": all of `isend`, then `irecv` in
-            another order, told apart by tag; "batched": all in one `batch_isend_irecv`.
+        way: "blocking": `send` and `recv`, one message after the other. "flying": all `isend`, then all `irecv` in another
+            order of tags. "batched": all in one `batch_isend_irecv`.
         place: "device" or "cpu".
 
     Raises:
-        CollectiveMismatch: with all messages that went wrong on this rank.
+        CollectiveMismatch: with all wrong messages of this rank.
     """
     __tracebackhide__ = True
     mine = [message for message in messages if rank.index in (message.source, message.target)]
@@ -77,7 +77,7 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
                 dist.recv(taken[message].tensor, message.source, tag=message.tag)
     elif way == "flying":
         works = [dist.isend(tensor, message.target, tag=message.tag) for message, tensor in given.items()]
-        # Backwards among tags, in order within one.
+        # Tags in descending order; messages of the same tag in order.
         ordered = sorted(taken.values(), key=lambda one: -one.message.tag)
         works += [dist.irecv(one.tensor, one.message.source, tag=one.message.tag) for one in ordered]
     elif mine:
@@ -100,18 +100,17 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
 def assert_any_source_tells_the_sender(
     rank: Rank, target: int, tag: int, dtype: str, elements: int, members: tuple[int, ...] = ()
 ) -> None:
-    """Assert that a `recv` without source takes one message of each other rank, and returns the rank that sent it. A
-    collective.
+    """Assert that `recv` without a source gets one message from each other rank, and returns the sender. A collective.
 
     Args:
         target: the rank that receives, one of `members`.
-        tag: of all messages.
-        dtype: name of the dtype of all messages, such as "float32".
-        elements: of each message, at least 1.
-        members: ranks of a group in which they are sent; none for all ranks.
+        tag: the tag of all messages.
+        dtype: the name of the dtype of all messages, such as "float32".
+        elements: the number of elements of each message, at least 1.
+        members: the ranks of the group that sends them; empty for all ranks.
 
     Raises:
-        CollectiveMismatch: with all messages that went wrong on this rank.
+        CollectiveMismatch: with all wrong messages of this rank.
     """
     __tracebackhide__ = True
     sources = [source for source in members or range(rank.size) if source != target]
@@ -134,7 +133,7 @@ def _taken_from_any(rank: Rank, messages: Sequence[Message], group: dist.Process
         sender = dist.recv(received.tensor, tag=due.tag, group=group)
         message = left.pop(sender, None)
         if message is None:
-            text = f"recv says that rank {sender} has sent it, of which none was due"
+            text = f"recv returned rank {sender} as the sender, which had no message to send"
             yield WrongResult(received.message, text)
             continue
         received.message, received.right = message, _content(message)

@@ -1,4 +1,4 @@
-"""Operands on different devices: what must raise does, saying which devices; what must work does."""
+"""Check operators with operands on different devices: they must work, or raise an error that names both devices."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = [
 Device = torch.device | str
 
 _NAMES = re.compile(r"(?<![\w.])(cpu|cuda:\d+)(?![\w:])")
-# What torch says where it names devices otherwise. Convolution: kinds of tensors, without an index.
+# Messages of torch that do not name both devices. Convolution: types of tensors, without an index.
 _TYPES = re.compile(
     r"Input type \(torch\.(cuda\.)?\w+Tensor\) and "
     r"(?:weight|bias) type \(torch\.(cuda\.)?\w+Tensor\) should be the same"
 )
-# cudnn's own check: the indices alone.
+# cuDNN's own check: the indices only.
 _INDICES = re.compile(r"to have the same device as tensor for .*; but device (\d+) does not equal (\d+)")
-# Indexing: the indexed tensor alone.
+# Indexing: the device of the indexed tensor only.
 _INDEXED = re.compile(r"indices should be either on cpu or on the same device as the indexed tensor \((cpu|cuda:\d+)\)")
 
 
 def devices_named(message: str) -> set[str]:
-    """Return the devices that an error message of torch names: "cpu", "cuda:1", or "cuda" where it gives no index.
+    """Return the devices that an error message of torch names: "cpu", "cuda:1", or "cuda" without an index.
 
-    Understood are devices by name, the types of tensors in a convolution's message, and the bare indices in cudnn's.
-    Of the message for a misplaced index, it is the indexed tensor's device only: its "cpu" is what would be allowed.
+    It reads device names, the types of tensors in a convolution's message, and the bare indices in cuDNN's message. From the
+    message about a misplaced index it returns the device of the indexed tensor only, because "cpu" there is a permitted device.
     """
     if indexed := _INDEXED.search(message):
         return {indexed[1]}
@@ -64,16 +64,16 @@ def raises_device_mismatch(first: Device, second: Device) -> Iterator[None]:
         with raises_device_mismatch("cuda:0", "cpu"):
             net(batch)
 
-    Two of torch's wordings name devices in their own way, and are accepted for the devices that they can be about: a
-    convolution gives the types of its tensors (``torch.cuda.FloatTensor`` and ``torch.FloatTensor``), and an index on
-    the wrong device is reported with the device of the indexed tensor only.
+    Two of torch's messages do not name both devices, and are accepted if they fit them: a convolution names the types of its
+    tensors (``torch.cuda.FloatTensor`` and ``torch.FloatTensor``), and the message about an index on the wrong device names
+    the device of the indexed tensor only.
 
     Args:
         first: one device; "cuda" stands for any GPU.
         second: the other device, in any order.
 
     Raises:
-        DeviceMismatch: nothing was raised, or something else than a RuntimeError, or its message names not both.
+        DeviceMismatch: the block raised nothing, or no RuntimeError, or its message does not name both devices.
         ValueError: the devices are the same.
     """
     __tracebackhide__ = True
@@ -85,10 +85,10 @@ def raises_device_mismatch(first: Device, second: Device) -> Iterator[None]:
 
 
 def assert_refused(case: OperatorCase) -> None:
-    """Assert that the operator of `case` works on one device, and refuses the case's two devices, naming both.
+    """Assert that the operator of `case` works on one device, and that its error for the case's two devices names both.
 
     Raises:
-        DeviceMismatch: naming operator and devices, and what happened instead.
+        DeviceMismatch: naming operator and devices, with the actual outcome.
     """
     __tracebackhide__ = True
     first, second = torch.device(case.first), torch.device(case.second)
@@ -100,10 +100,10 @@ def assert_refused(case: OperatorCase) -> None:
 
 
 def assert_works(case: OperatorCase) -> None:
-    """Assert that the operator of `case` works across its two devices: the CPU's result, bit for bit, where it belongs.
+    """Assert that the operator of `case` works across its two devices, with the CPU's result bit for bit on the right device.
 
     Raises:
-        DeviceMismatch: it raised, or its result is on another device or differs.
+        DeviceMismatch: the operator raised, or its result differs or is on the wrong device.
     """
     __tracebackhide__ = True
     first, second = torch.device(case.first), torch.device(case.second)
@@ -119,20 +119,20 @@ def assert_works(case: OperatorCase) -> None:
 
 
 def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
-    """Assert of each case what `assert_refused` does, and say of all that are not what they have in common.
+    """Assert of each case what `assert_refused` asserts, and report the devices that all wrong cases share.
 
     Raises:
-        DeviceMismatch: naming the first, the operators, and the devices that all of them have.
+        DeviceMismatch: with the first error, the operators of all wrong cases, and their common devices.
     """
     __tracebackhide__ = True
     _each(cases, assert_refused)
 
 
 def assert_each_works(cases: Sequence[OperatorCase]) -> None:
-    """Assert of each case what `assert_works` does, and say of all that do not what they have in common.
+    """Assert of each case what `assert_works` asserts, and report the devices that all wrong cases share.
 
     Raises:
-        DeviceMismatch: as of `assert_each_refused`.
+        DeviceMismatch: as in `assert_each_refused`.
     """
     __tracebackhide__ = True
     _each(cases, assert_works)
@@ -173,17 +173,17 @@ _ROUNDED = frozenset(
         "Sequential",
     )
 )
-"""Operators whose results are not whole numbers, and may be rounded otherwise on a GPU; of the others every number is exact."""
+"""Operators whose results are not whole numbers, and may round differently on a GPU; the results of all others are exact."""
 
 
 def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> int:
-    """Assert that each operator of the table, with all operands on one device, gives there what it gives on the CPU.
+    """Assert that each operator of the table, with all operands on one device, gives the result of the CPU.
 
     Returns:
-        how many operators there are.
+        the number of operators.
 
     Raises:
-        DeviceMismatch: naming the devices that are wrong, the operator and the first wrong element.
+        DeviceMismatch: naming the wrong devices, the operator and the first wrong element.
     """
     __tracebackhide__ = True
     wrong: list[Wrong] = []
@@ -205,7 +205,7 @@ def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) 
 
 
 def _alone(operator: str, device: torch.device, rows: int, seed: int) -> object:
-    """Return what an operator gives where all its operands are on one device; modules are made with the same seed."""
+    """Return the result of an operator with all operands on one device; modules are made with the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return _call(OperatorCase(operator, str(device), str(device), rows, seed), device, device)
@@ -220,10 +220,11 @@ def _different(got: object, expected: object, device: torch.device, kind: Kind) 
 
 
 def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
-    """Assert that `copied`, what copying `source` over `target` gave, holds the source's bits on the target's device.
+    """Assert that `copied`, the result of copying `source` over `target`, has the source's bits on the target's device.
 
     Args:
-        source, target: same shape and dtype, any layouts and devices.
+        source, target: tensors of equal shape and dtype, in any layouts, on any devices.
+        copied: the result of the copy.
 
     Raises:
         DeviceMismatch: naming both devices.
@@ -239,7 +240,7 @@ def _prepared(case: OperatorCase, first: torch.device, second: torch.device) -> 
 
 def _call(case: OperatorCase, first: torch.device, second: torch.device) -> object:
     result = _prepared(case, first, second)()
-    # A GPU reports what went wrong in a kernel at the next synchronisation, which is to be inside the caller's context.
+    # A GPU reports the error of a kernel at the next synchronisation, which must be inside the caller's context.
     for device in {first, second}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -260,7 +261,7 @@ def _require(what: str, got: object, expected: object, device: torch.device) -> 
 
 @contextlib.contextmanager
 def _described(what: str, *devices: torch.device) -> Iterator[None]:
-    """Turn an error of something that must work into a finding that says what it was."""
+    """Turn an exception of code that must work into a `DeviceMismatch` that names the code."""
     try:
         yield
     except Exception as error:
@@ -294,7 +295,7 @@ def _is_named(
     device: torch.device, message: str, pair: tuple[torch.device, torch.device], names: tuple[str, ...]
 ) -> bool:
     if _INDEXED.search(message) and "indexed" in names:
-        # It is about an index that is not on the CPU, so the device left over is that of the index.
+        # The index is not on the CPU, so the device other than the indexed tensor's is that of the index.
         (indexed,) = devices_named(message)
         others = [one for one in pair if not _matches(one, indexed)]
         return len(others) == 1 and others[0].type != "cpu"

@@ -1,4 +1,4 @@
-"""Averagers of local SGD: in which steps ranks average their parameters, and with which other ranks."""
+"""Check the averagers of local SGD: the steps in which ranks average their parameters, and the ranks that take part."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _STEPS = 6
 
 
 def assert_averagers_average(rank: Rank) -> None:
-    """Assert that averagers leave the mean of parameters in the steps that are due, and each rank's own in all others. A
-    collective.
+    """Assert that averagers average parameters in the right steps over the right ranks, and only then. A collective.
 
     `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps. `HierarchicalModelAverager`
     averages over pairs every second step and over all ranks every fourth, if the number of ranks is even and above two.
-    `PostLocalSGDOptimizer` does as its averager does, after each of its steps, also where its state was loaded into another. A
-    parameter without a gradient is left alone, as torch documents.
+    `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must survive loading into another optimizer. A
+    parameter without a gradient must not change, as torch documents.
 
     Raises:
         GradientMismatch: in some step a parameter has another value.
@@ -47,12 +46,15 @@ def assert_averagers_average(rank: Rank) -> None:
             hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, rank.size)]))
             due = {0: everybody, 2: pair, 4: everybody}
             _judge(rank, findings, "HierarchicalModelAverager", hierarchical.average_parameters, due)
-            # The averager never does, and each example makes another, with memory of its own on every GPU.
+            # The averager never destroys its group, and each example would keep another one, with memory on every GPU.
             dist.destroy_process_group(hierarchical.period_process_group_dict[2])
 
 
 def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.Parameter]], object]:
-    """Return what takes a step, by which each rank's parameters come to what they were, and then averages where that is due."""
+    """Return a function whose optimizer step restores the parameters it was given, and then averages if that is due.
+
+    The function first moves the parameters by the opposite of the step.
+    """
 
     def step(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -66,7 +68,7 @@ def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.
 
 
 def _resume(rank: Rank, findings: Findings) -> None:
-    """Load the state after the first step, which is not due, into another optimizer, whose next step is."""
+    """Check an optimizer that loads the state after a first step without averaging: its next step must average."""
     parameter = nn.Parameter(torch.full((3,), float(rank.index), device=rank.device))
     parameter.grad = torch.zeros_like(parameter)
     first, second = (
@@ -92,7 +94,7 @@ def _judge(
     due: dict[int, list[int]],
 ) -> None:
     for step in range(_STEPS):
-        # Multiples of the number of ranks, and so of two in pairs: each quotient is whole.
+        # Multiples of the number of ranks, which is even if there are pairs: so every mean is a whole number.
         own = [float((member + 1 + step) * rank.size) for member in range(rank.size)]
         averaged, left = (nn.Parameter(torch.full((3,), own[rank.index], device=rank.device)) for _ in range(2))
         averaged.grad = torch.ones_like(averaged)
