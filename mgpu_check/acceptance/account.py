@@ -1,4 +1,4 @@
-"""The account of one acceptance run: all that its verdict stands on, and all that a report shows. Plain values."""
+"""The account of one acceptance run as plain values: the basis of its verdict and the content of every report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE = Work()
 Kind = Literal["ACCEPTED", "REJECTED", "INCONCLUSIVE"]
 
 EXIT_CODES: Mapping[Kind, int] = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
-"""Of a run with such a verdict, and of a merge whose worst verdict it is."""
+"""Exit code for each verdict. A merge of reports ends with the code of its worst verdict."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Gpu:
         host: number of its host.
         index: of the device there, as in ``cuda:<index>``.
         memory: total, in bytes.
-        serial, pci: empty where nobody knows.
-        facts: what else is known of it, by name: VBIOS, ECC mode, MIG, power limit in W, clocks in MHz, ...
+        serial, pci: empty if unknown.
+        facts: other properties by name: VBIOS, ECC mode, MIG, power limit in W, clocks in MHz, ...
     """
 
     number: int
@@ -59,15 +59,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class CheckRun:
-    """What one check has done in a run.
+    """The work and the outcome of one check in a run.
 
     Attributes:
         started: seconds since the start of the run.
-        outcome: the worst of its observations; "unknown" where it did less than its floor.
-        floor: the least work for each subject, below which nothing is known.
-        least: the work of the subject that has least.
-        why: why it is unknown or skipped, in one line.
-        host: of which this is said, where the accounts of several runs were joined; None: of all of this run.
+        outcome: the worst of its observations; "unknown" if it did less work than its floor.
+        floor: the least work for each subject; below it the check proves nothing.
+        least: the work on the subject with the least.
+        why: why the check is unknown or skipped, in one line.
+        host: number of the host, if the account joins several runs; None if the entry covers all hosts.
     """
 
     name: str
@@ -85,11 +85,11 @@ class Accusation:
     """A part that explains failures.
 
     Attributes:
-        because: what was seen, in lines, the most telling first.
-        observations: numbers of the failed observations that it explains, in `Account.observations`.
-        arm: what a second look has shown: "follows the device", "follows the rank", "only over the direct path", ... or "".
+        because: the evidence in lines, the strongest first.
+        observations: indices into `Account.observations` of the failed observations that the part explains.
+        arm: result of the second look: "follows the device", "follows the rank", "only over the direct path", ... or "".
         advice: what to do, in one line.
-        repeat: the command that looks again at this part.
+        repeat: the command that repeats the failed checks.
     """
 
     part: Part
@@ -102,13 +102,13 @@ class Accusation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a run, or of one host of it.
+    """The verdict on a run, or on one of its hosts.
 
     Attributes:
-        accusations: the smallest set of parts that explains what failed; none unless it is REJECTED.
-        unknown: what could not be checked, and why, in lines.
-        unexplained: numbers of failed observations that no part explains.
-        partial: names of the checks that ran, where not all were asked for; else empty.
+        accusations: the smallest set of parts that explains the failures; empty unless the verdict is REJECTED.
+        unknown: a line for each thing that could not be checked, with the reason.
+        unexplained: indices of failed observations that no part explains.
+        partial: names of the checks that ran, if only some were selected; else empty.
     """
 
     kind: Kind
@@ -120,16 +120,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Account:
-    """See the module.
+    """All results of one run, or of several runs joined.
 
     Attributes:
         started: ISO 8601, UTC.
         seconds: how long the run took.
         level: "quick", "standard" or "long".
         simulated: backing device of the simulated node; None on real GPUs.
-        planted: defects that were planted on purpose, as they were named on the command line.
-        seed: with which the run is repeated.
-        verdicts: of each host, by its number.
+        planted: defects planted on purpose, in the words of the command line.
+        seed: Hypothesis seed that repeats the run; None if it was not a number.
+        verdicts: verdict of each host, by host number.
     """
 
     started: str

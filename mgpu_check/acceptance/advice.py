@@ -1,4 +1,4 @@
-"""What to do about a part that was accused."""
+"""Advice for a part that the verdict accuses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ADVICE = {
 
 
 def advice_for(part: Part, failed: Sequence[Observation]) -> str:
-    """Return what to do about `part`, for which the observations `failed` speak."""
+    """Return what to do about `part`, given the failed observations that it explains."""
     told = [str(entry.evidence["advice"]) for entry in failed if entry.evidence.get("advice")]
-    if told:  # by a check that knows what it has seen
+    if told:  # a check that recognises the defect gives better advice than the kind of the part
         return f"drain the node; {told[0]}"
     if {entry.check for entry in failed} == {"performance"}:
         return (

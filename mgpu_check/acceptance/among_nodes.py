@@ -1,4 +1,4 @@
-"""Which node is slower than other nodes of the same model? For the reports of many nodes together."""
+"""Find nodes that are slower than the other nodes of their model, from the reports of many nodes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["AmongNodes", "Outlier", "among_nodes"]
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that is too slow beside the others.
+    """A node that is too slow compared with the others.
 
     Attributes:
-        account: number of its account in the order given; `host` is the number of the host in that account.
-        name: of the host.
-        subject: kind of what was measured, of which `value` is the median on this node.
-        nodes: how many others there were.
+        account: index of its account in the order given; `host` is the number of the host in that account.
+        name: name of the host.
+        subject: kind of the measured subjects, such as "gpu"; `value` is the median over those of this node.
+        nodes: number of other nodes in the comparison.
     """
 
     account: int
@@ -50,11 +50,11 @@ class Outlier:
 
 @dataclass(frozen=True)
 class AmongNodes:
-    """See `among_nodes`.
+    """The result of `among_nodes`.
 
     Attributes:
-        compared: how many values of nodes were compared.
-        unknown: why some were not, in lines.
+        compared: number of values of nodes that were compared.
+        unknown: a line for each node that could not be compared, with the reason.
     """
 
     outliers: tuple[Outlier, ...]
@@ -65,8 +65,8 @@ class AmongNodes:
 def among_nodes(accounts: Sequence[Account]) -> AmongNodes:
     """Compare each node with the others of the same model and software, real with real, simulated with simulated.
 
-    Of each quantity and size a node has one value, the median over its GPUs or links: what one of them lacks, the account of
-    its own run shows.
+    A node has one value for each quantity and size: the median over its GPUs or links. A single slow GPU or link does not move
+    it; the verdict of the node's own run names that part.
     """
     groups: defaultdict[tuple[Any, ...], dict[tuple[int, int], list[Measurement]]] = defaultdict(
         lambda: defaultdict(list)

@@ -1,4 +1,4 @@
-"""Have all GPUs compute the same, let those of one model vote, and find where the odd ones differ."""
+"""Run the same computation on all GPUs, let the GPUs of one model vote, and locate the differences of the outvoted ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _elements(rank: Rank, piece: int) -> tuple[int, list[int]]:
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
-    """Do cases on all GPUs, note what each one's own oracles see, and then which GPU others of its model outvote."""
+    """Run `cases` on all GPUs, and record what their oracles find and which GPUs are outvoted by others of their model."""
     numbers = node.numbers
     results = node.on_ranks("compute", _examine, cases, timeout=20 + 3 * sum(case.seconds for case in cases))
     ballots: dict[ComputeCase, dict[int, int]] = {}
@@ -58,9 +58,10 @@ def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
 def _outvoted(
     node: Node, case: ComputeCase, result: Vote, digests: Mapping[int, int], known: set[int]
 ) -> list[Observation]:
-    """Return what a vote says of GPUs of which no oracle has said it.
+    """Return failed observations for the outvoted GPUs that no oracle has found wrong.
 
-    Where there is no majority, a GPU that an oracle has found wrong explains it; without one, each of them may be wrong.
+    Without a majority, a GPU that an oracle has found wrong explains the disagreement, and nothing more is returned.
+    If no oracle has found one, any of the voters may be wrong, and all are returned.
     """
     if not result.decided and known & set(result.odd):
         return []

@@ -1,15 +1,15 @@
-"""What GPUs of a model were like on a node that was right: recorded with one run, and held against others.
+"""Baselines: facts and speeds of a GPU model, recorded on a healthy node and compared with other nodes.
 
 Format of the file, JSON: ``format``, ``version``, and ``entries``, one for each model and version of software:
 
 - ``name``, ``memory`` (bytes) of the model; ``software``: version of driver, cuda, nccl and torch;
-- ``recorded``: when, ISO 8601; ``gpus``: how many there were on one host, 0 where not all of them were in the run;
-- ``facts``: name -> what all GPUs, or pairs of GPUs, of this model had;
+- ``recorded``: time, ISO 8601; ``gpus``: number of GPUs on one host, 0 if not all of them were in the run;
+- ``facts``: name -> value that all GPUs, or all pairs of GPUs, of this model had;
 - ``measurements``: ``subject`` (kind), ``quantity``, ``unit``, ``size``, ``value`` (median over all subjects), ``spread`` (their
   MAD), ``subjects`` (how many), ``repeats`` (the least), and ``places``: value by indices of GPUs, such as ``"0>1"``.
 
-Speed depends on driver and libraries, so a measurement is held against an entry of the same software only, and is unknown where
-there is none. Facts are held against an entry of the model whatever its software: another driver is a difference of its own.
+Speed depends on driver and libraries. A measurement is compared only with an entry of the same software; without such an entry
+it is unknown. Facts are compared with any entry of the model, because a different driver is itself a fact that differs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 FORMAT = "mgpu-check baseline"
 SOFTWARE = ("driver", "cuda", "nccl", "torch")
-"""What changes speed: a kernel comes from torch and CUDA, a collective from NCCL, clocks and copies from the driver."""
+"""Versions that affect speed: kernels come from torch and CUDA, collectives from NCCL, clocks and copies from the driver."""
 
 VERSION = 1
 Value = str | int | float | bool
@@ -52,8 +52,8 @@ class Recorded:
 
     Attributes:
         value: median over all subjects.
-        spread: MAD over them.
-        repeats: the least of them.
+        spread: MAD over all subjects.
+        repeats: the least number of repeats over all subjects.
         places: indices of GPUs on their host -> value.
     """
 
@@ -82,13 +82,13 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What no two entries of a file have in common."""
+        """Model and software: unique within a file."""
         return (self.name, self.memory, *(self.software.get(name, "") for name in SOFTWARE))
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a file has recorded.
+    """The entries of one baseline file.
 
     Attributes:
         file: its name, for messages.
@@ -103,7 +103,7 @@ class Baseline:
         return sorted(found, key=lambda entry: entry.recorded, reverse=True)
 
     def entry(self, gpu: Gpu, software: Mapping[str, str]) -> tuple[Entry | None, str]:
-        """Return the entry that speed is compared with, or None and why there is none."""
+        """Return the entry of the same model and software and "", or None and why the file has no such entry."""
         entries = self.of(gpu)
         if not entries:
             names = sorted({f"{entry.name} ({entry.memory} B)" for entry in self.entries})
@@ -117,9 +117,10 @@ class Baseline:
         )
 
     def expected(self, gpus: Sequence[Gpu], software: Mapping[str, str] | None = None) -> tuple[dict[str, Value], str]:
-        """Return the facts that the GPUs of one host should have, or none and why there are none.
+        """Return the facts that the GPUs of one host should have and "", or no facts and the reason.
 
-        They are those of the entry with the same software, or else of the latest one: a driver that differs is a fact, too.
+        The facts come from the entry with the same software, or else from the latest one: a driver that differs is itself
+        a fact to compare.
         """
         kinds = set(models(gpus).values())
         if len(kinds) != 1:
@@ -130,22 +131,22 @@ class Baseline:
         return (dict((same or entries[0]).facts), "") if entries else ({}, why)
 
     def count(self, gpus: Sequence[Gpu]) -> int | None:
-        """Return how many GPUs one host had where this model was recorded last; None if nobody knows."""
+        """Return how many GPUs one host had when this model was last recorded; None if the file does not say."""
         entries = self.of(gpus[0]) if gpus else []
         return entries[0].gpus or None if entries else None
 
     def about(self, gpu: Gpu, software: Mapping[str, str]) -> str:
-        """Return why there is nothing that the speed of this GPU can be compared with; empty where there is."""
+        """Return why the file has no speed to compare this GPU with, or "" if it has."""
         return self.entry(gpu, software)[1]
 
     def compare(
         self, measurement: Measurement, gpus: Mapping[int, Gpu], software: Mapping[int, Mapping[str, str]]
     ) -> Comparison:
-        """Compare a measurement with what was recorded, at the same indices of GPUs if it was, else with the median.
+        """Compare a measurement with the recorded value at the same GPU indices, or else with the recorded median.
 
         Args:
-            gpus: by number, all of the run.
-            software: by host.
+            gpus: all GPUs of the run, by number.
+            software: versions by host number.
         """
         subject = measurement.subject
         members = [gpus[member] for member in subject.members] if subject.kind != "host" else list(gpus.values())
@@ -170,7 +171,7 @@ class Baseline:
                 "baseline", "unknown", why=f"{self.file} has no {subject.kind} at {place}, and its others differ"
             )
         reference = recorded.value if at_place is None else at_place
-        # At one place, places do not scatter; what is left is the noise of a run, which the least share covers.
+        # A value at the same place has no scatter between places; the least share covers the noise of a run.
         limit = least if at_place is not None else max(least, scatter)
         missing = shortfall(measurement.value, reference, measurement.unit)
         why = f"recorded at {entry.recorded}" + ("" if at_place is None else f" at {place}")
@@ -192,7 +193,10 @@ def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def place_of(measurement: Measurement, gpus: Mapping[int, Gpu]) -> str:
-    """Return where a subject is, apart from which hosts it is on: ``"0>1"`` by indices, ``"0>1.0"`` to the next host."""
+    """Return the place of a subject by GPU indices: ``"0>1"`` on one host, ``"0.0>1.0"`` from one host to the next.
+
+    The numbers of the hosts do not count, so that the same place on another host has the same name.
+    """
     if measurement.subject.kind == "host":
         return "host"
     members = [gpus[member] for member in measurement.subject.members]
@@ -202,16 +206,16 @@ def place_of(measurement: Measurement, gpus: Mapping[int, Gpu]) -> str:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read what was recorded.
+    """Read a baseline file.
 
     Raises:
-        ValueError: naming the file, the key, its value, and what is valid.
+        ValueError: the file is not a valid baseline. The message names the file, the key, its value and the valid values.
     """
     return baseline_from(read_document(path), str(path))
 
 
 def baseline_from(document: Any, file: str) -> Baseline:
-    """Make a baseline of what was read as JSON. See `read_baseline`."""
+    """Make a baseline from a parsed JSON document. See `read_baseline`."""
     whole = Reader(file, document)
     whole.head(FORMAT, VERSION)
     return Baseline(file, tuple(_entry(entry) for entry in whole.objects("entries")))

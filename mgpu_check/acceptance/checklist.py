@@ -1,4 +1,4 @@
-"""The checks of an acceptance: their order, the least work of each, and what else the verdict must know of it."""
+"""The checks of an acceptance: their order, the least work of each, and the properties that the verdict depends on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["CHECKLIST", "CHECKS", "Check"]
 
 @dataclass(frozen=True)
 class Check:
-    """What is known of a check before it runs.
+    """Static properties of a check.
 
     Attributes:
-        least: least number of operations for each subject at each level; None where its floor is none of operations.
-        alone: no rank waits for another in it, or has anything from it.
-        over_the_host: its data come from the host, or go there: a wrong link to the host makes it fail, too.
+        least: least number of operations for each subject at each level; None if its floor does not count operations.
+        alone: its ranks neither wait for each other nor exchange data.
+        over_the_host: its data cross the link between host and GPU, so a bad link to the host makes it fail, too.
     """
 
     least: tuple[int, int, int] | None = None
@@ -34,6 +34,6 @@ CHECKLIST: Mapping[str, Check] = {
     "performance": Check(alone=True),
     "health": Check((2, 2, 2), alone=True),
 }
-"""All checks, in the order in which they run; a soak only where it was asked for."""
+"""All checks in the order they run. The soak runs only on request."""
 
 CHECKS = tuple(CHECKLIST)

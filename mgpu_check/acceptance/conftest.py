@@ -1,4 +1,4 @@
-"""The hooks of the acceptance: its run around pytest's, one page of the ledger for each test, the verdict at the end."""
+"""Pytest hooks of the acceptance: start and end its run, open a ledger page for each test, and report the verdict."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def node(request: pytest.FixtureRequest, ranks: Ranks) -> Node:
 
 @pytest.fixture(autouse=True)
 def _some_gpu_answers(node: Node) -> None:
-    """Skip what is left when all GPUs are lost: the verdict has them, and what was not checked."""
+    """Skip the remaining tests when all GPUs are lost: the verdict already names them and the missing checks."""
     if not node.numbers:
         pytest.skip("no GPU answers any more")
 
@@ -78,7 +78,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         run.start()
         try:
             result = yield
-        except session.Failed as failed:  # -x or --maxfail: what failed is looked at again all the same
+        except session.Failed as failed:  # -x or --maxfail: second looks at the failures run all the same
             stopped = failed
         live.phase("looks again at what failed")
         run.look_again()
@@ -94,9 +94,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run checks in the order of `CHECKS`: what says most in the shortest time first, health last, which looks at them all.
+    """Sort the checks by `CHECKS`: the most informative per second first, health last, because it covers all the others.
 
-    A soak runs only where one was asked for.
+    Deselect the soak unless it was requested.
     """
     if soak_of(config.stash[SESSION].settings) is None:
         left_out = [item for item in _ours(items) if _check_of(item) == "soak"]
@@ -107,13 +107,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _seed(config: pytest.Config) -> int | None:
-    """Return the seed of all draws, where it is a number: Hypothesis takes any text for one."""
+    """Return the Hypothesis seed, or None if it is not a number: Hypothesis accepts any text."""
     text = str(config.getoption("--hypothesis-seed", None))
     return int(text) if text.isdecimal() else None
 
 
 def _command(config: pytest.Config) -> str:
-    """Return the command that the user typed, without what selects checks."""
+    """Return the user's command line without the options that select checks."""
     from mgpu_check.pytest_plugin.report.replay import Invocation
 
     invocation = config.stash.get(INVOCATION, None) or Invocation.of(config)
@@ -122,7 +122,7 @@ def _command(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Open a page of the ledger for the test, and fail it if anything on the page has failed."""
+    """Open a ledger page for the test, and fail the test if an observation on the page failed."""
     run = pyfuncitem.config.stash.get(RUN, None)
     if run is None or not _ours([pyfuncitem]):
         return (yield)
@@ -141,7 +141,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what was seen, and leave to the verdict how it is repeated: by the whole check, with the seed of the run."""
+    """Show the failed observations only. The verdict says how to repeat the whole check with the seed of the run."""
     report = yield
     run = item.config.stash.get(RUN, None)
     if run is None or not report.failed or not _ours([item]):
@@ -167,14 +167,13 @@ def _lines(failed: list[Observation]) -> list[str]:
 
 
 def _account(config: pytest.Config, run: Run) -> Account:
-    """Return the account of a run that has ended."""
     if ACCOUNT not in config.stash:
         config.stash[ACCOUNT] = run.account()
     return config.stash[ACCOUNT]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the exit code be that of the verdict, where the run came to one."""
+    """Set the exit code to that of the verdict, if the run reached one."""
     run = session.config.stash.get(RUN, None)
     if run is None or run.interrupted or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return

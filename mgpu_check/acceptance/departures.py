@@ -1,4 +1,4 @@
-"""GPUs that should train alike: which one departs from the others, in which step, in which parameter."""
+"""Find the GPUs that depart from identical training, with the first step and parameter that differ."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mgpu_check.specs.transformer import Trained
 __all__ = ["Departure", "Divided", "departures", "elements_that_differ", "judge", "passed", "work_of"]
 
 Bits = Callable[[int, int, str], bytes | None]
-"""GPU, step, name -> what it has after that step if it trains once more; None if it does not say."""
+"""Function of GPU, step and name: train once more and return the bytes of `name` after `step`; None without an answer."""
 
 _LISTED = 8
 
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a GPU leaves the majority.
+    """The point where a GPU leaves the majority.
 
     Attributes:
-        step: of the optimizer, from 1.
-        names: what is wrong in that step, in order; the loss comes before the parameters.
-        right: a GPU of the majority.
+        step: optimizer step, from 1.
+        names: the values that are wrong in that step, in order; the loss comes before the parameters.
+        right: number of a GPU of the majority.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Divided:
-    """GPUs that differ, and none has a majority."""
+    """GPUs that differ without a majority."""
 
     step: int
     names: tuple[str, ...]
@@ -43,13 +43,14 @@ class Divided:
 
 
 def departures(trained: Mapping[int, Trained]) -> tuple[dict[int, Departure], Divided | None]:
-    """Vote step by step; who has left the majority votes no more.
+    """Let the GPUs vote step by step. A GPU that has left the majority does not vote in later steps.
 
     Args:
-        trained: what each of two or more GPUs of one model says of one case.
+        trained: results of one case on two or more GPUs of one model, by number of GPU.
 
     Returns:
-        The GPUs that have left, and those that are at odds where a step has no majority, with which the vote ends.
+        The GPUs that left the majority, and the GPUs that disagree in the first step without a majority, or None.
+        The vote ends with that step.
     """
     gone: dict[int, Departure] = {}
     for step in range(max(len(one.digests) for one in trained.values())):
@@ -79,11 +80,13 @@ def _different(trained: Mapping[int, Trained], step: int, gpus: Sequence[int]) -
 
 
 def judge(trained: Mapping[int, Trained], bits: Bits) -> tuple[list[Observation], Divided | None]:
-    """Return what is to be noted of GPUs of one model that have trained one case; and whether they are at odds.
+    """Return observations of GPUs of one model that trained one case, and the GPUs that disagree without a majority.
+
+    The GPUs without a majority have no observation yet.
 
     Args:
-        trained: by number of GPU; two or more.
-        bits: asked about the GPUs that depart, to see how many elements differ, and whether it happens again.
+        trained: results by number of GPU; two or more.
+        bits: called for the GPUs that depart, to count the elements that differ and to see whether it happens again.
     """
     gone, divided = departures(trained)
     undecided = set(divided.gpus) if divided else set()
@@ -97,7 +100,7 @@ def judge(trained: Mapping[int, Trained], bits: Bits) -> tuple[list[Observation]
 
 
 def passed(gpu: int, one: Trained) -> Observation:
-    """Return that a GPU has trained as the others did; failed if a step has changed nothing."""
+    """Return the observation of a GPU that trained like the others: failed if a step changed no parameter."""
     subject, rows = Subject("gpu", (gpu,)), one.digests
     still = [step for step in range(1, len(rows)) if rows[step][1:] == rows[step - 1][1:]]
     if still:
@@ -108,7 +111,7 @@ def passed(gpu: int, one: Trained) -> Observation:
 
 
 def work_of(one: Trained) -> Work:
-    """Return the work of a training: an operation is a step."""
+    """Return the work of a training; each step counts as one operation."""
     return Work(operations=len(one.digests), seconds=one.seconds)
 
 
@@ -138,9 +141,9 @@ def _size_of(one: Trained) -> int:
 
 
 def elements_that_differ(right: bytes, wrong: bytes, size: int) -> dict[str, Any]:
-    """Return how many elements of `size` bytes differ, where the first ones are, and which bits of them.
+    """Return how many elements of `size` bytes differ, with the positions and the differing bits of the first ones.
 
-    Of sequences of different lengths, or whose length is no multiple of `size`, bytes are compared.
+    Compare byte by byte if the lengths differ or are not a multiple of `size`.
     """
     if len(right) != len(wrong) or len(right) % size:
         size = 1

@@ -1,5 +1,7 @@
-"""Files that people keep: read as JSON, where every error names the file, the key, its value, and what is valid; and written
-whole."""
+"""Read JSON files that people edit, and write files atomically.
+
+Every error of reading names the file, the key, its value and the valid values.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,30 @@ _ABSENT = object()
 
 
 def read_document(path: Path) -> Any:
-    """Read a JSON file; NaN and infinities are read as such, for a lint to find.
+    """Read a JSON file. NaN and infinities are kept, so that the lint can report them.
 
     Raises:
-        ValueError: it cannot be read, or is no JSON.
+        ValueError: the file cannot be read, or is not JSON.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}. Give a JSON file") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}). Give a JSON file") from error
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}). Give a JSON file") from error
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file at once: whoever reads it sees the old one or the new one, whole.
+    """Write a file atomically: a reader sees either the old content or the new content, never a part.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    target = path.resolve()  # of a link, what it points to is replaced
+    target = path.resolve()  # replace the target of a symbolic link, not the link
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -60,12 +62,15 @@ def _umask() -> int:
 
 
 class Reader:
-    """One JSON object of a file, and where it stands there.
+    """One JSON object of a file, with its path in the file for error messages.
 
     Args:
         file: its name, for messages.
-        value: what should be an object.
+        value: the parsed value.
         at: its path in the file, such as ``skus[3].floors[0]``.
+
+    Raises:
+        ValueError: `value` is not an object. The methods raise it if a key is missing or its value is not valid.
     """
 
     def __init__(self, file: str, value: Any, at: str = "") -> None:
@@ -73,7 +78,7 @@ class Reader:
         self.at = at
         if not isinstance(value, dict):
             where = at or "the whole"
-            raise ValueError(f'{file}: {where} is {_short(value)}, which is no object; give {{"key": value, ...}}')
+            raise ValueError(f'{file}: {where} is {_short(value)}, not an object; give {{"key": value, ...}}')
         self.value: dict[str, Any] = value
 
     def wrong(self, key: str, valid: str) -> ValueError:
@@ -84,62 +89,62 @@ class Reader:
         return ValueError(f"{self.file}: {name} is {_short(self.value[key])}; give {valid}")
 
     def head(self, name: str, version: int) -> None:
-        """Raise ValueError unless it is the file format `name`, of a version that is known."""
+        """Raise ValueError unless the object has format `name` and version `version`."""
         if self.value.get("format") != name:
             raise self.wrong("format", f'"{name}"')
         if self.value.get("version") != version:
             raise self.wrong("version", f"{version}, which this version of mgpu-check reads, or record the file again")
 
     def object(self, key: str) -> Reader:
-        """Return an object in it."""
+        """Return the object at `key`."""
         if not isinstance(self.value.get(key), dict):
             raise self.wrong(key, "an object")
         return Reader(self.file, self.value[key], f"{self.at}.{key}" if self.at else key)
 
     def objects(self, key: str) -> list[Reader]:
-        """Return a list of objects in it."""
+        """Return the list of objects at `key`."""
         if not isinstance(self.value.get(key), list):
             raise self.wrong(key, "a list of objects")
         prefix = f"{self.at}.{key}" if self.at else key
         return [Reader(self.file, value, f"{prefix}[{number}]") for number, value in enumerate(self.value[key])]
 
     def string(self, key: str) -> str:
-        """Return a text that is not empty."""
+        """Return the non-empty text at `key`."""
         value = self.value.get(key)
         if not isinstance(value, str) or not value:
             raise self.wrong(key, "a text that is not empty")
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Return a list of texts, at least one."""
+        """Return the list of at least one text at `key`."""
         value = self.value.get(key)
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
             raise self.wrong(key, "a list of at least one text")
         return value
 
     def texts(self, key: str) -> Mapping[str, str]:
-        """Return an object of texts; empty where there is none."""
+        """Return the object of texts at `key`; empty if the key is missing."""
         value = self.value.get(key, {})
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
             raise self.wrong(key, "an object whose values are texts")
         return value
 
     def choice(self, key: str, among: Sequence[str]) -> str:
-        """Return one of some texts."""
+        """Return the text at `key`, which must be in `among`."""
         value = self.value.get(key)
         if value not in among:
             raise self.wrong(key, "one of " + ", ".join(among))
         return str(value)
 
     def number(self, key: str, default: Any = _ABSENT) -> float:
-        """Return a number; it may be NaN or infinite."""
+        """Return the number at `key`; it may be NaN or infinite."""
         value = self.value.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, "a number")
         return float(value)
 
     def integer(self, key: str, least: int, default: Any = _ABSENT) -> int:
-        """Return an integer of at least `least`."""
+        """Return the integer at `key`, which must be at least `least`."""
         value = self.value.get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)

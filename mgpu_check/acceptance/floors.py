@@ -1,4 +1,4 @@
-"""The least work of each check. Below it nothing is known: a check that returns at once never passes."""
+"""The least work of each check. With less work a check is unknown, so a check that returns at once never passes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mgpu_check.option_values import LEVELS
 __all__ = ["Done", "account_of_work", "floors"]
 
 _SHARE_OF_MEMORY = 0.75
-"""Of the memory that was to be tested, in case something else has taken some since it was counted."""
+"""Share of the requested memory that must be tested. Other programs may have allocated some of it since it was counted."""
 
 _PASSES = (1, 2, 8)
 
 
 @dataclass(frozen=True)
 class Done:
-    """What was done for a check.
+    """The work done for a check.
 
     Attributes:
-        outcome: the worst of its observations; "unknown" where it was too little.
-        floor, least: the least work that a subject must have, and that of the subject that has least.
-        why: what is missing, in one line.
+        outcome: the worst of its observations; "unknown" if the check did too little work.
+        floor, least: the least work required on a subject, and the work on the subject with the least.
+        why: the missing work, in one line.
     """
 
     outcome: Outcome
@@ -36,11 +36,11 @@ class Done:
 
 
 def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | None) -> dict[str, dict[Subject, Work]]:
-    """Return check -> subject -> the least work that passes.
+    """Return the least work that passes, by check and subject.
 
     Args:
-        memory_share: of the memory of each GPU, that was to be tested.
-        soak: seconds of load that were asked for.
+        memory_share: share of each GPU's memory to be tested.
+        soak: requested seconds of load; None without a soak.
     """
     place = LEVELS.index(level)
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
@@ -60,7 +60,7 @@ def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | N
 
 
 def _ways(gpus: Sequence[Gpu]) -> list[Subject]:
-    """Return all copies that the checks of links must have made."""
+    """Return all copies that the check of links must make."""
     ways = [Subject(kind, (gpu.number,)) for gpu in gpus for kind in ("upload", "download")]
     for one, other in itertools.permutations(gpus, 2):
         if one.host == other.host:
@@ -71,9 +71,9 @@ def _ways(gpus: Sequence[Gpu]) -> list[Subject]:
 def account_of_work(
     observations: Iterable[Observation], needed: Mapping[str, Mapping[Subject, Work]]
 ) -> dict[str, Done]:
-    """Return what was done for each check of `needed`.
+    """Return the work done for each check of `needed`.
 
-    What was done for a group counts for each of its GPUs.
+    Work on a group counts for each of its GPUs.
     """
     done: dict[tuple[str, Subject], Work] = {}
     outcomes: dict[str, set[Outcome]] = {check: set() for check in needed}
@@ -136,4 +136,4 @@ def _gap(work: Work | None, floor: Work) -> str:
         for name in ("bytes", "operations", "seconds")
         if getattr(work, name) < getattr(floor, name)
     ]
-    return ", ".join(parts) or "nothing was looked at"
+    return ", ".join(parts) or "nothing was checked"

@@ -1,4 +1,4 @@
-"""The ledger of a run: what its tests have seen, test by test, in the order in which it came."""
+"""The ledger of a run: the observations and measurements of its tests, test by test, in order of arrival."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Call", "Ledger", "Page"]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What has made entries, to be called again: ``fn(rank, *args)`` on ranks.
+    """A call ``fn(rank, *args)`` on ranks that made entries and can be repeated.
 
     Attributes:
-        gpus: numbers, in the order of the ranks.
-        environment: variables that the ranks have from their start.
+        gpus: numbers of the GPUs, in the order of the ranks.
+        environment: variables that the ranks start with.
     """
 
     check: str
@@ -30,17 +30,18 @@ class Call:
 
     @property
     def case(self) -> str:
-        """What tells it from calls that do something else."""
+        """The function and its arguments as text; calls of the same work have the same text."""
         return f"{getattr(self.fn, '__name__', self.fn)}({', '.join(map(str, self.args))})"
 
 
 @dataclass
 class Page:
-    """The entries of one test, each with the call that can be repeated, if one has made it.
+    """The entries of one test.
 
     Attributes:
         check: the check that the test belongs to.
-        test: its name.
+        test: name of the test.
+        calls: for each entry the call that made it; None if no call can be repeated.
         started, ended: seconds since the start of the run.
     """
 
@@ -57,10 +58,10 @@ class Page:
 
 
 class Ledger:
-    """See the module.
+    """Collect the entries of a run on one page per test.
 
     Attributes:
-        on_note: called with what was just noted.
+        on_note: called with the new entries after each `note`.
         zero: start of the run, by `time.monotonic`.
     """
 
@@ -74,13 +75,13 @@ class Ledger:
         return time.monotonic() - self.zero
 
     def open(self, check: str, test: str) -> Page:
-        """Begin the page of a test."""
+        """Open the page of a test."""
         page = Page(check, test, self.now())
         self.pages.append(page)
         return page
 
     def note(self, entries: Iterable[Entry], call: Call | None = None) -> None:
-        """Write entries, which `call` has made, on the page of the test that runs."""
+        """Add entries that `call` made to the page of the current test."""
         if not self.pages:
             self.open("", "")
         page = self.pages[-1]
@@ -90,7 +91,7 @@ class Ledger:
         self.on_note(new)
 
     def failed_calls(self) -> Iterator[tuple[Observation, Call]]:
-        """Yield the observations that failed in calls that can be repeated."""
+        """Yield the failed observations whose call can be repeated, with that call."""
         for page in self.pages:
             for entry, call in zip(page.entries, page.calls, strict=True):
                 if isinstance(entry, Observation) and entry.outcome == "failed" and call is not None:

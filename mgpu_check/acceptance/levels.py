@@ -1,4 +1,4 @@
-"""How much a property of the acceptance draws at each level."""
+"""Hypothesis settings and time limits of the acceptance at each level."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from mgpu_check.settings import active
 __all__ = ["SEEDS", "drawn", "seconds_for_a_call"]
 
 SEEDS = st.integers(0, 2**16).filter(bool)
-"""Seeds of data. Hypothesis begins with the simplest value, 0, which would be the only one of a single example: it is refused."""
+"""Seeds of data, except 0. Hypothesis tries the simplest value first, so a property with one example would always draw 0."""
 
 _SECONDS = {"quick": 20.0, "standard": 120.0, "long": 600.0}
 
 
 def drawn(*, quick: int, standard: int, long: int) -> settings:
-    """Make Hypothesis settings for a property with so many examples at each level.
+    """Make Hypothesis settings for a property, with the given number of examples at each level.
 
-    An example looks at all GPUs and notes what is wrong, so none is shrunk: which GPU is at fault is found by another look,
-    and not by a smaller example. There is no deadline, because ranks have one; and no example database, because a run leaves
-    no files where it was started.
+    Examples are not shrunk: each covers all GPUs and records its failures, and second looks find the GPU at fault. There is
+    no deadline, because ranks have their own; and no example database, because a run leaves no files in its directory.
     """
     return settings(
         max_examples={"quick": quick, "standard": standard, "long": long}[active().gpu_level],
@@ -32,5 +31,5 @@ def drawn(*, quick: int, standard: int, long: int) -> settings:
 
 
 def seconds_for_a_call() -> float:
-    """Return the seconds that all GPUs get for one call; ``--rank-timeout`` where that is less."""
+    """Return the time limit in seconds of one call on all GPUs: that of the level, or ``--rank-timeout`` if it is less."""
     return min(_SECONDS[active().gpu_level], active().rank_timeout)

@@ -1,7 +1,7 @@
-"""``mgpu-check accept lint FILE...``: are thresholds able to find what they are for?
+"""``mgpu-check accept lint FILE...``: find thresholds that cannot detect a broken machine.
 
-A floor in the wrong unit, of zero, or of the PCIe generation before passes every broken machine, and nothing shows that it does.
-So tables of floors and baselines are held against physics, against data sheets, and against themselves.
+A floor of zero, in the wrong unit, or of the previous PCIe generation passes every broken machine without a sign. The lint
+therefore checks tables of floors and baselines against plausible ranges, data sheets and their own entries.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = ["Remark", "lint", "lint_baseline", "lint_floors"]
 
 _SCALES: Mapping[str, tuple[float, float]] = {
     "memory bandwidth": (1e11, 3e13),  # from an old laptop's GDDR to three times HBM3e
-    "bandwidth": (1e9, 2e12),  # from PCIe Gen3 x1 to NVLink of two generations on
-    "matrix product": (1e11, 1e17),  # from float64 on a GeForce to FP4 of a generation on
-    "s": (1e-7, 1.0),  # from one instruction to a link that nobody can use
+    "bandwidth": (1e9, 2e12),  # from PCIe Gen3 x1 to NVLink of two generations ahead
+    "matrix product": (1e11, 1e17),  # from float64 on a GeForce to FP4 of the next generation
+    "s": (1e-7, 1.0),  # from one instruction to an unusable link
 }
-"""Lowest and highest value that is plausible, by what a quantity ends with, begins with, or its unit."""
+"""Lowest and highest plausible value. The key is the unit "s", or the start or end of the name of the quantity."""
 
 _VACUOUS = {"B/s": 0.5, "FLOP/s": 0.2, "s": 0.2}
 """Share of the data sheet below which a floor finds nothing: half the bandwidth is a link at half its width; a fifth of the
 products is a GPU at its lowest clock."""
 
 _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
-_FALLS = 0.5  # a larger size may be slower than a smaller one by as much: caches help small ones
+_FALLS = 0.5  # a larger size may have half the speed of a smaller one, because caches help small sizes
 
 
 @dataclass(frozen=True)
 class Remark:
-    """Something that is wrong with a file.
+    """One error that the lint found in a file.
 
     Attributes:
-        at: where: model and quantity.
-        rule: its name: "scale", "vacuous", "generation", ...
+        at: model and quantity.
+        rule: name of the violated rule: "scale", "vacuous", "generation", ...
     """
 
     file: str
@@ -61,10 +61,10 @@ class Remark:
 
 
 def lint(path: Path) -> list[Remark]:
-    """Read a table of floors or a baseline, and return what is wrong with it.
+    """Read a table of floors or a baseline, and return its errors.
 
     Raises:
-        ValueError: it is neither, or cannot be read.
+        ValueError: the file cannot be read, or is neither of the two.
     """
     document = read_document(path)
     form = document.get("format") if isinstance(document, dict) else None
@@ -115,12 +115,14 @@ def _off_scale(value: float, quantity: str, unit: str, what: str) -> str:
 
 
 def lint_floors(table: Floors) -> list[Remark]:
-    """Return what is wrong with a table of floors."""
+    """Return the errors of a table of floors."""
     found: list[Remark] = []
     names = Counter((name, sku.memory) for sku in table.skus for name in sku.names)
     for (name, _), count in names.items():
         if count > 1:
-            found.append(Remark(table.file, name, "twice", f"the model stands {count} times; only the first counts"))
+            found.append(
+                Remark(table.file, name, "twice", f"the model is listed {count} times; only the first entry counts")
+            )
     for sku in table.skus:
         at = sku.names[0]
         found += [Remark(table.file, at, rule, text) for rule, text in _of_sku(sku, table)]
@@ -135,7 +137,7 @@ def _of_sku(sku: Sku, table: Floors) -> Iterator[tuple[str, str]]:
     kinds = Counter((floor.subject, floor.quantity, floor.least_size) for floor in sku.floors)
     for (kind, quantity, _), count in kinds.items():
         if count > 1:
-            yield "twice", f"{quantity} of a {kind} stands {count} times; only the first counts"
+            yield "twice", f"{quantity} of a {kind} is listed {count} times; only the first entry counts"
     if sku.pcie is not None:
         generation, width = sku.pcie
         if generation not in TRANSFERS:
@@ -146,12 +148,12 @@ def _of_sku(sku: Sku, table: Floors) -> Iterator[tuple[str, str]]:
             yield "source", f"source {sku.pcie_source!r} of its PCIe link is not among the sources"
         if known is not None and known.pcie is not None and sku.pcie != known.pcie:
             what = f"PCIe Gen{generation} x{width}, but the data sheet says Gen{known.pcie[0]} x{known.pcie[1]}"
-            yield "generation", f"{what}: a link that was trained below passes"
+            yield "generation", f"{what}: a link that was trained at less passes"
     for quantity in sorted({floor.quantity for floor in (known.floors if known is not None else ())}):
         if quantity not in {floor.quantity for floor in sku.floors} | set(sku.absent):
-            yield "missing", f"there is no floor for {quantity}; give one, or say in absent why there is none"
+            yield "missing", f"there is no floor for {quantity}; give one, or give the reason in absent"
     if not sku.floors:
-        yield "missing", "it has no floors at all, so nothing of it is compared"
+        yield "missing", "the model has no floors, so none of its measurements is compared"
 
 
 def _known(sku: Sku) -> Sku | None:
@@ -204,7 +206,7 @@ def _against_known(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, 
 
 
 def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, str]]:
-    """Look whether a link of the host that was trained one generation lower, or at half its width, misses the floor."""
+    """Yield an error if a host link that was trained one generation lower, or at half its width, reaches the floor."""
     if floor.subject not in ("upload", "download") or sku.pcie is None or sku.pcie[0] not in TRANSFERS:
         return
     generation, width = sku.pcie
@@ -217,7 +219,7 @@ def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[
                 "in one direction; vendors give both directions together"
             ),
         )
-    # Each generation is twice as fast as the one before, or a little less: half the width is never faster.
+    # A generation is at most twice as fast as the previous one, so half the width is never faster than one generation less.
     below, worse = rate / 2, f"Gen{generation} x{width / 2:g}"
     if generation > 1:
         below, worse = bytes_per_second(generation - 1, width), f"Gen{generation - 1} x{width}"
@@ -226,7 +228,7 @@ def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[
             "generation",
             (
                 f"the floor is {amount(least, 'B/s')}, and PCIe {worse} gives {amount(below, 'B/s')}: "
-                "a link that was trained below passes"
+                "a link that was trained at less passes"
             ),
         )
 
@@ -235,7 +237,7 @@ def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[
 
 
 def lint_baseline(recorded: Baseline) -> list[Remark]:
-    """Return what is wrong with a baseline."""
+    """Return the errors of a baseline."""
     found: list[Remark] = []
     counts = Counter(entry.key for entry in recorded.entries)
     for entry in recorded.entries:
@@ -251,20 +253,20 @@ def lint_baseline(recorded: Baseline) -> list[Remark]:
         say += [(text, rule) for text, rule in _of_node(entry, sound)]
         found += [Remark(recorded.file, at, rule, text) for text, rule in say]
     if not recorded.entries:
-        found.append(Remark(recorded.file, "entries", "missing", "there are none, so nothing is compared"))
+        found.append(Remark(recorded.file, "entries", "missing", "the baseline has no entries, so nothing is compared"))
     return found
 
 
 def _of_entry(entry: baseline.Entry, count: int) -> Iterator[tuple[str, str]]:
     if count > 1:
-        yield f"model and software stand {count} times; which one counts is chance", "twice"
+        yield f"model and software are listed {count} times; only one of the entries counts", "twice"
     missing = [name for name in baseline.SOFTWARE if not entry.software.get(name)]
     if missing:
-        yield f"versions of {', '.join(missing)} are missing: another version is taken for the same", "software"
+        yield f"versions of {', '.join(missing)} are missing: a different version would count as the same", "software"
     if not entry.measurements:
-        yield "it has no measurements, so no speed is compared", "missing"
+        yield "the entry has no measurements, so no speed is compared", "missing"
     if not entry.facts:
-        yield "it has no facts, so none are compared", "missing"
+        yield "the entry has no facts, so no facts are compared", "missing"
 
 
 def _of_recorded(measurement: Recorded) -> Iterator[tuple[str, str]]:
@@ -288,13 +290,13 @@ def _of_recorded(measurement: Recorded) -> Iterator[tuple[str, str]]:
         yield f"{measurement.repeats} repeats are too few; record with at least {LEAST_REPEATS}", "repeats"
     if not measurement.places and measurement.spread > UNUSABLE / 8 * measurement.value:
         yield (
-            f"values scatter by {measurement.spread / measurement.value:.0%}: half the speed could be missing",
+            f"values scatter by {measurement.spread / measurement.value:.0%}: a part at half its speed would still pass",
             "spread",
         )
 
 
 def _falling(measurements: Sequence[Recorded]) -> Iterator[str]:
-    """Yield what falls as sizes grow: neither bandwidth nor time does, where it is measured rightly."""
+    """Yield quantities that fall as sizes grow: neither bandwidth nor time does so in a correct measurement."""
     by_size: defaultdict[tuple[Any, ...], list[Recorded]] = defaultdict(list)
     for m in measurements:
         by_size[(m.subject, m.quantity, m.unit, len(next(iter(m.places), "").split(">")))].append(m)
@@ -309,7 +311,7 @@ def _falling(measurements: Sequence[Recorded]) -> Iterator[str]:
 
 
 def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterator[tuple[str, str]]:
-    """Judge the node that was recorded as one that is to be accepted, and yield what is wrong with it."""
+    """Judge the recorded node as in an acceptance, and yield its failures."""
     indices = sorted({index for m in measurements for index in _indices(m)})
     gpus = [Gpu(index, 0, index, entry.name, str(index), entry.memory) for index in indices]
     made = [
@@ -321,13 +323,13 @@ def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterato
     for observation in judge(made, gpus):
         if observation.outcome == "failed":
             yield (
-                f"{observation.subject}: {observation.seen}: the node that was recorded was not right itself",
+                f"{observation.subject}: {observation.seen}: the recorded node is itself broken",
                 "broken node",
             )
 
 
 def _place(text: str) -> tuple[int, ...] | None:
-    """Return the indices of a place on one host; None for one on several."""
+    """Return the GPU indices of a place on one host; None for a place on several hosts."""
     parts = text.split(">")
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else None
 

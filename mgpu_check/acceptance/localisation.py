@@ -1,6 +1,6 @@
-"""Look again at what failed in a group of GPUs: on smaller groups, in another order of ranks, and over other paths.
+"""Repeat cases that failed in a group of GPUs: on smaller groups, in another order of ranks, and over other paths.
 
-What a second look sees stands in the ledger like all else, so that the verdict finds the smallest set of parts that explains both.
+The ledger records these second looks like all other observations, so the verdict explains both by the smallest set of parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Look", "look_again"]
 
 _CASES = {"quick": 2, "standard": 4, "long": 8}
 _REPEATS = {"quick": 3, "standard": 10, "long": 30}
-"""How often a case is repeated until it fails again: what fails now and then passes at times."""
+"""Most repeats until a case fails again: an intermittent fault passes some of them."""
 
 _NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 _ARMS: Mapping[str, Mapping[str, str]] = {
@@ -29,14 +29,14 @@ _ARMS_FROM = ("standard", "long")
 
 @dataclass(frozen=True)
 class Look:
-    """What a second look at one case has shown.
+    """The result of a second look at one case.
 
     Attributes:
-        case: what was repeated.
-        check: that it belongs to.
+        case: the repeated case.
+        check: name of the check that the case belongs to.
         group: the smallest group that failed.
-        seen: in words, a line each.
-        follows_rank: the fault stays with a rank, whatever device it has.
+        seen: the findings, a line each.
+        follows_rank: the fault stays with a rank when the rank gets another device.
     """
 
     case: str
@@ -47,7 +47,7 @@ class Look:
 
 
 def look_again(node: Node, ledger: Ledger) -> list[Look]:
-    """Look again at the cases that failed in groups, and note what is seen."""
+    """Repeat the cases that failed in groups, up to the number for the level, and record the results in the ledger."""
     calls: dict[str, Call] = {}
     for entry, call in ledger.failed_calls():
         if entry.subject.kind == "group" and len(call.gpus) > 1:
@@ -84,7 +84,7 @@ class _Second:
         return Look(self.call.case, self.call.check, group, seen, follows_rank)
 
     def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> list[Observation]:
-        """Repeat on a group until it fails; its failed observations, none if it did not fail."""
+        """Repeat the case on a group until it fails, and return the failed observations; empty if it did not fail."""
         for _ in range(self.repeats):
             failed = [o for o in self.node.repeat(self.call, group, environment) if o.outcome == "failed"]
             if failed or not set(group) <= set(self.node.numbers):
@@ -92,7 +92,7 @@ class _Second:
         return []
 
     def _narrowed(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the smallest group that fails, found by halves; pairs across them where neither half fails alone."""
+        """Return the smallest failing group, found by halving. If neither half fails, try pairs across the halves."""
         if len(group) <= 2:
             return group
         middle = len(group) // 2
@@ -105,7 +105,7 @@ class _Second:
         return group
 
     def _around(self, pair: tuple[int, ...], group: Sequence[int]) -> list[str]:
-        """Try either GPU of a pair that fails with others: one that fails with them too is at fault itself."""
+        """Pair each GPU of a failing pair with up to two other GPUs: a GPU that fails with them too is itself at fault."""
         others = [gpu for gpu in group if gpu not in pair][:2]
         seen = []
         for gpu in pair:
@@ -117,8 +117,8 @@ class _Second:
         return seen
 
     def _permuted(self, group: tuple[int, ...]) -> str:
-        """Run with each rank on the next device, and say what the data point at then: the same device, or the same rank."""
-        turned = (*group[1:], group[0])  # a reversal would leave a rank in the middle where it is
+        """Run with each rank on the next device, and return whether the fault follows the device or the rank, or ""."""
+        turned = (*group[1:], group[0])  # a reversal would leave the middle rank of an odd group in place
         here, there = self._fails(group), self._fails(turned)
         devices = [{gpu for entry in failed for gpu in entry.suspects} for failed in (here, there)]
         if not all(devices):
@@ -140,8 +140,8 @@ class _Second:
         return seen
 
 
-_FOLLOWS_DEVICE = "follows the device, whichever rank has it"
-_FOLLOWS_RANK = "follows the rank, whatever device it has"
+_FOLLOWS_DEVICE = "follows the device to another rank"
+_FOLLOWS_RANK = "follows the rank to another device"
 
 
 def _list(gpus: Sequence[int]) -> str:

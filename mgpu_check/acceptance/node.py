@@ -1,4 +1,4 @@
-"""The GPUs of an acceptance run: call checks on them, and note what they see."""
+"""The GPUs of an acceptance run: call checks on them and record the observations."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = ["Boundary", "Node"]
 _HURRY = 4
 
 _PROBE = 10.0
-"""Seconds that a GPU has for one addition."""
+"""Time limit in seconds for one addition on a GPU. A GPU that exceeds it counts as lost."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What telemetry said between two tests.
+    """A telemetry snapshot between two tests.
 
     Attributes:
-        check, test: the test that had just ended; empty before the first.
+        check, test: the test that had just ended; empty before the first test.
     """
 
     check: str
@@ -43,16 +43,16 @@ class Boundary:
 
 
 class Node:
-    """The fixture `node`: all GPUs of a run, by number, and what was seen of them.
+    """The fixture `node`: all GPUs of a run, with the methods that run checks on them.
 
     Attributes:
-        gpus: what is known of each GPU; a GPU's number is its place here.
-        plan: what the run is to do.
-        hosts_of_run: its hosts, by number.
-        visible: number of GPUs of each host, whether they are in the run or not.
-        lost: GPUs that do not answer any more; no check is called on them.
-        telemetry: what the drivers say of the GPUs; None where nobody listens.
-        boundaries: a snapshot before the first test, and one after each.
+        gpus: all GPUs; the number of a GPU is its index here.
+        plan: the settings of the run.
+        hosts_of_run: the hosts of the run, by number.
+        visible: number of GPUs of each host, including those outside the run.
+        lost: GPUs that no longer answer; no check is called on them.
+        telemetry: source of telemetry; None without one.
+        boundaries: a snapshot before the first test, and one after each test.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Node:
 
     @property
     def memory_share(self) -> float:
-        """Share of the free memory of each GPU that is to be written and read back."""
+        """Share of the free memory of each GPU to be written and read back."""
         return self.plan.memory_share
 
     @property
@@ -93,7 +93,7 @@ class Node:
 
     @property
     def simulated(self) -> bool:
-        """Whether the GPUs are made in software."""
+        """True if the GPUs are simulated."""
         return self.plan.simulate is not None
 
     @property
@@ -103,7 +103,7 @@ class Node:
 
     @property
     def hosts(self) -> dict[int, list[int]]:
-        """Hosts with the numbers of their GPUs that checks are called on."""
+        """Number of each host -> numbers of its GPUs that checks are called on."""
         found: dict[int, list[int]] = {}
         for number in self.numbers:
             found.setdefault(self.gpus[number].host, []).append(number)
@@ -118,15 +118,15 @@ class Node:
         environment: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call ``fn(rank, *args)`` on ranks at once, one for each GPU, and note the entries that they return.
+        """Call ``fn(rank, *args)`` on one rank per GPU at the same time, and record the entries that the ranks return.
 
         Args:
-            gpus: rank i has GPU ``gpus[i]``; default all. Positions in the entries are ranks.
-            environment: variables that the ranks have from their start.
+            gpus: rank i has GPU ``gpus[i]``; default all. The entries that `fn` returns name ranks.
+            environment: variables that the ranks start with.
             timeout: seconds for all ranks; default by level.
 
         Returns:
-            What each rank returned, entries with numbers of GPUs; nothing if a rank did not return, which is noted.
+            The result of each rank, its entries with numbers of GPUs. Empty if a rank did not return; the failure is recorded.
         """
         chosen = self.numbers if gpus is None else [number for number in gpus if number not in self.lost]
         if not chosen:
@@ -145,9 +145,7 @@ class Node:
     def repeat(
         self, call: Call, gpus: Sequence[int], environment: Mapping[str, str] | None = None
     ) -> list[Observation]:
-        """Repeat a call on ranks, on other GPUs or in another order, with more variables; the observations that it has made
-        now.
-        """
+        """Repeat a call on `gpus`, with `environment` added to its variables, and return the new observations."""
         variables = {**call.environment, **(environment or {})}
         before = len(self._ledger.pages[-1].entries)
         self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=variables, timeout=call.timeout)
@@ -156,11 +154,10 @@ class Node:
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> list[Any]:
-        """Call ``fn(devices, *args)`` in one process per host, which sees all its GPUs, and note the entries that it
-        returns.
+        """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the returned entries.
 
         Returns:
-            What each host returned; nothing of one that did not return, which is noted.
+            The results of all hosts, joined. A host that did not return contributes none; its failure is recorded.
         """
         results = []
         for host, chosen in self.hosts.items():
@@ -175,16 +172,16 @@ class Node:
         return results
 
     def measurements(self) -> list[Measurement]:
-        """Return what was measured so far."""
+        """Return the measurements so far."""
         return list(self._ledger.measurements())
 
     def mark(self, check: str = "", test: str = "") -> None:
-        """Note what telemetry says now, after a test has ended."""
+        """Take a telemetry snapshot after a test has ended."""
         if self.telemetry is not None:
             self.boundaries.append(Boundary(check, test, self.telemetry.snapshot(full=not self.boundaries)))
 
     def record(self, entries: Iterable[Entry]) -> None:
-        """Note entries that have numbers of GPUs already."""
+        """Record entries that already have numbers of GPUs."""
         self._ledger.note(entries)
 
     def _looked(
@@ -216,11 +213,11 @@ class Node:
         return translated
 
     def _patience(self, check: str) -> float:
-        """Return the seconds of a call: fewer, once one of this check has hung, because others hang for the same reason."""
+        """Return the time limit of a call, shorter after a call of this check has hung: others hang for the same reason."""
         return seconds_for_a_call() / (_HURRY if check in self._hung else 1)
 
     def _probe(self, check: str) -> None:
-        """Look which GPUs still answer, each alone: an error that several share says little of each."""
+        """Find the GPUs that still answer, one at a time: an error in a group does not name the GPU at fault."""
         self._probing = True
         try:
             for number in self.numbers:

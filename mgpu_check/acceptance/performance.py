@@ -1,7 +1,7 @@
-"""Is a GPU or a link too slow: against the other GPUs of the node, a recorded baseline, and the floors of its SKU?
+"""Find slow GPUs and links: compare measurements with the other GPUs of the node, a baseline, and the floors of the SKU.
 
-Each comparison can say passed, failed, or unknown. An observation fails if one of its comparisons fails, and is unknown if none
-could be made. See `mgpu_check.acceptance.robust` for the statistics and where their limits come from.
+Each comparison is passed, failed, or unknown. An observation fails if one of its comparisons fails, and is unknown if all of
+them are unknown. See `mgpu_check.acceptance.robust` for the statistics and the origin of the limits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["CHECK", "judge", "link_classes", "unmeasured"]
 CHECK = "performance"
 
 _OWN_LOSS = 0.25
-"""What a GPU may lose between its first measurement in a run and a later one: clocks fall by a few percent as it warms up."""
+"""Share of the speed that a GPU may lose after its first measurement in a run: clocks fall by a few percent as it warms up."""
 
 _NAMES: Mapping[Against, str] = {
     "peers": "the others",
@@ -54,23 +54,27 @@ def judge(
     software: Mapping[int, Mapping[str, str]] | None = None,
     links: Mapping[tuple[int, int], str] | None = None,
 ) -> list[Observation]:
-    """Compare each measurement with what it should be.
+    """Compare each measurement with its references.
 
     Args:
-        measurements: with numbers of GPUs in the run. Several of one subject, quantity and size are taken to be one after the
-            other, and the later ones are compared with the first, too.
-        gpus: all of the run.
-        baseline: as `mgpu_check.acceptance.baseline.read_baseline` gives it.
+        measurements: with numbers of GPUs in the run. Several measurements of one subject, quantity and size must be in the
+            order of time; the later ones are also compared with the first.
+        gpus: all GPUs of the run.
+        baseline: result of `mgpu_check.acceptance.baseline.read_baseline`; None without a baseline.
         floors: default the table of this package.
-        software: by host, version of "driver", "cuda", "nccl" and "torch"; a baseline counts for no other.
-        links: class of the link from the first GPU to the second: only links of one class are compared. Where a pair lacks one,
-            classes are read from the speeds. Default what the facts of the GPUs say.
+        software: versions of "driver", "cuda", "nccl" and "torch" by host; a baseline of other versions does not count.
+        links: class of the link from the first GPU to the second. Only links of one class are compared. For a pair without a
+            class, the classes are derived from the speeds. Default the classes that the facts of the GPUs give.
 
     Returns:
-        One observation for each measurement. What nothing could be compared with is unknown; skipped, where something else about
-        that subject could, or where it is of a group, whose GPUs and links are judged by themselves. And one for each GPU, unknown,
-        where neither `floors` nor `baseline` could be compared with anything, for if all GPUs of a node are too slow, the others
-        of the node do not show it; or where the baseline that was given does not count for it.
+        One observation for each measurement. A measurement without any comparison is unknown. It is skipped instead if the
+        subject has another measurement with a comparison, or is a group, because its GPUs and links are judged by themselves.
+
+        In addition one unknown observation for each GPU without a comparison with `floors` or `baseline`: if all GPUs of a
+        node are too slow, a comparison between them does not show it. The same if `baseline` is given and does not apply.
+
+    Raises:
+        ValueError: a measurement names a GPU that is not in `gpus`.
     """
     floors = packaged_floors() if floors is None else floors
     by_number = {gpu.number: gpu for gpu in gpus}
@@ -99,7 +103,7 @@ def judge(
 
 
 def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list[Observation]:
-    """Return that nothing is known of the speed of each GPU that was not measured, or is not asked where its links were."""
+    """Return an observation for each GPU whose own speed was not measured: skipped if its links were, else unknown."""
     measured = {m.subject.members[0] for m in measurements if m.subject.kind == "gpu"}
     linked = {member for m in measurements for member in _gpus_of(m.subject)}
     found = []
@@ -114,9 +118,9 @@ def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list
 
 
 def link_classes(gpus: Sequence[Gpu]) -> dict[tuple[int, int], str]:
-    """Return the class of the link between two GPUs of a host, where its speed is known to be one: over PCIe.
+    """Return the class of each link over PCIe between two GPUs, as (source, destination) -> class.
 
-    Pairs with NVLink have none, because how many links a pair has depends on the board.
+    Pairs with NVLink have no class, because the number of links between two GPUs depends on the board.
     """
     found = {}
     for gpu, peer in permutations(gpus, 2):
@@ -131,7 +135,7 @@ def _gpus_of(subject: Subject) -> tuple[int, ...]:
 
 
 def _kind(measurement: Measurement) -> tuple[Any, ...]:
-    """Return what measurements that are compared have in common, apart from the hardware."""
+    """Return the key that two measurements must share to be compared, apart from the hardware."""
     subject = measurement.subject
     return (measurement.quantity, measurement.unit, measurement.size, subject.kind, len(subject.members))
 
@@ -169,14 +173,14 @@ def _noise(group: Mapping[int, Measurement]) -> float:
 
 
 def _majority(group: Mapping[int, Measurement], known: bool) -> dict[int, Comparison]:
-    """Compare each with all others; half of them or more cannot be too slow."""
+    """Compare each measurement with all others. If half of them or more fail, the slow ones are unknown."""
     found = {}
     for number, mine in group.items():
         others = [other.value for other_number, other in group.items() if other_number != number]
         found[number] = beside_peers(mine.value, others, mine.unit, least_shortfall(mine), _noise(group))
     slow = [number for number, comparison in found.items() if comparison.outcome == "failed"]
     if 2 * len(slow) >= len(group):
-        why = f"{len(slow)} of {len(group)} are slower than the others: nobody knows which are right"
+        why = f"{len(slow)} of {len(group)} are slower than the others: no majority shows which are right"
         found.update(
             (number, Comparison("peers", "unknown", why=why, reference=found[number].reference)) for number in slow
         )
@@ -184,7 +188,7 @@ def _majority(group: Mapping[int, Measurement], known: bool) -> dict[int, Compar
 
 
 def _pairs(group: Mapping[int, Measurement], topology_known: bool) -> dict[int, Comparison]:
-    """Compare each link with those of its class that have no GPU in common with it, as far as there are such."""
+    """Compare each link with links of its class, preferably with those that share no GPU with it."""
     first = next(iter(group.values()))
     least, noise = least_shortfall(first), _noise(group)
     pairs = {number: (m.subject.members[0], m.subject.members[-1]) for number, m in group.items()}
@@ -284,16 +288,16 @@ def _without_reference(
         gpu = gpus[number]
         lacking = baseline.about(gpu, software.get(gpu.host, {})) if baseline is not None else ""
         if baseline is not None and not lacking and "baseline" not in made:
-            lacking = f"{baseline.file} has nothing that was measured"
+            lacking = f"{baseline.file} does not list any of the measured quantities"
         if made & {"baseline", "floor"} and not lacking:
             continue
-        listed = floors.about(gpu) or "no floor is for what was measured"
+        listed = floors.about(gpu) or "its floors are for other quantities than those measured"
         if lacking:
             seen = f"the baseline does not count for {gpu.name}: {lacking}. Record one with --record-baseline=FILE on a node that you trust"
         else:
             seen = (
-                f"nobody knows how fast {gpu.name} should be: {listed}, and no baseline was given. If all GPUs were too slow, it "
-                "would not show. Give --baseline=FILE, recorded with --record-baseline=FILE on a node that you trust"
+                f"no reference says how fast {gpu.name} should be: {listed}, and no baseline was given. If all GPUs were too "
+                "slow, it would not show. Give --baseline=FILE, recorded with --record-baseline=FILE on a node that you trust"
             )
         evidence = {
             "name": gpu.name,

@@ -1,4 +1,4 @@
-"""What an acceptance run is to do, read from the settings and checked before anything starts."""
+"""The plan of an acceptance run, read from the settings and validated before anything starts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mgpu_check.settings import OPTIONS, Settings
 __all__ = ["DEFAULT_SOAK", "Plan", "soak_of"]
 
 DEFAULT_SOAK = 600.0
-"""Seconds of load at the level "long", where nothing was said."""
+"""Seconds of load at the level "long" without ``--for``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module.
+    """The validated settings of an acceptance run.
 
     Attributes:
         level: "quick", "standard" or "long".
-        memory_share: of the free memory of each GPU, to be written and read back.
+        memory_share: share of the free memory of each GPU to be written and read back.
         soak: seconds of load after the checks; None for no soak.
         simulate: backing device of simulated GPUs; None on real ones.
         planted: defects of the simulated node.
-        baseline: what the GPUs are held against.
+        baseline: the baseline to compare the GPUs with; None without one.
         reports: files to write.
-        record: file that facts and speed of the GPUs are added to, unless something was wrong.
+        record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record nothing.
     """
 
     level: str
@@ -42,10 +42,11 @@ class Plan:
 
     @classmethod
     def of(cls, settings: Settings) -> Plan:
-        """Return what these settings ask for.
+        """Make the plan for `settings`.
 
         Raises:
-            ValueError: a file cannot be read or written, or a defect is unknown; names the option, its value and what to do.
+            ValueError: a file cannot be read or written, or a defect is unknown. The message names the option, its value and
+                the remedy.
         """
         option = "accept_plant"
         try:
@@ -87,17 +88,15 @@ def _new_baseline(name: str | None) -> Path | None:
     path = Path(name)
     check_place(path)
     if path.exists():
-        read_baseline(path)  # refuses to add to what is none
+        read_baseline(path)  # refuses to add to a file that is not a baseline
     return path
 
 
 def _check_places(planted: Planted, gpus: int) -> None:
-    """Refuse a defect on GPUs that the run does not have: nothing would be wrong, and nobody would know."""
+    """Raise ValueError for a defect on GPUs outside the run: it would have no effect, and the run would pass."""
     device, peer = (planted.parameters.get(name) for name in ("device", "peer"))
     for name, value in (("device", device), ("peer", peer)):
         if value is not None and not 0 <= int(value) < gpus:
-            raise ValueError(
-                f"{planted.text}: {name}={value} is none of the GPUs of this run, 0 to {gpus - 1}; choose one of them"
-            )
+            raise ValueError(f"{planted.text}: {name}={value} is not a GPU of this run; choose one of 0 to {gpus - 1}")
     if device is not None and device == peer:
-        raise ValueError(f"{planted.text}: device and peer are one GPU; choose two")
+        raise ValueError(f"{planted.text}: device and peer are the same GPU; choose two")

@@ -1,4 +1,4 @@
-"""Write a baseline: what the GPUs of a run were like, added to a file at once."""
+"""Record the facts and speeds of the GPUs of a run in a baseline file."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def entries_of(
     recorded: str,
     visible: Mapping[int, int] | None = None,
 ) -> list[Entry]:
-    """Make what is recorded of a run: one entry for each model.
+    """Make the baseline entries of a run, one for each model.
 
-    Measurements over several models, of too few repeats, or that are no speed, are left out.
+    Leave out measurements over several models, with too few repeats, or with an invalid value.
 
     Args:
-        recorded: when, ISO 8601.
-        visible: number of GPUs of each host, whether they are in the run or not; default those of the run.
+        recorded: time of the run, ISO 8601.
+        visible: number of GPUs of each host, including those outside the run; by default all are in the run.
     """
     by_number = {gpu.number: gpu for gpu in gpus}
     found = []
@@ -64,7 +64,7 @@ def entries_of(
 
 
 def _facts(gpus: Sequence[Gpu]) -> dict[str, Value]:
-    """Return what these GPUs, and the pairs among them, have in common."""
+    """Return the facts that have one value on all these GPUs, or on all pairs of them."""
     numbers = {gpu.number for gpu in gpus}
     values: defaultdict[str, list[Value | None]] = defaultdict(list)
     for gpu in gpus:
@@ -97,11 +97,11 @@ def _recorded(measurements: Sequence[Measurement], gpus: Mapping[int, Gpu]) -> t
 
 
 def record(path: Path, entries: Sequence[Entry]) -> None:
-    """Add entries to a file, in the place of those of the same model and software; make it if there is none.
+    """Add entries to a baseline file, or create it. New entries replace those of the same model and software.
 
     Raises:
-        ValueError: there is a file, which is no baseline; it stays as it is.
-        OSError: it cannot be written.
+        ValueError: the file exists and is not a baseline; it is left unchanged.
+        OSError: the file cannot be written.
     """
     there = read_baseline(path).entries if path.exists() else ()
     new = {entry.key for entry in entries}
@@ -109,10 +109,10 @@ def record(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def write(path: Path, baseline: Baseline) -> None:
-    """Write a file at once: whoever reads it sees the old one or the new one, whole.
+    """Write a baseline file atomically: a reader sees either the old content or the new content.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     ordered = sorted(baseline.entries, key=lambda entry: entry.key)
     document = {"format": FORMAT, "version": VERSION, "entries": [asdict(entry) for entry in ordered]}

@@ -1,15 +1,16 @@
-"""Statistics that one slow part cannot spoil: median, scaled MAD, limits below which noise never accuses, modes of links.
+"""Robust statistics for speeds: median, scaled MAD, limits that noise does not reach, and classes of links by speed.
 
-The median absolute deviation (MAD), times 1.4826, estimates the standard deviation of normal data, and half of the data may
-be arbitrary (Leys et al., "Detecting outliers: Do not use standard deviation around the mean, use absolute deviation around
+The median absolute deviation (MAD), times 1.4826, estimates the standard deviation of normal data, even if half of the data is
+arbitrary (Leys et al., "Detecting outliers: Do not use standard deviation around the mean, use absolute deviation around
 the median", Journal of Experimental Social Psychology 49, 2013). A mean and a standard deviation are themselves moved by the
-outlier that they should find: of four values one can never be more than 1.5 standard deviations from the mean.
+outlier that they should find: one of four values is never more than 1.5 standard deviations from the mean.
 
-Leys et al. accuse from 2.5 or 3 deviations on. That is for one look at many values: here hundreds of values with two to seven
-peers are looked at, and a MAD of so few is often small by chance. So a value stands out only if it misses the median of its
-peers by a least share of the speed *and* by `DEVIATIONS` standard deviations, where the standard deviation is the larger of
-what the peers and what the repeats show. Simulated with normal noise, three repeats each and 15 % as the least share, a
-healthy value is accused with a probability of:
+Leys et al. reject a value from 2.5 or 3 deviations on. Their limit is for one test over many values. An acceptance tests
+hundreds of values with two to seven peers each, and the MAD of so few values is often small by chance. A value therefore fails
+only if it misses the median of its peers by a least share of the speed *and* by `DEVIATIONS` standard deviations. The standard
+deviation is the larger of the estimates from the peers and from the repeats.
+
+A simulation with normal noise, three repeats each and 15 % as the least share gives the probability that a healthy value fails:
 
 ====================================  ========  ========  =========
 standard deviation of a single repeat  3 values  4 values  8 values
@@ -35,14 +36,16 @@ from mgpu_check.devices.observations import median_and_spread
 __all__ = ["DEVIATIONS", "LEAST_PEERS", "NORMAL", "LinkClass", "deviation", "modes", "noise_of_median", "shortfall"]
 
 DEVIATIONS = 8.0
+"""A value fails if it is this many standard deviations slower than the median of its peers; see the table above."""
+
 LEAST_PEERS = 2
-"""Others that a value is compared with: of three, two are a majority; of two, nobody knows which one is right."""
+"""Least number of other values in a comparison: two of three values are a majority, but two values do not show which is right."""
 
 NORMAL = 1.4826
-"""Standard deviations in a MAD of normal data: 1 / the upper quartile of the standard normal distribution."""
+"""Standard deviation of normal data in units of its MAD: 1 / the upper quartile of the standard normal distribution."""
 
 _MEDIAN = 1.2533  # standard error of a median in standard errors of a mean: sqrt(pi / 2)
-# The mean MAD of so few normal values around their own median, in standard deviations (400000 draws each).
+# Mean MAD of 3 to 7 normal values around their own median, in standard deviations (400000 draws each).
 _SMALL = {3: 0.454, 4: 0.530, 5: 0.553, 6: 0.586, 7: 0.592}
 
 
@@ -53,24 +56,24 @@ def shortfall(value: float, reference: float, unit: str) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of `values` as their MAD estimates it. 0 for none."""
+    """Estimate the standard deviation of `values` from their MAD. Return 0 for an empty sequence."""
     if not values:
         return 0.0
     return NORMAL * median_and_spread(values)[1]
 
 
 def noise_of_median(spreads: Iterable[tuple[float, int]]) -> float:
-    """Return the standard deviation of a median of repeats.
+    """Estimate the standard deviation of a median of repeats; 0 if no subject has more than two repeats.
 
     Args:
-        spreads: of each subject the MAD of its repeats, and how many they were. All are taken to scatter alike.
+        spreads: for each subject the MAD and the number of its repeats. All subjects are assumed to scatter alike.
     """
     errors = [
         spread / _SMALL.get(repeats, 1 / NORMAL) * _MEDIAN / math.sqrt(repeats)
         for spread, repeats in spreads
         if repeats > 2
     ]
-    # The mean, because the median of few spreads is small by chance; at most twice the median, because one may be spoilt.
+    # The median of few spreads is small by chance, so use the mean; limit it to twice the median, because one may be an outlier.
     return min(sum(errors) / len(errors), 2 * median(errors)) if errors else 0.0
 
 
@@ -82,8 +85,8 @@ class LinkClass:
     """Links that should have one speed.
 
     Attributes:
-        pairs: source and destination of each.
-        reference: those among them that have the speed which the others should have.
+        pairs: source and destination of each link.
+        reference: the links of `pairs` whose speed the others should reach.
     """
 
     pairs: set[Pair]
@@ -93,15 +96,15 @@ class LinkClass:
 def modes(speeds: Mapping[Pair, float], least: float, topology_known: bool) -> list[LinkClass]:
     """Divide ordered pairs of GPUs into classes of links that have one speed, such as NVLink and PCIe.
 
-    Where the topology is not known, it is read from the speeds: they are cut at gaps of at least `least`, and a slower mode is
-    a class of its own if every GPU has such links, as source and as destination. Topologies are like that: bridged pairs,
-    sockets, the hybrid cube mesh. A slow link is not, nor is a GPU that is slow to everyone, unless these are half of all GPUs.
-    Of three GPUs nobody can tell a slow one from two that are bridged.
+    An unknown topology is derived from the speeds. They are split into modes at gaps of at least `least`. A slower mode is a
+    class of its own if every GPU has such links, both as source and as destination. This holds for real topologies: bridged
+    pairs, sockets, the hybrid cube mesh. It does not hold for a slow link, nor for a GPU that is slow to all others, unless
+    such GPUs are half of all. With three GPUs, a slow GPU and two bridged GPUs look the same.
 
     Args:
-        speeds: the higher, the better.
+        speeds: speed of each pair; higher is better.
         least: the least gap, as a share of the faster speed.
-        topology_known: the pairs are known to be of one class; what is slow is slow.
+        topology_known: the pairs are known to be of one class, so a slower mode is a fault.
     """
     gpus = {gpu for pair in speeds for gpu in pair}
     majority = len(gpus) // 2 + 1
@@ -117,11 +120,11 @@ def modes(speeds: Mapping[Pair, float], least: float, topology_known: bool) -> l
         known.pairs |= mode
         if topology_known and len(known.reference) < majority * (
             majority - 1
-        ):  # a few fast links are no measure for all
+        ):  # a few fast links are not a reference for all
             known.reference |= mode
             fast |= mode
     for better, worse in pairwise(list(classes)):
-        if len(better.reference) <= LEAST_PEERS:  # too few to be compared with each other
+        if len(better.reference) <= LEAST_PEERS:  # too few to compare with each other
             worse.pairs |= better.pairs
             classes.remove(better)
     return classes
@@ -139,7 +142,7 @@ def _cut(speeds: Mapping[Pair, float], least: float) -> list[set[Pair]]:
 
 
 def _slow_to_everyone(gpus: Collection[int], fast: Collection[Pair]) -> set[int]:
-    """Return GPUs without any fast link, if they are a minority."""
+    """Return the GPUs without any fast link if they are a minority, else none."""
     slow = set(gpus) - {gpu for pair in fast for gpu in pair}
     return slow if 2 * len(slow) < len(gpus) else set()
 

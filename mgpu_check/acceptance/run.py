@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 __all__ = ["Run"]
 
 _INTERVAL, _INTERVAL_SIMULATED = 1.0, 0.1
-"""Seconds between two samples of a GPU."""
+"""Seconds between two telemetry samples of a GPU. Simulated runs are short, so they sample more often."""
 
 
 class Run:
-    """See the module.
+    """One acceptance run.
 
     Args:
-        plan: what it is to do.
-        command: what the user typed.
-        seed: of Hypothesis.
+        plan: the validated settings.
+        command: the command line of the user, without the options that select checks.
+        seed: seed of Hypothesis; None if it is not a number.
 
     Attributes:
-        broken: names of tests that have ended by an error of their own.
+        broken: names of tests that ended with an error of their own.
 
     Raises:
-        ValueError: defects are to be planted, and the GPUs are those of several hosts.
+        ValueError: `plan` plants defects, and the GPUs are on several hosts.
     """
 
     def __init__(self, session: GpuSession, plan: Plan, command: str, seed: int | None) -> None:
@@ -75,7 +75,7 @@ class Run:
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def start(self) -> None:
-        """Look at the GPUs, and have defects planted that were asked for."""
+        """Take the inventory of the GPUs, start telemetry, and plant the requested defects."""
         plan = self.plan
         files.clear(plan.reports)
         if plan.simulate == "cpu" or plan.planted:
@@ -98,7 +98,7 @@ class Run:
         self.node.visible = self._visible
 
     def _watch(self, gpus: Sequence[Gpu]) -> Watch:
-        """Begin to listen to the drivers, or to simulated ones."""
+        """Start to sample the telemetry of the drivers, or of simulated ones."""
         simulated = None
         if self.plan.simulate:
             overrides = [other for one in self.plan.planted for other in one.fault.telemetry(one.parameters)]
@@ -107,7 +107,7 @@ class Run:
         return Watch(gpus, self.session.pool, simulated, interval, self.ledger.zero)
 
     def _look(self, host: int) -> tuple[Inventory, str, dict[str, str]]:
-        """Return the GPUs of a host, its name and its software. A GPU that refuses a context is there all the same."""
+        """Return the GPUs of a host, its name and its software. GPUs that refuse a context are included."""
         pool = self.session.pool
         if not self.plan.simulate:
             found: tuple[Inventory, str, dict[str, str]] = pool.in_fresh_process(_look, host)
@@ -116,7 +116,7 @@ class Run:
         return found
 
     def _identified(self, gpu: Gpu) -> Gpu:
-        """Return a GPU with what the driver knows of it."""
+        """Return `gpu` with the serial number, PCI bus id and facts that the driver gives."""
         assert self.node is not None
         facts = dict(self.node.boundaries[0].snapshot.facts.get(gpu.number, {}) if self.node.boundaries else {})
         return dataclasses.replace(
@@ -129,12 +129,12 @@ class Run:
         return dataclasses.replace(host, software={**host.software, "driver": str(driver)}) if driver else host
 
     def end(self) -> None:
-        """Stop listening to the driver."""
+        """Stop the telemetry."""
         if self.node is not None and self.node.telemetry is not None:
             self.node.telemetry.close()
 
     def write(self, account: Account) -> list[str]:
-        """Write the reports, and the baseline unless something was wrong; return lines that say so, or why not."""
+        """Write the reports, and the baseline unless a check failed. Return a line per file: written, or why not."""
         said = []
         for path in self.plan.reports:
             try:
@@ -148,7 +148,7 @@ class Run:
         if self.interrupted:
             return f"NOT recorded: {path}: the run was interrupted"
         if account.verdict.accusations or account.verdict.unexplained:
-            return f"NOT recorded: {path}: a baseline is recorded on GPUs that are right"
+            return f"NOT recorded: {path}: a check failed, and a baseline is recorded on healthy GPUs only"
         try:
             entries = entries_of(account.measurements, account.gpus, self._software(), account.started, self._visible)
             record(path, entries)
@@ -161,7 +161,7 @@ class Run:
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:
-        """Have all GPUs, outside of any test."""
+        """Lease all GPUs outside of a test."""
         self.session.begin_test(name, 0)
         try:
             yield
@@ -183,13 +183,13 @@ class Run:
         return found
 
     def look_again(self) -> None:
-        """Look again at what failed in groups."""
+        """Repeat the cases that failed in groups, to find the parts at fault."""
         assert self.node is not None
         with self.leased("acceptance: second looks"):
             self.looks = look_again(self.node, self.ledger)
 
     def account(self) -> Account:
-        """Return the account of the run, as far as it has come."""
+        """Return the account of the run up to now."""
         plan = self.plan
         observations = tuple(self.ledger.observations())
         gpus = self.node.gpus if self.node else ()
@@ -242,7 +242,7 @@ class Run:
             [number for number, entry in enumerate(observations) if id(entry) in of_ranks],
         )
         unknown = [work.why for work in done.values() if work.outcome == "unknown"]
-        unknown += [f"{test} could not run: an error of the check itself, shown above" for test in self.broken]
+        unknown += [f"{test} could not run: the check itself raised an error, shown above" for test in self.broken]
         if self.interrupted:
             unknown.insert(0, "the run was interrupted")
         if not done:
@@ -266,12 +266,12 @@ class Run:
         return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial)
 
     def _arm(self, part: Part) -> str:
-        """Return what second looks have shown of groups in which a part is."""
+        """Return the findings of the second looks at groups that contain `part`."""
         looks = [look for look in self.looks if part.kind == "host" or set(part.members) <= set(look.group)]
         return "; ".join(dict.fromkeys(line for look in looks for line in look.seen))
 
     def _repeat(self, failed: Sequence[Observation]) -> str:
-        # What is too slow is measured by another check than the one that says so.
+        # The check of performance judges measurements that other checks made, so repeat those as well.
         checks = dict.fromkeys(
             check for entry in failed for check in (entry.evidence.get("measured_by", entry.check), entry.check)
         )
@@ -296,7 +296,7 @@ class Run:
 
 
 def _because(observations: Sequence[Observation], numbers: Sequence[int]) -> Iterator[str]:
-    """Yield a line for each check and subject, with how often it failed."""
+    """Yield a line for each check and subject that failed, with the number of failures."""
     looks = Counter((entry.check, entry.subject) for entry in observations)
     failed: dict[tuple[str, Subject], list[int]] = {}
     for number in numbers:
@@ -317,6 +317,6 @@ def _look() -> tuple[Inventory, str, dict[str, str]]:
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        with contextlib.suppress(Exception):  # a build without the library says so here
+        with contextlib.suppress(Exception):  # raises if the NCCL library is missing
             software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return take_inventory(), socket.gethostname(), software

@@ -1,16 +1,28 @@
-"""The table of floors: what a GPU of a known model must reach at least, as data with sources.
+"""The table of floors: the least speed of each known GPU model, with the source of every figure.
 
-Format of the file, JSON: ``format``, ``version``; ``sources``: name -> title of what a figure was read from; ``reasons``: name ->
-why a fraction is what it is; ``measured_by``: quantity -> names under which checks measure it, where they differ, without what
-follows a comma; ``skus``, a list of models, each with
+Format of the file, JSON:
 
-- ``names``: as the driver names it; a final ``*`` stands for anything;
+- ``format``, ``version``;
+- ``sources``: name -> title of the document that a figure comes from;
+- ``reasons``: name -> why a fraction has its value;
+- ``measured_by``: quantity -> names under which checks measure it, if they differ, without the part after a comma;
+- ``skus``: a list of models.
+
+Each model has:
+
+- ``names``: the names that the driver gives it; a final ``*`` matches anything;
 - ``memory``: nominal bytes; null for any. A part of a GPU (MIG) has less, and no floors;
-- ``pcie``: ``generation``, ``width`` and ``source``; null for a device that has none;
-- ``floors``: a list of ``subject`` (kind), ``quantity``, ``unit``, ``data_sheet`` (the figure for dense data, in one direction),
-  ``source``, ``fraction`` (of the figure, below which it is too slow), ``reason``, ``least_size`` (below which it does not count),
-  ``overhead`` (seconds that one operation takes beside its work);
-- ``absent``: quantity -> why there is no floor for it.
+- ``pcie``: ``generation``, ``width`` and ``source``; null for a device without PCIe;
+- ``absent``: quantity -> why the model has no floor for it;
+- ``floors``: a list of floors.
+
+Each floor has:
+
+- ``subject`` (kind), ``quantity`` and ``unit``;
+- ``data_sheet``: the figure for dense data, in one direction, and its ``source``;
+- ``fraction`` of the figure, below which the value is too slow, and its ``reason``;
+- ``least_size``: smaller measurements do not count;
+- ``overhead``: seconds that one operation takes in addition to its work.
 """
 
 from __future__ import annotations
@@ -43,10 +55,10 @@ class Floor:
     """The least speed of one quantity.
 
     Attributes:
-        data_sheet: what the vendor promises, in `unit`, for dense data and in one direction.
-        fraction: of it that must be reached.
-        least_size: of the measurement, below which it does not count.
-        overhead: seconds that an operation takes beside its work.
+        data_sheet: figure of the vendor, in `unit`, for dense data and in one direction.
+        fraction: share of `data_sheet` that must be reached.
+        least_size: measurements of a smaller size do not count.
+        overhead: seconds that an operation takes in addition to its work.
     """
 
     subject: SubjectKind
@@ -69,7 +81,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Sku:
-    """One model."""
+    """One GPU model with its floors."""
 
     names: tuple[str, ...]
     memory: int | None
@@ -79,7 +91,7 @@ class Sku:
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, gpu: Gpu) -> str | None:
-        """Return None if `gpu` is one, "" if its name is another, and what else differs."""
+        """Return None if `gpu` is of this model, "" if its name differs, or else the difference in memory."""
         if not any(fnmatchcase(gpu.name, name) for name in self.names):
             return ""
         if self.memory is not None and not 0.9 * self.memory <= gpu.memory <= 1.1 * self.memory:
@@ -92,9 +104,9 @@ class Floors:
     """A table of floors.
 
     Attributes:
-        file: where it was read.
+        file: name of the file.
         sources, reasons: name -> text.
-        measured_by: quantity -> names of what measures it.
+        measured_by: quantity -> names under which checks measure it.
     """
 
     file: str
@@ -108,27 +120,27 @@ class Floors:
         return next((sku for sku in self.skus if sku.why_not(gpu) is None), None)
 
     def about(self, gpu: Gpu) -> str:
-        """Return why there are no floors for this GPU; empty where there are."""
+        """Return why the table has no floors for this GPU, or "" if it has."""
         reasons = [sku.why_not(gpu) for sku in self.skus]
         if None in reasons:
             return ""
         return next((reason for reason in reasons if reason), f"{Path(self.file).name} does not have this model")
 
     def pcie(self, gpu: Gpu) -> tuple[int, int] | None:
-        """Return generation and width that the PCIe link of this GPU should have under load; None where nobody knows."""
+        """Return the PCIe generation and width that this GPU should have under load; None if the table does not say."""
         sku = self.sku(gpu)
         return sku.pcie if sku is not None else None
 
     def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu]) -> list[Comparison]:
-        """Compare a measurement with the lowest floor of its GPUs; nothing where one of them has none.
+        """Compare a measurement with the lowest floor of its GPUs. Return an empty list if one of the GPUs has no floor.
 
         Args:
-            gpus: by number, all of the run.
+            gpus: all GPUs of the run, by number.
         """
         subject = measurement.subject
         members = [] if subject.kind == "host" else [gpus[member] for member in subject.members]
         if not members or len({gpu.host for gpu in members}) > 1:
-            return []  # data sheets know nothing of the network
+            return []  # data sheets of GPUs do not cover the network
         found = [self._floor(measurement, gpu) for gpu in members]
         known = [floor for floor in found if floor is not None]
         if len(known) < len(found):
@@ -161,16 +173,16 @@ def packaged_floors() -> Floors:
 
 
 def read_floors(path: Path) -> Floors:
-    """Read a table.
+    """Read a table of floors.
 
     Raises:
-        ValueError: naming the file, the key, its value, and what is valid.
+        ValueError: the file is not a valid table. The message names the file, the key, its value and the valid values.
     """
     return floors_from(read_document(path), str(path))
 
 
 def floors_from(document: Any, file: str) -> Floors:
-    """Make a table of what was read as JSON. See `read_floors`."""
+    """Make a table from a parsed JSON document. See `read_floors`."""
     whole = Reader(file, document)
     whole.head(FORMAT, _VERSION)
     skus = tuple(_sku(entry) for entry in whole.objects("skus"))

@@ -1,4 +1,4 @@
-"""Rounds of load until the time is over: what each has seen, and whether a GPU becomes slower."""
+"""Keep all GPUs under load in rounds until the time is over: check the results of each round, and find GPUs that slow down."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Rate", "Soak", "slower"]
 
 _ROUNDS = 40
 _SHORTEST, _LONGEST = 0.5, 30.0
-"""Seconds of a round: so many that there are `_ROUNDS`, within these limits."""
+"""Limits on the seconds of a round. Within them, a soak has `_ROUNDS` rounds."""
 _LEAST_TURNS, _MOST_TURNS = 4, 2000
 _PATIENCE = 1.3
-"""A soak ends after so many times the time that was asked for, whatever it has done."""
+"""A soak ends after this multiple of the requested time, even if the GPUs were not under load for long enough."""
 _PARTS = 10
-"""Measurements of each GPU, one after the other."""
+"""Measurements of each GPU over the soak."""
 _LEAST_ROUNDS = 6
 _LOSS, _LOSS_ALONE = 0.15, 0.25
-"""Share of its speed that a GPU may lose more than the others; and at all, for clocks fall as GPUs warm up."""
+"""Share of its speed that a GPU may lose beyond the loss of the others, and in total: clocks fall as GPUs warm up."""
 
 _SMALL = {"every": 1, "memory_share": 0.1, "copied": 1 << 12, "collective": 1 << 10}
 _LARGE = {"every": 8, "memory_share": 0.5, "copied": 1 << 22, "collective": 1 << 22}
@@ -40,12 +40,12 @@ _LARGE = {"every": 8, "memory_share": 0.5, "copied": 1 << 22, "collective": 1 <<
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a GPU was in a round.
+    """The speed of a GPU in one round.
 
     Attributes:
         value: median over its steps, in FLOP/s.
-        spread: median absolute deviation of the steps from it.
-        steps: how many they were.
+        spread: median absolute deviation of the steps.
+        steps: number of steps.
     """
 
     value: float
@@ -55,7 +55,7 @@ class Rate:
 
 @dataclass
 class _Of:
-    """What a GPU has done so far."""
+    """The results of one GPU so far; `first` is the longest training that all later rounds must repeat."""
 
     first: Trained | None = None
     seconds: float = 0.0
@@ -63,11 +63,11 @@ class _Of:
 
 
 class Soak:
-    """See the module.
+    """A soak of all GPUs of a node.
 
     Args:
-        seconds: of load.
-        clock: seconds since any time.
+        seconds: duration of the load.
+        clock: returns seconds since a fixed time.
     """
 
     def __init__(self, node: Node, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,12 +78,12 @@ class Soak:
         self._round = min(_LONGEST, max(_SHORTEST, seconds / _ROUNDS))
 
     def run(self) -> None:
-        """Load all GPUs until the time is over, and note each round as it ends."""
+        """Load all GPUs until the time is over, and record each round as it ends."""
         began, number, turns = self._clock(), 1, _LEAST_TURNS
         while self._goes_on(self._clock() - began):
             loaded = self._one_round(number, turns)
             if set(loaded) != set(self.done):
-                break  # what has happened to the others is noted; a node without one of its GPUs is rejected
+                break  # a GPU was lost: its failure is recorded, and rejects the node
             longest = max(one.seconds for one in loaded.values())
             turns = max(_LEAST_TURNS, min(_MOST_TURNS, 8 * turns, round(turns * self._round / max(longest, 1e-3))))
             number += 1
@@ -120,7 +120,7 @@ class Soak:
         return SoakCase(training, number=number, **other | {"collective": whole})
 
     def _of_gpus(self, loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
-        """Compare each with what it has done before, then with the others of its model."""
+        """Compare each GPU with its own earlier rounds, then with the other GPUs of its model."""
         found, alike = [], {}
         for gpu, one in loaded.items():
             of = self.done[gpu]
@@ -142,7 +142,7 @@ class Soak:
         return found
 
     def _measurements(self, rates: Mapping[int, Sequence[Rate]]) -> list[Measurement]:
-        """Return the speed of each GPU in `_PARTS` parts of the soak, without the first round, in which it warms up."""
+        """Return the speed of each GPU in `_PARTS` parts of the soak. The first round is warm-up and does not count."""
         found = []
         width = largest(self.node)[1]["width"]
         for gpu, values in rates.items():
@@ -158,7 +158,7 @@ class Soak:
 
 
 def _rate(one: Loaded) -> list[Rate]:
-    """Return the speed in a round, but for its first step, which makes the state of the optimizer."""
+    """Return the speed in a round without its first step, which allocates the optimizer state; empty if unusable."""
     laps = one.steps[1:]
     if not laps or min(laps) <= 0:
         return []
@@ -167,11 +167,14 @@ def _rate(one: Loaded) -> list[Rate]:
 
 
 def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> list[Observation]:
-    """Say of each GPU whether it became slower: its last rounds beside its first ones, and that beside other GPUs.
+    """Return an observation for each GPU: failed if it slowed down between its first and its last rounds.
+
+    A GPU fails if its loss exceeds that of the other GPUs of its model by the limit, or if it is too large in itself.
+    GPUs with too few rounds have no observation.
 
     Args:
-        rates: of each GPU its speed in each round, the first of which, in which it warms up, does not count.
-        model: number of GPU -> its model; those of one model are compared.
+        rates: speed of each GPU in each round. The first round is warm-up and does not count.
+        model: model of each GPU by number; GPUs of one model are compared.
     """
     lost: dict[int, float] = {}
     noise: dict[int, float] = {}
@@ -200,7 +203,7 @@ def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> lis
 
 
 def _cut(trained: Mapping[int, Trained | None]) -> dict[int, Trained]:
-    """Return them with as many steps as all of them have."""
+    """Cut all trainings to the number of steps of the shortest, and drop None."""
     several = {key: one for key, one in trained.items() if one is not None}
     steps = min(len(one.digests) for one in several.values())
     return {key: replace(one, digests=one.digests[:steps]) for key, one in several.items()}
@@ -218,7 +221,7 @@ def _voted(alike: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
         elif gpu not in undecided:
             found.append(_noted(gpu, one, case))
     if divided is not None:
-        seen = f"do not train alike, and none has a majority: step {divided.step * case.every}, {divided.names[0]}"
+        seen = f"do not train alike, without a majority: step {divided.step * case.every}, {divided.names[0]}"
         found.append(Observation("soak", Subject("group", undecided), "failed", seen, str(case)))
     return found
 
@@ -230,7 +233,7 @@ def _noted(gpu: int, one: Loaded, case: SoakCase, seen: str = "", evidence: Any 
 
 
 def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
-    """Return what was wrong in collectives: of the group of all, and of pairs."""
+    """Return the failures of collectives under load, in the group of all GPUs and in pairs."""
     found, gpus = [], tuple(loaded)
     wrong = tuple(gpu for gpu, one in loaded.items() if one.reduced)
     if wrong:

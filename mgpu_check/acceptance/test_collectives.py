@@ -1,4 +1,4 @@
-"""Collectives: on exact data, each iteration looked at on each rank, over all GPUs, halves and pairs."""
+"""Run collectives on exact data over all GPUs, halves and pairs, and compare every iteration on every rank bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BORDERS = {
     "standard": (4 << 10, 64 << 10, 1 << 20, 4 << 20),
     "long": (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20),
 }
-"""Sizes in bytes around which libraries change how they communicate."""
+"""Sizes in bytes around which libraries switch their protocol or algorithm."""
 _LARGEST = {"quick": 32 << 20, "standard": 128 << 20, "long": 512 << 20}
 _MANY = {"quick": 400, "standard": 1200, "long": 10_000}
 """Iterations at 1 MiB: a fault that shows once in 300 is seen at the level "standard" with a probability of 0.98."""
@@ -41,12 +41,12 @@ _MOST_PAIRS = {"quick": 28, "standard": 496, "long": 2016}
 
 
 def fits(node: Node, size: int) -> bool:
-    """Return whether there is memory for collectives of so many bytes."""
+    """Return whether every GPU has memory for collectives of `size` bytes."""
     return size * 12 <= min(node.gpus[number].memory for number in node.numbers)
 
 
 def look(node: Node, cases: Sequence[Collective]) -> None:
-    """Call collectives on all GPUs, and note what was seen."""
+    """Run collectives on all GPUs, and record the observations."""
     from mgpu_check.checks.collective_views import examine_collectives
     from mgpu_check.checks.collectives import Cases
 
@@ -57,14 +57,14 @@ def look(node: Node, cases: Sequence[Collective]) -> None:
 @drawn(quick=1, standard=2, long=12)
 @given(data=st.data())
 def test_each_operation(node: Node, operation: str, reduction: str, data: st.DataObject) -> None:
-    """Each dtype and size over all GPUs, with another root for each."""
+    """Each operation is right in each dtype and size over all GPUs, with a different root for each case."""
     from mgpu_check.checks.collectives import REDUCING, Collective
 
     usable = [dtype for dtype in DTYPES if operation not in REDUCING or reduction != "avg" or "float" in dtype]
     chosen: Sequence[str] = usable
     place_of_operation = OPERATIONS.index((operation, reduction))
     if node.level == "quick" and (operation, reduction) != ("all_reduce", "sum"):
-        # Others for each operation also where Hypothesis draws once, and draws what is simplest.
+        # The only example of a quick run is the simplest one, so rotate the dtypes to cover others in each operation.
         first = place_of_operation * 2 % len(usable)
         chosen = data.draw(st.permutations([*usable[first:], *usable[:first]]), label="dtypes")[:2]
     seed, root = data.draw(st.integers(0, 2**30), label="seed"), data.draw(st.integers(0, 63), label="root")
@@ -94,7 +94,7 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
 @drawn(quick=1, standard=2, long=10)
 @given(seed=st.integers(0, 2**30), delta=st.integers(-50, 50))
 def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
-    """All pairs, or as many as the level has time for; the halves, and each second GPU."""
+    """Collectives are right over pairs (all, or as many as the level has time for), halves, and every second GPU."""
     from mgpu_check.checks.collectives import Collective
 
     cases: list[Collective] = []
@@ -109,7 +109,7 @@ def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
 
 
 def groups(node: Node) -> list[tuple[int, ...]]:
-    """Return groups of ranks: halves, each second, all in turn with their neighbours; pairs of different hosts first."""
+    """Return groups of ranks: the halves, every second rank, and pairs, those of different hosts first."""
     count = len(node.numbers)
     hosts = [node.gpus[number].host for number in node.numbers]
     pairs = sorted(itertools.combinations(range(count), 2), key=lambda pair: hosts[pair[0]] == hosts[pair[1]])
@@ -121,7 +121,7 @@ def groups(node: Node) -> list[tuple[int, ...]]:
 @drawn(quick=1, standard=1, long=4)
 @given(seed=st.integers(0, 2**30), burst=st.sampled_from((1, 4)))
 def test_many_iterations_at_1_mib(node: Node, seed: int, burst: int) -> None:
-    """An all_reduce of exactly 1 MiB that is wrong now and then, at sizes where protocols change."""
+    """An all_reduce of exactly 1 MiB, where protocols change, is right in every one of many iterations."""
     from mgpu_check.checks.collectives import Collective
 
     times = (_MANY_SIMULATED if node.simulated else _MANY)[node.level]
@@ -129,12 +129,12 @@ def test_many_iterations_at_1_mib(node: Node, seed: int, burst: int) -> None:
 
 
 def test_speed_of_collectives(node: Node) -> None:
-    """Algorithm and bus bandwidth of each collective; what is too slow is found by the check of performance."""
+    """Measure algorithm and bus bandwidth of each collective; the check of performance judges them."""
     from mgpu_check.checks.collective_speed import bus_factor, time_collectives
     from mgpu_check.checks.collectives import Collective
 
     numbers = node.numbers
-    # Simulated time is the same each time.
+    # Simulated time has no noise, so few repeats are enough.
     repeats, inner = (3, 1) if node.simulated else (_MEASURED[node.level], 4)
     if len(numbers) < 2:
         return
@@ -147,7 +147,7 @@ def test_speed_of_collectives(node: Node) -> None:
     results = node.on_ranks("collectives", time_collectives, cases, repeats)
     group = Subject("group", tuple(numbers))
     for number, case in enumerate(cases):
-        # As nccl-tests does: the mean over ranks.
+        # The mean over ranks, like nccl-tests.
         times = [statistics.fmean(times) for times in zip(*(seen[number] for seen in results), strict=True)]
         if not times or min(times) <= 0:
             continue

@@ -1,4 +1,4 @@
-"""What each GPU computes is right, again and again, and the same as on the other GPUs of its model."""
+"""Check that each GPU computes right results, repeatedly, and the same bits as the other GPUs of its model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
 
 _BYTES = 512
-"""Of the memory of a GPU for each element of the matrices: several of them in float64, and what is computed with them."""
+"""Bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results."""
 
 _DENSE = ("products", "layers")
-"""Families of which each dtype has units of its own: all of them are looked at, at each level."""
+"""In these families each dtype has hardware units of its own, so every level checks all dtypes."""
 
 _REPEATED = {
     "product known by algebra": 1.0,
@@ -33,10 +33,10 @@ _REPEATED = {
     "exp": 0.1,
     "sort": 0.1,
 }
-"""Operations that are repeated many times, with their share of the time and of the repeats."""
+"""Operations to repeat many times, with their share of the time and of the repeats."""
 
 _MANY = {"quick": (16, 0.25), "standard": (30_000, 8.0), "long": (300_000, 90.0)}
-"""How often an operation is repeated, in at most so many seconds. Of 30000, one in 10^4 shows with a probability of 95 %."""
+"""Repeats of an operation, and the limit in seconds. 30000 repeats show a fault of one in 10^4 with a probability of 95 %."""
 
 
 def _side(node: Node) -> int:
@@ -49,7 +49,7 @@ def _side(node: Node) -> int:
 @drawn(quick=1, standard=2, long=10)
 @given(seed=SEEDS)
 def test_results_are_right(node: Node, family: str, seed: int) -> None:
-    """Each operation, in each dtype, gives what its oracle says, the same bits each time, and on all GPUs."""
+    """Each operation agrees with its oracle in each dtype, and gives the same bits every time and on all GPUs."""
     dense, quick = family in _DENSE, node.level == "quick"
     repeats, seconds, share = {"quick": (4, 0.2, 2), "standard": (16, 0.5, 1), "long": (64, 2.0, 1)}[node.level]
     side = max(32, _side(node) // (share if dense else 4))
@@ -66,7 +66,9 @@ def _every_other(dtypes: Sequence[str], start: int) -> Sequence[str]:
 
 
 def _repeated() -> list[str]:
-    """Return what is repeated at the level of this run: few repeats of anything but products show no more than those before."""
+    """Return the operations to repeat at the level of this run. A quick run repeats only products: its few repeats of the
+    other operations would add nothing to `test_results_are_right`.
+    """
     return [operation for operation in _REPEATED if active().gpu_level != "quick" or _REPEATED[operation] == 1]
 
 
@@ -74,7 +76,7 @@ def _repeated() -> list[str]:
 @drawn(quick=1, standard=1, long=3)
 @given(seed=SEEDS)
 def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
-    """An operation that is repeated many times gives the same bits each time: small ones, to have many."""
+    """An operation that is repeated many times gives the same bits each time. Operands are small to allow many repeats."""
     repeats, seconds = _MANY[node.level]
     share = _REPEATED[operation]
     side = max(32, min(512, _side(node) // 4))

@@ -1,4 +1,4 @@
-"""The GPUs are well, before, during and after all other checks."""
+"""Check that the GPUs are healthy before, during and after all other checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
 
 _SAMPLES = {"quick": 3, "standard": 20, "long": 60}
-"""Of each GPU under load, where no other check has run before."""
+"""Samples of each GPU under load, taken even if no other check ran."""
 
 
 def test_gpus_are_well(node: Node) -> None:
-    """No counter of errors has grown, nothing is pending, no clock was held down, and the driver answers for all GPUs."""
+    """No error counter grew, no repair is pending, no clock was held down, and the driver answers for all GPUs."""
     telemetry = node.telemetry
     if telemetry is None or not node.boundaries:
         return

@@ -1,4 +1,4 @@
-"""The GPUs are what they should be: equal to each other, and with links that are trained as they can be."""
+"""Check that the GPUs have equal properties, and that their PCIe links are trained to their capability."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SAMPLES = 3  # under load, of each GPU; the first may be of a link that is stil
 
 
 def _expected(node: Node, host: int) -> tuple[dict[str, Value], int | None, str]:
-    """Return what the baseline says of a host: facts, number of GPUs, and why it says nothing.
+    """Return the baseline's facts for a host, its number of GPUs, and why there are no facts ("" if there are).
 
-    GPUs are counted only where all of the host are in the run.
+    The number is None unless all GPUs of the host are in the run.
     """
     baseline, gpus = node.plan.baseline, [gpu for gpu in node.gpus if gpu.host == host]
     if baseline is None:
@@ -27,7 +27,7 @@ def _expected(node: Node, host: int) -> tuple[dict[str, Value], int | None, str]
 
 
 def test_gpus_are_equal(node: Node) -> None:
-    """Model, memory, driver, VBIOS, ECC mode, MIG mode, clocks, power limit, links and peer-to-peer capability are equal, and as recorded."""
+    """The GPUs agree with each other and with the baseline in model, memory, driver, VBIOS, modes, clocks, limits and links."""
     if node.telemetry is None or not node.boundaries:
         return
     for host, gpus in node.telemetry.hosts.items():
@@ -38,7 +38,7 @@ def test_gpus_are_equal(node: Node) -> None:
 
 
 def test_pcie_is_trained_under_load(node: Node) -> None:
-    """PCIe has the generation and width under load that a GPU and its slot can do."""
+    """PCIe runs under load at the generation and width that the GPU and its slot support."""
     if node.telemetry is None or not node.boundaries:
         return
     samples = node.telemetry.under_load(node, "inventory", _SAMPLES * node.telemetry.interval)

@@ -1,4 +1,4 @@
-"""Links: what is copied between GPUs, and between them and the host, arrives as it was, everywhere and nowhere else."""
+"""Check that copies between GPUs, and between GPUs and host, arrive unchanged and write nothing else."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 <
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, ...]:
-    """Draw sizes in bytes: a small one, one around each of two borders at which copies change, and one as large as there is memory."""
+    """Draw sizes in bytes: a small one, sizes around borders where the implementation of copies changes, and a large one."""
     level = active().gpu_level
     around = st.integers(-70, 70)
     borders = [64 << 10, 2 << 20] if level == "quick" else [4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20]
-    # Above the border, so that a fault that begins there shows.
+    # Above the border, so that a fault that starts there shows.
     found = [draw(_SMALL), *(border + abs(draw(around)) + 1 for border in borders)]
     if level != "quick":
         found += [border - abs(draw(around)) for border in borders]
@@ -47,10 +47,10 @@ ALIGNMENTS = st.one_of(st.sampled_from((0, 1, 2, 4, 8, 16, 128)), st.integers(0,
 def test_copies_between_gpus(
     node: Node, path: Path, sizes: tuple[int, ...], source: int, destination: int, seed: int
 ) -> None:
-    """Each ordered pair, one after the other, and all at once."""
+    """Copies of each ordered pair arrive unchanged, one pair after the other and all pairs at once."""
     from mgpu_check.checks.links import Copies, examine_copies
 
-    # Aligned in one of the two where not in the other: Hypothesis begins with zeros, and a quick run ends with them.
+    # The only example of a quick run has zero offsets, so the second call uses other alignments.
     node.in_node_process("links", examine_copies, Copies(path, sizes, source, destination, seed=seed))
     together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, seed=seed + 1)
     node.in_node_process("links", examine_copies, together)
@@ -64,7 +64,7 @@ def test_copies_between_gpus(
 def test_copies_from_and_to_the_host(
     node: Node, pinned: bool, sizes: tuple[int, ...], source: int, destination: int, path: Path, seed: int
 ) -> None:
-    """To each GPU and back, one after the other, and all at once."""
+    """Copies to each GPU and back arrive unchanged, one GPU after the other and all GPUs at once."""
     from mgpu_check.checks.links import Copies, examine_host_copies
 
     alone = Copies(path, sizes, source, destination, pinned=pinned, seed=seed)
@@ -74,7 +74,7 @@ def test_copies_from_and_to_the_host(
 
 
 def test_speed_of_copies(node: Node) -> None:
-    """Bandwidth and latency of each way; what is too slow is found by the check of performance."""
+    """Measure bandwidth and latency of each copy direction; the check of performance judges them."""
     from mgpu_check.checks.link_speed import measure_copies
 
     size, repeats = _MEASURED[node.level]

@@ -1,4 +1,4 @@
-"""Most of the free memory of each GPU holds what was written."""
+"""Check that most of the free memory of each GPU reads back as written."""
 
 from __future__ import annotations
 

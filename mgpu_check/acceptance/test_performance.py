@@ -1,4 +1,4 @@
-"""What was measured on the way is as fast as it should be."""
+"""Check that the speeds measured by the other checks are high enough."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def test_gpus_and_links_are_fast_enough(node: Node) -> None:
-    """Bandwidth, latency and rates are those of the other GPUs, of the baseline, and of the model."""
+    """Bandwidth, latency and rates reach those of the other GPUs, of the baseline, and the floors of the model."""
     if node.plan.simulate not in (None, "cpu"):
-        why = "simulated GPUs that share a real one are as fast as their neighbours let them be"
+        why = "simulated GPUs share a real one, so their speed depends on each other"
         node.record(Observation(CHECK, Subject("gpu", (number,)), "skipped", why) for number in node.numbers)
         return
     software = {host.number: host.software for host in node.hosts_of_run}

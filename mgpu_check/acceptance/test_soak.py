@@ -1,4 +1,4 @@
-"""All GPUs stay right, and as fast as they were, under load for as long as was asked for."""
+"""Check that all GPUs keep right results and their speed under load for the requested time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_gpus_stay_right_under_load(node: Node) -> None:
-    """Training, memory, collectives and copies at once, round after round."""
+    """Training, memory, collectives and copies stay right when they run at once, round after round."""
     if node.soak is None:
-        pytest.skip("no soak was asked for; ask with --for=2h")
+        pytest.skip("no soak was requested; give --for=2h")
     Soak(node, node.soak).run()

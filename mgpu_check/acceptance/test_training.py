@@ -1,4 +1,4 @@
-"""GPUs of one model train alike, to the bit; and several at once train as one does."""
+"""Check that GPUs of one model train to the same bits, and that several GPUs together train like one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DATA = st.data()
 @drawn(quick=1, standard=4, long=20)
 @given(data=_DATA)
 def test_gpus_train_alike(node: Node, precision: str, data: st.DataObject) -> None:
-    """From the same bits, by deterministic algorithms, to the same bits after each step."""
+    """GPUs that start from the same bits and use deterministic algorithms have the same bits after each step."""
     case: TransformerCase = data.draw(transformers(precision))
     train_alike(node, sized(node, case))
 
@@ -36,14 +36,14 @@ def test_gpus_train_alike(node: Node, precision: str, data: st.DataObject) -> No
 @drawn(quick=1, standard=10, long=100)
 @given(training=trainings(("mlp", "mlp", "lenet", "convnet"), batch=st.integers(8, 24)))
 def test_data_parallel(node: Node, training: TrainingSpec) -> None:
-    """DataParallel on all GPUs of a host trains as one of them does."""
+    """DataParallel on all GPUs of a host trains like one of them."""
     node.in_node_process("training", _data_parallel, training)
 
 
 @drawn(quick=1, standard=10, long=100)
 @given(training=trainings(("mlp", "mlp", "lenet", "convnet"), batch=st.integers(8, 24)))
 def test_distributed(node: Node, training: TrainingSpec) -> None:
-    """DDP on all GPUs trains as one does."""
+    """DDP on all GPUs trains like one GPU."""
     node.on_ranks("training", _distributed, training, environment=DETERMINISTIC)
 
 

@@ -1,6 +1,6 @@
-"""Have all GPUs train the same case, and find those that do not train alike: by vote among GPUs of one model.
+"""Train the same case on all GPUs, and find GPUs that train differently by a vote among the GPUs of one model.
 
-Where there is no majority, because there are two of a model, or one, each trains once more, and then beside the host.
+One or two GPUs of a model have no majority. Each of them then trains a second time, and once more in comparison with the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DETERMINISTIC", "largest", "sized", "train_alike"]
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What cuBLAS needs for the same bits each time, before it is first called."""
+"""cuBLAS gives the same bits each time only if this variable is set before its first call."""
 
 _SIMULATED: dict[str, Any] = {"layers": 1, "heads": 2, "width": 16, "vocabulary": 32, "length": 8, "batch": 4}
 _QUICK: dict[str, Any] = {"layers": 4, "heads": 8, "width": 512, "vocabulary": 1024, "length": 128, "batch": 8}
@@ -32,7 +32,7 @@ _LEAST_MEMORY = {"quick": 2 << 30, "standard": 8 << 30, "long": 8 << 30}
 
 
 def sized(node: Node, case: TransformerCase) -> TransformerCase:
-    """Return the case with the sizes and steps that the memory and the level of `node` call for."""
+    """Return the case with sizes and steps that fit the memory and the level of `node`."""
     memory = min(gpu.memory for gpu in node.gpus)
     size = _SIMULATED if memory < _LEAST_MEMORY["quick"] else _QUICK
     if node.level != "quick" and memory >= _LEAST_MEMORY[node.level]:
@@ -41,7 +41,7 @@ def sized(node: Node, case: TransformerCase) -> TransformerCase:
 
 
 def largest(node: Node) -> tuple[bool, dict[str, Any]]:
-    """Return whether all GPUs of `node` have room for a large case, and the sizes of the largest one for them."""
+    """Return whether all GPUs of `node` have at least 2 GiB of memory, and the sizes of the largest case that fits."""
     memory = min(gpu.memory for gpu in node.gpus)
     if memory >= _LEAST_MEMORY["long"]:
         return True, _LARGE | {"length": 512}
@@ -49,7 +49,7 @@ def largest(node: Node) -> tuple[bool, dict[str, Any]]:
 
 
 def train_alike(node: Node, case: TransformerCase) -> None:
-    """Train `case` on all GPUs at once, and note which do not train as the others of their model."""
+    """Train `case` on all GPUs at once, and record the GPUs that train differently from others of their model."""
     trained = _trained(node, case, node.numbers)
 
     def bits(gpu: int, step: int, name: str) -> bytes | None:
@@ -76,7 +76,7 @@ def _trained(node: Node, case: TransformerCase, gpus: Sequence[int]) -> dict[int
 
 
 def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) -> None:
-    """Find out who is wrong where no majority says so: by a second training, or by one that the host has done, too."""
+    """Find the GPUs at fault without a majority: by a second training, and by a training that the host repeats."""
     case = next(iter(trained.values())).case
     accused = set()
     for gpu, second in _trained(node, case, list(trained)).items():
@@ -92,7 +92,7 @@ def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) ->
         node.record(passed(gpu, one) for gpu, one in left.items())
         return
     names = ", ".join(divided.names[:3])
-    seen = f"do not train alike, and none has a majority: step {divided.step}, {names}"
+    seen = f"do not train alike, without a majority: step {divided.step}, {names}"
     evidence = {"step": divided.step, "names": list(divided.names)}
     node.record([_failed(Subject("group", tuple(left)), seen, case, evidence)])
 

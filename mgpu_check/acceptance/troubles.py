@@ -1,4 +1,4 @@
-"""A call that did not come back with results: is a GPU at fault, or does nobody know?"""
+"""Turn the error of a call without results into observations: failed if a GPU is at fault, else unknown."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Trouble", "observations_of"]
 
 _OF_GROUPS = "DistBackendError"
 _OF_DEVICES = ("AcceleratorError", _OF_GROUPS, "DeferredCudaCallError")
-"""Errors of torch that say that a device, or the communication between devices, has failed."""
+"""Errors of torch that report a failed device, or failed communication between devices."""
 
 _REFUSALS = ("DeviceRefused", *_OF_DEVICES)
-"""Why a rank did not come up, where its device is at fault."""
+"""Causes of a failed start of a rank that put its device at fault."""
 
 
 @dataclass
 class Trouble:
-    """What an error says of GPUs.
+    """The observations that follow from an error.
 
     Attributes:
-        lost: GPUs that do not answer any more.
+        lost: GPUs that no longer answer.
     """
 
     entries: list[Observation] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Trouble:
 
 
 def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[int]) -> Trouble | None:
-    """Return what is to be noted for an error of a call on ranks, or in the node process; None if it is none of theirs.
+    """Return the observations for an error of a call on ranks or in the node process; None for any other error.
 
     Args:
-        what: the function that was called.
-        gpus: of the ranks, in their order; of the node process those that it sees.
+        what: name of the function that was called.
+        gpus: GPUs of the ranks in their order, or all GPUs that the node process sees.
     """
     trouble = Trouble()
     if isinstance(error, StartupFailure):
@@ -47,7 +47,7 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
         return None
     what = what.strip("_").replace("_", " ")
-    # Who waits for others, or dies of what others have sent, is not known from here: whoever calls asks each GPU by itself.
+    # A rank may have waited for others, or died of their data, so a group is accused; the caller then probes each GPU alone.
     alone = len(gpus) == 1 or CHECKLIST[check].alone
     for rank, died in account.died.items():
         whose = "its process" if alone else Who(len(gpus))([rank])
@@ -70,7 +70,9 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
 
 
 def _refused(trouble: Trouble, check: str, error: StartupFailure, gpus: Sequence[int]) -> None:
-    """Note ranks that did not come up. A device that refuses every process is at fault; one that others use is not."""
+    """Add observations for ranks that did not start. A device that refuses every process is at fault; a device that
+    another process uses is not.
+    """
     seen = str(error).splitlines()[0]
     for rank in error.ranks or [NODE]:
         wrong = error.cause in _REFUSALS and rank != NODE

@@ -1,9 +1,10 @@
-"""From what was seen to the parts that explain it: the smallest set of parts, with its evidence.
+"""Find the smallest set of parts that explains the failed observations.
 
-A part *explains* a failed observation if it takes part in what was looked at, and the data do not point elsewhere. Of the sets of
-parts that explain most, the cheapest is chosen. Each part costs 1, the host more, because it explains everything; what a part would
-spoil, but was seen to be right, counts a little against it. So one failed pair of eight GPUs is a link, and all pairs out of one GPU
-are that GPU. Where several would explain the same at the same price, none is named, and the failure stands unexplained.
+A part *explains* a failed observation if it belongs to the subject, and the data do not point elsewhere. The search takes the
+sets of parts that explain the most observations, and chooses the cheapest of them. A GPU costs 1, a link slightly less. The
+host costs more, because it explains everything. Observations that passed although a part would spoil them add a little to its
+price. So the explanation of one failed pair of eight GPUs is a link; the explanation of all pairs of one GPU is that GPU. If
+several parts explain the same failures at the same price, none is named, and the failures remain unexplained.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ __all__ = ["Explanation", "Suspect", "explain"]
 
 _COST = {"gpu": 1.0, "link": 0.9, "host-link": 0.9, "host": 4.0}
 _BOTH_WAYS = 1.0
-_AGAINST_DATA = 1.1  # of a link, where the data point at one of its GPUs and no copy over it has failed
-_SPOILED = 0.3  # at most, for a part of which all else was seen to be right
+_AGAINST_DATA = (
+    1.1  # cost of a link if the data point at one of its GPUs and no copy over it failed: more than that GPU
+)
+_SPOILED = 0.3  # largest surcharge, for a part whose other observations all passed
 _UNEXPLAINED = 10.0
 _MOST_SETS = 20_000
 
 Key = tuple[str, Subject, tuple[int, ...]]
-"""What tells observations apart for their explanation: check, subject, suspects."""
+"""Check, subject and suspects. Observations with the same key have the same explanation."""
 
 
 @dataclass(frozen=True, order=True)
 class Suspect:
-    """Parts that stand and fall together: one, or both directions of a link."""
+    """Parts that are accused together: a single part, or both directions of a link."""
 
     parts: tuple[Part, ...]
     cost: float
@@ -42,11 +45,11 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The end of the search.
+    """The result of the search.
 
     Attributes:
-        parts: each with the numbers of the failed observations that it explains.
-        unexplained: numbers of the others.
+        parts: the parts at fault, each with the indices of the failed observations that it explains.
+        unexplained: indices of the other failed observations.
     """
 
     parts: Mapping[Part, tuple[int, ...]]
@@ -56,12 +59,12 @@ class Explanation:
 def explain(
     observations: Sequence[Observation], hosts: Sequence[int], follows_rank: Collection[int] = ()
 ) -> Explanation:
-    """Return the smallest set of parts that explains the failed ones of `observations`.
+    """Return the smallest set of parts that explains the failed `observations`.
 
     Args:
-        hosts: the host of each GPU, by its number.
-        follows_rank: numbers of observations of which a second look has shown that the fault stays with the rank, whatever
-            device it has: only the host, that is its software, explains them.
+        hosts: the host of each GPU, by number of the GPU.
+        follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has shown.
+            Only the host, with its software, explains them.
     """
     failed = [number for number, entry in enumerate(observations) if entry.outcome == "failed"]
     keys: dict[Key, list[int]] = {}
@@ -116,7 +119,7 @@ class _Search:
     def __init__(self, failed: Sequence[Key], passed: Iterable[Key], hosts: Sequence[int]) -> None:
         self.failed = failed
         self.hosts = hosts
-        # Only what never failed speaks for a part: a fault may show now and then.
+        # A key that passed counts for a part only if it never failed: a fault may be intermittent.
         self.passed = set(passed) - set(failed)
 
     def best(self) -> tuple[Suspect, ...]:
@@ -136,7 +139,7 @@ class _Search:
         return best
 
     def sure(self, chosen: tuple[Suspect, ...]) -> tuple[Suspect, ...]:
-        """Leave out who is no more suspect than another that was not chosen: to name one of several alike would be a guess."""
+        """Drop suspects that another candidate could replace at no higher price: to name one of them would be a guess."""
         price = self._price(chosen)
         others = [one for one in self.candidates if one not in chosen]
         return tuple(
@@ -146,7 +149,7 @@ class _Search:
         )
 
     def _improved(self, best: tuple[Suspect, ...], least: float) -> tuple[Suspect, ...]:
-        """Add one by one what helps most, where there are too many sets to try them all; take out what helps no more."""
+        """Improve `best` greedily, if there are too many sets to try all: add or remove one suspect at a time."""
         while True:
             more = [(*best, one) for one in self.candidates if one not in best]
             fewer = [tuple(other for other in best if other != one) for one in best]
@@ -174,7 +177,7 @@ class _Search:
                 pair = tuple(sorted(subject.members))
                 groups[pair] = min(groups.get(pair, _AGAINST_DATA), _AGAINST_DATA if suspects else _COST["link"])
         alone = [Suspect((part,), _COST[part.kind]) for part in parts]
-        # A group does not tell which direction is wrong.
+        # A failed group does not show which direction of the link is wrong.
         both = {pair: cost for pair, cost in groups.items() if not copies & {pair, pair[::-1]}}
         both |= {pair: _BOTH_WAYS for pair in copies if pair < pair[::-1] and pair[::-1] in copies}
         return sorted(
@@ -190,7 +193,7 @@ class _Search:
 
     @cached_property
     def _spoiled(self) -> dict[Suspect, float]:
-        """How much of what a suspect would spoil was seen to be right."""
+        """For each suspect the share of the observations it would spoil that passed."""
         share = {}
         for suspect in self.candidates:
             right = sum(suspect.explains(key, self.hosts) for key in self.passed)

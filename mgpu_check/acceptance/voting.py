@@ -1,4 +1,4 @@
-"""A vote among GPUs of one model: the same work on the same data gives the same bits on all that are right."""
+"""Vote among the GPUs of one model: healthy GPUs get the same bits from the same work on the same data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Vote", "vote"]
 
 @dataclass(frozen=True)
 class Vote:
-    """The end of a vote among the GPUs of one model that did not agree.
+    """The result of a vote without agreement among the GPUs of one model.
 
     Attributes:
         voters: numbers of the GPUs that voted.
-        odd: those that differ from the majority; all voters where there is none.
-        usual: what more than half of them say; None where no value has a majority.
+        odd: GPUs that differ from the majority; all voters if there is no majority.
+        usual: the value of more than half of the voters; None if there is no majority.
     """
 
     voters: tuple[int, ...]
@@ -25,18 +25,18 @@ class Vote:
 
     @property
     def decided(self) -> bool:
-        """There is a majority, and so a suspect."""
+        """True if there is a majority, so that `odd` holds suspects."""
         return self.usual is not None
 
 
 def vote(ballots: Mapping[int, Hashable], models: Mapping[int, Hashable]) -> list[Vote]:
-    """Return the votes that were not unanimous, one for each model at most.
+    """Return the votes that were not unanimous, at most one for each model.
 
-    A majority is more than half of all GPUs of the model that voted. Of two that differ, neither has one.
+    A majority is more than half of the GPUs of the model that voted. Two GPUs that differ have no majority.
 
     Args:
-        ballots: number of GPU -> what it says, not None.
-        models: number of GPU -> its model; what is compared must be equal on all GPUs of one.
+        ballots: value of each GPU by number, not None.
+        models: model of each GPU by number; healthy GPUs of one model must have equal values.
     """
     groups: dict[Hashable, list[int]] = {}
     for gpu in sorted(ballots):

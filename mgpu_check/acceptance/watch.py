@@ -1,8 +1,8 @@
-"""Telemetry of all hosts of a run: at all times on the first, which has the pytest process; on the others now and then.
+"""Telemetry of all hosts of a run: continuous on the first host, which runs pytest; at intervals on the others.
 
-Another host is asked in calls of its processes: after tests, though not more often than every few seconds, and while the load
-of the checks of inventory and health runs there. So its counters and its state are known, and its clocks and links under
-load; an Xid is seen only if it comes in such a call.
+On another host, telemetry is read within calls of its processes: after tests, at most every few seconds, and under the load of
+the checks of inventory and health. These calls read its counters and state, and its clocks and links under load. An Xid there
+is seen only if it occurs during such a call.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _TRIES = 3
 
 
 class Watch:
-    """See the module.
+    """The telemetry of a run.
 
     Args:
-        gpus: all of the run.
-        simulated: what the telemetry of simulated GPUs is made of; None on real ones.
+        gpus: all GPUs of the run.
+        simulated: source of the telemetry of simulated GPUs; None on real ones.
         interval: seconds between two samples of a GPU.
         epoch: start of the run, by `time.monotonic`.
 
@@ -72,7 +72,7 @@ class Watch:
         return self._sampler.now()
 
     def snapshot(self, *, full: bool = True) -> Snapshot:
-        """Ask now; GPUs of other hosts that were asked a moment ago only if it is to be `full`."""
+        """Take a snapshot now. Skip other hosts that were read less than `_EVERY` seconds ago, unless it is `full`."""
         taken = self._sampler.snapshot(_PATIENCE, full=full)
         for host, gpus in self._of.items():
             if full or self.now() - self._visited[host] >= _EVERY:
@@ -81,9 +81,9 @@ class Watch:
         return taken
 
     def under_load(self, node: Node, check: str, seconds: float) -> list[TelemetrySample]:
-        """Keep all GPUs busy for so long, on all hosts; the samples of that time.
+        """Keep the GPUs of all hosts busy for `seconds`, and return the samples of that time.
 
-        Where a GPU was not sampled at work, they are kept busy again: a sample may come late on a machine that is busy itself.
+        Repeat up to `_TRIES` times if a GPU has no sample under load: on a busy machine a sample may come late.
         """
         begun = self.now()
         for _ in range(_TRIES):
@@ -109,11 +109,11 @@ class Watch:
         return sorted([*self._sampler.samples(), *self._samples], key=lambda sample: (sample.at, sample.gpu))
 
     def troubles(self) -> list[Trouble]:
-        """Return what has gone wrong so far."""
+        """Return the troubles so far."""
         return [*self._sampler.troubles(), *self._troubles.values()]
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop sampling."""
         self._sampler.close()
 
     def _looked(self, host: int, gpus: Sequence[tuple[int, str]], full: bool) -> Snapshot:
@@ -123,7 +123,7 @@ class Watch:
                 _look, gpus, self._made_of(), self.interval, full, host=host, timeout=2 * _PATIENCE
             )
         except (RankFailure, RankHang) as error:
-            why = f"telemetry could not be had: {str(error).splitlines()[0]}"
+            why = f"telemetry could not be read: {str(error).splitlines()[0]}"
             return Snapshot(at=self.now(), missing={number: why for number, _ in gpus})
         return self._note(result)
 
@@ -131,7 +131,7 @@ class Watch:
         return None if self._simulated is None else replace(self._simulated, elapsed=self.now())
 
     def _note(self, seen: Visit) -> Snapshot:
-        """Keep what a visit has seen, by the clock of the run; its snapshot."""
+        """Store the samples and troubles of a visit with times of the run's clock, and return its snapshot."""
         ahead = self.now() - seen.snapshot.at
         self._samples += [replace(sample, at=sample.at + ahead) for sample in seen.samples]
         for trouble in seen.troubles:
@@ -145,7 +145,7 @@ def _look(gpus: Sequence[tuple[int, str]], simulated: SimulatedTelemetry | None,
 
 
 def busy_and_listening(rank: Rank, seconds: float, guests: Mapping[int, tuple[Any, ...]]) -> Visit | None:
-    """Keep the GPU of a rank busy, and on the ranks of `guests` listen to the driver meanwhile."""
+    """Keep the GPU of a rank busy; on the ranks in `guests`, sample telemetry at the same time and return it."""
     if rank.index in guests:
         return visit(*guests[rank.index], meanwhile=lambda: keep_busy(rank, seconds))
     keep_busy(rank, seconds)

@@ -37,9 +37,9 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
         ),
         (
             {"accept_plant": ["slow-gpu:device=2"]},
-            "device=2 is none of the GPUs of this run, 0 to 1; choose one of them",
+            "device=2 is not a GPU of this run; choose one of 0 to 1",
         ),
-        ({"accept_plant": ["copy-zeros:device=1,peer=1"]}, "device and peer are one GPU; choose two"),
+        ({"accept_plant": ["copy-zeros:device=1,peer=1"]}, "device and peer are the same GPU; choose two"),
         ({"accept_plant": ["slow-gpu"], "simulate": "cuda:0"}, "hardware is simulated on the CPU only, not on cuda:0"),
         ({"accept_baseline": "/none.json"}, "--baseline: /none.json cannot be read"),
         ({"accept_record_baseline": "/no/such/b.json"}, "--record-baseline: there is no directory /no/such"),
@@ -127,7 +127,9 @@ def test_an_error_of_a_check_itself_leaves_the_node_undecided(command: Command, 
         "Node.on_ranks = on_ranks\n"
     )
     text = command(*NODE, "-k", "memory and random", "-x", code=2)
-    assert "test_memory_holds_what_is_written[random] could not run: an error of the check itself, shown above" in text
+    assert (
+        "test_memory_holds_what_is_written[random] could not run: the check itself raised an error, shown above" in text
+    )
     assert "interrupted" not in text  # by -x it is not
     assert "IndexError" in text
 

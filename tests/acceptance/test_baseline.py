@@ -232,7 +232,7 @@ def with_measure(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "error"),
     [
-        ([], r"b\.json: the whole is \[\], which is no object"),
+        ([], r"b\.json: the whole is \[\], not an object"),
         ({}, r'b\.json: format is missing; give "mgpu-check baseline"'),
         ({"format": "x"}, r'b\.json: format is "x"; give'),
         ({"format": "mgpu-check baseline", "version": 2}, r"version is 2; give 1"),
@@ -261,8 +261,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_baseline(tmp_path)
     (tmp_path / "b.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"b\.json is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"b\.json is not UTF-8 text"):
         read_baseline(tmp_path / "b.json")
     (tmp_path / "b.json").write_text("{")
-    with pytest.raises(ValueError, match=r"b\.json is no JSON: .*line 1"):
+    with pytest.raises(ValueError, match=r"b\.json is not JSON: .*line 1"):
         read_baseline(tmp_path / "b.json")

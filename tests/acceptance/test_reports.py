@@ -114,9 +114,9 @@ def test_numbers_that_are_not_finite_and_values_that_json_lacks_are_kept(tmp_pat
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("", "is no JSON"),
-        ("[]", "is no report of an acceptance"),
-        ('{"format": "mgpu-check comparison"}', "is no report of an acceptance"),
+        ("", "is not JSON"),
+        ("[]", "is not a report of an acceptance"),
+        ('{"format": "mgpu-check comparison"}', "is not a report of an acceptance"),
         ({"version": 2}, "has version 2 of the format, and this mgpu-check reads version 1"),
         ({"version": None}, "has version None of the format"),
         ({"seconds": "long"}, 'seconds is "long", not a number'),
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a\.json cannot be read: No such file"):
         read(tmp_path / "a.json")
     (tmp_path / "b.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         read(tmp_path / "b.json")
 
 
@@ -232,7 +232,7 @@ def test_the_terminal_says_what_is_simulated_and_of_which_host():
     said = lines(account("two hosts"))
     assert said[0] == "REJECTED on 8 SIMULATED cpu GPUs: GPU 6 (cuda:2 of node-b)"
     assert said[1:5] == [
-        "  SIMULATED: this shows what the checks do, and says nothing of hardware",
+        "  SIMULATED: this shows what the checks do, not the state of any hardware",
         "  planted: memory-stuck-bit:device=6,address=1048577,bit=5",
         "  node-a: ACCEPTED",
         "  node-b: REJECTED",

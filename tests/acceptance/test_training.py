@@ -170,7 +170,7 @@ def test_of_two_that_differ_by_the_lowest_bit_nobody_is_accused():
     with on_hardware(Hardware([Off()], 16 << 20)):
         train_alike(node, CASE)
     assert subjects(node) == {("group", (0, 1))}
-    assert "none has a majority: step 1, " in node.entries[-1].seen
+    assert "without a majority: step 1, " in node.entries[-1].seen
 
 
 @pytest.mark.parametrize(

@@ -103,4 +103,4 @@ def test_a_host_that_cannot_be_asked_is_unknown(pool: Pool) -> None:
     finally:
         of.close()
     assert set(taken.facts) == {0, 1}
-    assert taken.missing == dict.fromkeys((2, 3), "telemetry could not be had: rank 0 failed")
+    assert taken.missing == dict.fromkeys((2, 3), "telemetry could not be read: rank 0 failed")

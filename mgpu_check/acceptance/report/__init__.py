@@ -1,1 +1,1 @@
-"""What is made of an account: files for people and machines, the verdict on a terminal, a line that lives while a run goes on."""
+"""Reports of an account: files for people and for programs, the summary on a terminal, and the live progress line."""

@@ -14,15 +14,15 @@ from mgpu_check.devices.telemetry.values import TelemetrySample
 
 __all__ = ["PANELS", "Grid", "Scale", "heat_map", "over_time", "reasons"]
 
-_CHARACTER = 7.0  # width of one, of the font's size 12, on average
+_CHARACTER = 7.0  # average width of a character at font size 12
 _ROW = 30  # height of a row of cells
 _WIDTH = 880
 _PANEL, _STRIP, _GAP = 130, 17, 34  # heights: of a panel, of a row of checks, between panels
-_POINTS = 1200  # of longer curves every so many are drawn
+_POINTS = 1200  # most points of a curve; longer curves are thinned out
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
 PANELS = {"temperature": "°C", "power": "W", "sm_clock": "MHz"}
-"""What is drawn over time, with its unit."""
+"""Telemetry fields to draw over time, with their units."""
 
 
 Scale = Literal["much", "little", "failures"]
@@ -30,16 +30,17 @@ Scale = Literal["much", "little", "failures"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers by row and column.
+    """The content of a heat map: numbers by row and column.
 
     Attributes:
-        rows, columns: what stands before and above them.
-        values: a row each; None where nothing is known.
-        texts: what stands in the cells.
+        rows, columns: labels of the rows and columns.
+        values: numbers row by row; None if unknown.
+        texts: texts of the cells, row by row.
         marked: row and column of the cells that belong to an accused part.
-        scale: "much" is good, "little" is good, or each number above 0 is a "failure"; or that of each row.
-        by_row: each row has a scale of its own.
-        across, down: what columns and rows are.
+        scale: "much" if large values are good, "little" if small ones are, "failures" for counts of failures; one for the
+            grid, or one for each row.
+        by_row: each row has a colour scale of its own.
+        across, down: titles of the columns and of the rows.
     """
 
     rows: Sequence[str]
@@ -99,10 +100,10 @@ def heat_map(grid: Grid, name: str, title: str) -> str:
 
 
 def _cell_colours(value: float | None, most: float, scale: str) -> tuple[str, str]:
-    """Return the colours of a cell and of its number: of the page for what is nothing special, of a map else.
+    """Return the colours of a cell and of its number: page colours for no value or no failure, else from a colour map.
 
     Args:
-        most: the best value of its scale, with which it is compared; of failures the largest number.
+        most: the best value on the scale; for failures the largest number.
     """
     import matplotlib as mpl
     from matplotlib.colors import to_hex
@@ -124,8 +125,8 @@ def over_time(
     """Return temperature, power and clocks of GPUs over time, with a bar for each check, as an ``<svg>`` element.
 
     Args:
-        samples: of some GPUs; at least one has a value of `PANELS`.
-        accused: numbers of GPUs whose curves stand out.
+        samples: samples of the GPUs to draw; at least one has a value for a field of `PANELS`.
+        accused: numbers of the GPUs whose curves are highlighted.
     """
     from matplotlib.figure import Figure
 
@@ -203,7 +204,7 @@ def _look(number: int, accused: Sequence[int]) -> Mapping[str, Any]:
 
 
 def _throttled(axes: Any, by_gpu: Mapping[int, Sequence[TelemetrySample]], scale: float) -> None:
-    """Mark where a GPU's clocks were held down."""
+    """Mark samples with GPU clocks held down."""
     at, clocks = [], []
     for mine in by_gpu.values():
         held = [sample for sample in mine if reasons(sample)]
@@ -218,17 +219,17 @@ def _throttled(axes: Any, by_gpu: Mapping[int, Sequence[TelemetrySample]], scale
 
 
 def reasons(sample: TelemetrySample) -> list[str]:
-    """Return the reasons for which clocks are held down, of those that are a sign of a defect."""
+    """Return the throttle reasons of a sample that are signs of a defect."""
     parts = str(sample.values.get("throttle") or "").split(", ")
     return [part for part in parts if part in THROTTLED]
 
 
 def _bars(axes: Any, checks: Sequence[CheckRun], end: float, scale: float) -> None:
     colours = {"passed": "right", "failed": "wrong", "unknown": "unsure", "skipped": "weak"}
-    least = end / 400  # a bar that is shorter is not seen
+    least = end / 400  # a shorter bar would be invisible
     for row, run in enumerate(checks):
         if not run.seconds:
-            continue  # it has not begun
+            continue  # the check has not started
         start = min(run.started, end - least) / scale
         axes.barh(
             row,

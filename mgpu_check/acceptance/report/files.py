@@ -1,4 +1,4 @@
-"""Write reports to files, each in the format that its name asks for."""
+"""Write reports to files, in the format of the suffix."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _WRITERS: Mapping[str, Callable[[Account], str]] = dict(
 
 
 def check_paths(paths: Iterable[Path | str]) -> None:
-    """Check, before a run, that reports can be written to these files.
+    """Check before a run that reports can be written to these files.
 
     Raises:
-        ValueError: one cannot: its suffix is none of `option_values.ACCEPTANCE_SUFFIXES`, there is no such directory, nothing can be written there, or
-            the extra that pages need is missing; names the file, and says what to do.
+        ValueError: a suffix is not in `option_values.ACCEPTANCE_SUFFIXES`, a directory does not exist or is not writable, or
+            the extra for pages is missing. The message names the file and the remedy.
     """
     for path in map(Path, paths):
         _writer(path)
@@ -61,7 +61,7 @@ def check_place(path: Path) -> None:
     """Check that a file can be written.
 
     Raises:
-        ValueError: there is no such directory, nothing can be written there, or the name is that of a directory.
+        ValueError: its directory does not exist or is not writable, or the path is itself a directory.
     """
     if not path.absolute().parent.is_dir():
         raise ValueError(
@@ -78,18 +78,18 @@ def check_place(path: Path) -> None:
 
 
 def clear(paths: Iterable[Path | str]) -> None:
-    """Remove reports of earlier runs: what is there when a run was killed would be taken for its own."""
+    """Remove reports of earlier runs, so that they cannot be mistaken for those of a run that was killed."""
     for path in map(Path, paths):
         path.unlink(missing_ok=True)
 
 
 def write(path: Path | str, account: Account) -> None:
-    """Write a report of `account` in the format of the suffix of `path`, in capitals or not.
+    """Write a report of `account` in the format of the suffix of `path`, in upper or lower case.
 
-    The file is there whole or as it was: a report that fails leaves no half.
+    The write is atomic: on failure the file is unchanged.
 
     Raises:
-        ValueError: the suffix is another one, or the extra that pages need is missing.
+        ValueError: the suffix is unknown, or the extra for pages is missing.
         OSError: the file cannot be written.
     """
     path = Path(path)

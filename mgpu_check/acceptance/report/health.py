@@ -1,4 +1,4 @@
-"""What telemetry showed of one GPU, in a few lines."""
+"""Summarise the facts and the telemetry of one GPU in a few lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS: Mapping[str, str] = {"degrees Celsius": "°C"}
 
 
 def facts_of(gpu: Gpu) -> list[tuple[str, str]]:
-    """Return what is known of a GPU besides its identity: name and value in words."""
+    """Return the facts of a GPU other than its identity, as name and value in words."""
     rows = []
     for name, value in gpu.facts.items():
         try:
@@ -42,10 +42,10 @@ def facts_of(gpu: Gpu) -> list[tuple[str, str]]:
 
 
 def health_of(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]:
-    """Return what is to be said of a GPU's health: name, value, and whether that is a bad sign.
+    """Return the telemetry findings of a GPU: name, value, and whether it is a bad sign.
 
     Args:
-        samples: of one GPU, by time.
+        samples: samples of one GPU, by time.
     """
     if not samples:
         return [("telemetry", "none", False)]

@@ -1,6 +1,6 @@
 """The account as JUnit XML: a test case for each check and subject.
 
-What is unknown is an error there: readers of JUnit have no other word for what says nothing.
+An unknown outcome becomes an ``error``: JUnit has no other element for a test without a result.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mgpu_check.devices.observations import Observation, Outcome, Subject
 __all__ = ["render"]
 
 _MOST = 200
-"""Cases of one subject that are told."""
+"""Most observations to list for one subject."""
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(account: Account) -> str:
-    """Render the account."""
+    """Render the account as JUnit XML."""
     by_case: dict[tuple[str, Subject], list[Observation]] = {}
     for entry in account.observations:
         by_case.setdefault((entry.check, entry.subject), []).append(entry)
@@ -93,7 +93,7 @@ def _case(account: Account, check: str, subject: Subject, entries: Sequence[Obse
 
 
 def _of_check(run: CheckRun) -> ET.Element:
-    """Return a case for a check as a whole: it did too little, or has seen nothing at all."""
+    """Return a test case for a whole check that did too little work or has no observations."""
     names = {"classname": f"mgpu_check.acceptance.{run.name}", "name": "all", "time": f"{run.seconds:.3f}"}
     case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
     tag = {"failed": "failure", "unknown": "error", "skipped": "skipped"}.get(run.outcome)
@@ -109,5 +109,5 @@ def _told(entry: Observation) -> str:
 
 
 def _text(words: str) -> str:
-    """Make visible what XML cannot hold."""
+    """Replace characters that XML does not allow by escapes."""
     return _ILLEGAL.sub(lambda match: f"\\x{ord(match[0]):02x}", words)

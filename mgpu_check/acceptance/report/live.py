@@ -1,5 +1,6 @@
-"""What an acceptance shows while it runs: on a terminal one line with progress, time left and the verdict so far; in a log a line
-now and then.
+"""Progress of a running acceptance: one live line on a terminal, or a line per minute in a log.
+
+The line shows the tests done, the time left and the verdict so far.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mgpu_check.pytest_plugin.report.progress import LiveLine
 __all__ = ["Live"]
 
 _LEAST = 3
-"""Tests from which on the time left is guessed; of few tests a quarter."""
+"""Finished tests before the time left is estimated; a quarter of the tests if that is fewer."""
 _APART = 60.0
-"""Seconds between lines of a log, but for the ends of checks."""
+"""Seconds between lines of a log. The end of a check always prints a line."""
 _CATEGORIES = {"passed": "passed", "failed": "failed", "skipped": "skipped"}
 
 
@@ -28,10 +29,10 @@ class Live:
     """A pytest plugin that replaces pytest's dots for the tests of an acceptance. Register it when their order is known.
 
     Args:
-        terminal: pytest's, or None where it has none.
-        tests: node id of each test -> its check, in the order in which they run.
-        known: check -> seconds that its tests take together, where that was asked for: of a soak.
-        clock: seconds since any time.
+        terminal: pytest's terminal reporter; None without one.
+        tests: node id of each test -> name of its check, in the order they run.
+        known: check -> total seconds of its tests, if fixed in advance, as for a soak.
+        clock: returns seconds since a fixed time.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Live:
         self._check = ""
 
     def heard(self, entries: Iterable[Entry]) -> None:
-        """Count what a check has just seen."""
+        """Count new observations, and print the first failure."""
         for entry in entries:
             if isinstance(entry, Observation):
                 self._seen[entry.outcome] += 1
@@ -64,23 +65,23 @@ class Live:
         self.tick()
 
     def tick(self) -> None:
-        """Show what there is to show: time has passed."""
+        """Update the display, because time has passed."""
         self._line.show(self.text)
         if not self._line.lives and self._clock() - self._said >= _APART:
             self._stay(self.text())
 
     def phase(self, doing: str) -> None:
-        """Say what is done after the tests, such as second looks."""
+        """Show a phase outside of the tests, such as second looks."""
         self._doing = doing
         self._check = ""
         self._line.show(self.text, now=True)
 
     def end(self) -> None:
-        """Take the line away."""
+        """Remove the live line."""
         self._line.clear()
 
     def text(self) -> str:
-        """Return the line: tests done of all, time, time left, the verdict so far, what runs."""
+        """Return the line: tests done and total, time, time left, the verdict so far, the current test."""
         left = self.left()
         remaining = "" if left is None else f", {seconds_text(_coarse(left))} left"
         done = len(self._tests) - self._left.total()
@@ -88,9 +89,9 @@ class Live:
         return f"[{done}/{len(self._tests)}] {passed}{remaining}; {self._so_far()}: {self._doing}".rstrip(": ")
 
     def left(self) -> float | None:
-        """Return about how many seconds are left; None where too little is known yet, or what comes after the tests runs.
+        """Estimate the seconds left; None if too few tests have finished, or all have.
 
-        A test takes as long as the others of its check have taken, or those of all checks, where it is the first.
+        A test counts with the mean time of the finished tests of its check, or of all checks if it is the first of its check.
         """
         if not self._left.total() or len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
             return None
@@ -117,7 +118,7 @@ class Live:
         return ", ".join(parts)
 
     def _stay(self, text: str, red: bool = False) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._said = self._clock()
         self._line.stay(text, **({"red": True} if red else {}))
 
@@ -144,7 +145,7 @@ class Live:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Print no letter for a test of an acceptance; an error outside of a check is pytest's to show."""
+        """Print no letter for a test of an acceptance. Errors of setup and teardown are left to pytest."""
         if report.nodeid not in self._tests or (report.when != "call" and report.failed):
             return None
         if report.when != "call" and not report.skipped:
@@ -153,7 +154,7 @@ class Live:
 
 
 def _ended(seen: Mapping[str, int]) -> str:
-    """Return how a check has ended, with what it has seen."""
+    """Return the counts of a check's observations by outcome."""
     counts: Sequence[str] = [
         f"{seen[name]} {name}" for name in ("passed", "failed", "skipped", "unknown") if seen.get(name)
     ]
@@ -161,5 +162,5 @@ def _ended(seen: Mapping[str, int]) -> str:
 
 
 def _coarse(seconds: float) -> float:
-    """Return a time as it is guessed: of more than a minute, in steps of ten seconds."""
+    """Round an estimated time: to seconds, or to ten seconds from a minute on."""
     return round(seconds, -1) if seconds >= 60 else round(seconds)

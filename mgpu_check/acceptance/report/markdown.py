@@ -14,11 +14,11 @@ from mgpu_check.pytest_plugin.report.markup import code, fenced, text
 __all__ = ["render"]
 
 _EVIDENCE = 20
-"""Observations that are shown for an accusation."""
+"""Most observations to show for an accusation."""
 
 
 def render(account: Account) -> str:
-    """Render the account, of as many bytes at most as GitHub shows."""
+    """Render the account, cut at the number of bytes that GitHub shows."""
     page = Page()
     page.add(f"# mgpu-check accept: {text(view.headline(account))}", "")
     if account.simulated:

@@ -1,4 +1,4 @@
-"""Measurements and failures as matrices: GPU by GPU, and check by GPU."""
+"""Matrices of measurements and failures: GPU by GPU, and check by GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["heat_maps", "others"]
 
 
 Key = tuple[str, str, int]
-"""Quantity, unit and size of measurements that are compared."""
+"""Quantity, unit and size of comparable measurements."""
 
 _Kind = Literal["gpu", "upload", "download"]
 
 
 def heat_maps(account: Account) -> list[dict[str, str]]:
-    """Return headings, notes and pictures of all matrices of an account."""
+    """Return heading, note and SVG picture of each matrix of an account."""
     links = {
         _pair_of(accusation.part.members)
         for accusation in account.verdict.accusations
@@ -54,7 +54,7 @@ def _pair_of(members: Sequence[int]) -> tuple[int, int]:
 
 
 def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Of each quantity the largest size, of times the smallest: that is the bandwidth, or the latency, of a link."""
+    """Keep one size for each quantity: the smallest for times, which shows latency; else the largest, which shows bandwidth."""
     chosen: dict[tuple[str, str], int] = {}
     for quantity, unit, size in pairs:
         best = chosen.get((quantity, unit))
@@ -65,7 +65,7 @@ def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _blocks(account: Account) -> list[tuple[str, list[int]]]:
-    """Return the GPUs of each matrix, with what its heading adds: of many GPUs a matrix for each host that is shown."""
+    """Return the GPUs of each matrix with a suffix for its heading: one matrix for few GPUs, else one for each shown host."""
     numbers = [gpu.number for gpu in account.gpus]
     if len(numbers) <= view.MATRIX:
         return [("", numbers)]
@@ -106,7 +106,7 @@ def _square(numbers: Sequence[int], values: Any, texts: Any, links: set[tuple[in
 def _between_hosts(
     account: Account, key: Key, found: Mapping[tuple[int, int], Measurement], name: str
 ) -> list[dict[str, str]]:
-    """Return the slowest of each two hosts, where there are too many GPUs for one matrix."""
+    """Return a matrix of the slowest pair between any two hosts, if one matrix cannot show all GPUs; else nothing."""
     if len(account.gpus) <= view.MATRIX or len(account.hosts) > view.MATRIX:
         return []
     host = {gpu.number: gpu.host for gpu in account.gpus}
@@ -149,11 +149,11 @@ def _failures_of_pairs(account: Account, links: set[tuple[int, int]]) -> list[di
 
 
 _SLOW = "A frame: too slow."
-_NOTE = "Number of cases that failed. A dash: not looked at. A frame: accused."
+_NOTE = "Number of cases that failed. A dash: not checked. A frame: accused."
 
 
 def _failed(entries: Sequence[Observation]) -> float | None:
-    """Return how many failed; None where nobody has looked."""
+    """Return the number of failures; None if no entry passed or failed."""
     looked = [entry for entry in entries if entry.outcome in ("passed", "failed")]
     return float(sum(entry.outcome == "failed" for entry in looked)) if looked else None
 
@@ -186,13 +186,13 @@ def _failures_of_gpus(account: Account) -> list[dict[str, str]]:
         texts = [[_count(value) for value in row] for row in values]
         grid = Grid(names, [str(number) for number in numbers], values, texts, marked, "failures", across="GPU")
         heading = f"Failures by check and GPU{where}"
-        note = f"{_NOTE} What failed between GPUs counts for each of them."
+        note = f"{_NOTE} A failure between GPUs counts for each of them."
         pictures.append({"heading": heading, "note": note, "svg": heat_map(grid, f"checks{block}", heading)})
     return pictures
 
 
 def _worst(found: dict[Any, Measurement], key: Any, one: Measurement) -> None:
-    """Keep the slowest where the same was measured several times."""
+    """Keep the slowest of several measurements with the same key."""
     before = found.get(key)
     slower = before is None or (one.value > before.value if one.unit == "s" else one.value < before.value)
     if slower:
@@ -200,7 +200,7 @@ def _worst(found: dict[Any, Measurement], key: Any, one: Measurement) -> None:
 
 
 def _by_gpu(account: Account) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
-    """Return what was measured of each GPU by itself, and between it and its host."""
+    """Return the measurements of each GPU by itself, and of copies between it and its host."""
     found: dict[_Kind, dict[Key, dict[int, Measurement]]] = {}
     for one in account.measurements:
         kind = one.subject.kind
@@ -253,7 +253,10 @@ def _extent(unit: str, size: int) -> str:
 
 
 def others(account: Account) -> list[dict[str, str]]:
-    """Return what was measured that no matrix shows: of groups, hosts, and other sizes, from the slowest to the fastest."""
+    """Return table rows for the measurements that no matrix shows: of groups, of hosts, and of other sizes.
+
+    For other sizes a row has the median, the lowest and the highest value.
+    """
     rows = []
     found: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(account))]
     found += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(account).items()]

@@ -17,7 +17,7 @@ _WORST: tuple[Kind, ...] = ("REJECTED", "INCONCLUSIVE", "ACCEPTED")
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Where hosts, GPUs and observations of one account are in the joined one."""
+    """The numbers of one account's hosts and GPUs, and the index of its first observation, in the joined account."""
 
     hosts: Mapping[int, int]
     gpus: Mapping[int, int]
@@ -29,16 +29,16 @@ class _Numbers:
 
 
 def merge(named: Mapping[str, Account], command: str) -> Account:
-    """Return one account of all hosts and GPUs, numbered anew in the order given. Its verdict is the worst.
+    """Join accounts into one with all hosts and GPUs, renumbered in the order given. Its verdict is the worst of theirs.
 
     Times count from the start of each node's own run.
 
     Args:
-        named: what each account is called in errors: its file.
-        command: that made it.
+        named: the accounts by file name, which error messages use.
+        command: command line of the merge.
 
     Raises:
-        ValueError: a GPU is in two of them, or some are simulated and others are not.
+        ValueError: a real GPU is in two accounts, or some accounts are simulated and others are not.
     """
     accounts = list(named.values())
     _refuse_what_does_not_fit(named)
@@ -72,12 +72,12 @@ def merge(named: Mapping[str, Account], command: str) -> Account:
 
 
 def worst(kinds: Iterable[Kind]) -> Kind:
-    """Return the worst of some verdicts: a part that is wrong, before what nobody knows."""
+    """Return the worst of the verdicts: REJECTED, then INCONCLUSIVE, then ACCEPTED."""
     return min(kinds, key=_WORST.index)
 
 
 def _unknown(account: Account, with_partial: bool) -> list[str]:
-    """Return what could not be checked on a node; also what was not asked for, where other nodes differ in that."""
+    """Return the lines on checks that could not be done on a node. With `with_partial`, also list a partial selection."""
     partial = account.verdict.partial if with_partial else ()
     return [*account.verdict.unknown, *([f"{_name(account)}: only {', '.join(partial)} ran"] if partial else [])]
 
@@ -116,7 +116,7 @@ def _numbered(accounts: Sequence[Account]) -> Iterable[_Numbers]:
 
 
 def _renumbered(account: Account, its: _Numbers) -> Account:
-    # Lines that are written already have the numbers of the node's own run.
+    # Lines of text keep the numbers of the node's own run, so a prefix says whose numbers they are.
     prefix = "" if its.same else f"by the numbers of {_name(account)}: "
     only = next(iter(its.hosts.values())) if len(its.hosts) == 1 else None
 

@@ -22,18 +22,21 @@ __all__ = ["render"]
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _EVIDENCE = 20
-"""Observations that are shown for an accusation."""
+"""Most observations to show for an accusation."""
 _CLASSES = {"ACCEPTED": "good", "REJECTED": "bad", "INCONCLUSIVE": "open"}
 
 
 @dataclass(frozen=True)
 class Card:
-    """What the page says of one GPU.
+    """The card of one GPU on the page.
 
     Attributes:
-        accused: names of the accused parts that it has to do with; the first is the GPU itself, if it is one.
-        results: check, outcome, counts in words; "with others" where only pairs, groups or the host were looked at.
-        health: what telemetry showed, name and value.
+        host: name of the host.
+        accused: names of the accused parts that contain the GPU.
+        wrong: the GPU itself is accused.
+        identity: names and values that identify the GPU.
+        results: check, outcome, counts in words, and whether the subjects are pairs, groups or the host.
+        health: name and value of each telemetry finding, and whether it is a bad sign.
     """
 
     gpu: Gpu
@@ -46,7 +49,7 @@ class Card:
 
 
 def render(account: Account) -> str:
-    """Render the page. It takes the extra, see `pages.require`."""
+    """Render the account as HTML. Needs the extra ``report``; see `pages.require`."""
     accused = _accused(account)
     return pages.render(
         _TEMPLATE,
@@ -86,7 +89,7 @@ def _shown(entry: Observation) -> dict[str, Any]:
 
 
 def _accused(account: Account) -> dict[int, list[str]]:
-    """Return for each GPU the accused parts that it has to do with."""
+    """Return for each GPU the names of the accused parts that contain it, other than hosts."""
     found: dict[int, list[str]] = {gpu.number: [] for gpu in account.gpus}
     for accusation in account.verdict.accusations:
         part = accusation.part
@@ -96,7 +99,7 @@ def _accused(account: Account) -> dict[int, list[str]]:
 
 
 def _wrong(account: Account) -> set[int]:
-    """Return the GPUs that are accused themselves."""
+    """Return the accused GPUs."""
     return {one.part.members[0] for one in account.verdict.accusations if one.part.kind == "gpu"}
 
 

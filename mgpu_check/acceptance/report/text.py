@@ -1,4 +1,4 @@
-"""The verdict on a terminal."""
+"""The verdict as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mgpu_check.devices.observations import Observation
 __all__ = ["lines"]
 
 _MOST = 8
-"""So many lines of one kind: more of them are counted."""
+"""Most lines of one kind; the rest is only counted."""
 _TEXTS = 2
-"""Columns of the table of checks that are words; the others are numbers, but for the last."""
+"""Leading columns of the table of checks that hold words and are aligned left."""
 
 
 def lines(account: Account) -> list[str]:
-    """Return what the terminal says at the end of a run: the verdict first, then each accused part, what could not be checked,
-    what each check did, and how to repeat it.
+    """Return the summary of a run: the verdict, each accused part, what could not be checked, a table of the checks, and the
+    command to repeat the run.
     """
     found = [view.headline(account)]
     if account.simulated:

@@ -1,4 +1,4 @@
-"""An account as JSON and back. ``schema-1.json`` beside this file says what the JSON holds."""
+"""Convert an account to JSON and back. ``schema-1.json`` in this directory describes the format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FORMAT", "SCHEMA", "VERSION", "encoded", "read", "to_json"]
 
 FORMAT = "mgpu-check acceptance"
 VERSION = 1
-"""Changes when a reader of the one before would misread it. Within a version, fields may be added."""
+"""Rises when a reader of the previous version would misread a file. Within a version, fields may be added."""
 SCHEMA = Path(__file__).with_name(f"schema-{VERSION}.json")
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -37,7 +37,7 @@ def to_json(account: Account) -> str:
 
 
 def encoded(value: Any) -> Any:
-    """Return `value` as JSON has it; what JSON cannot hold, as text: a report must not fail on what it reports."""
+    """Return `value` in types of JSON, other types as text, so that no evidence can make the report fail."""
     if isinstance(value, float):
         return value if math.isfinite(value) else "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     if value is None or isinstance(value, (bool, int, str)):
@@ -52,10 +52,11 @@ def encoded(value: Any) -> Any:
 
 
 def read(path: Path) -> Account:
-    """Read the account that a JSON report holds.
+    """Read the account of a JSON report.
 
     Raises:
-        ValueError: the file cannot be read, or is no such report, or one of a newer version; says which field is wrong.
+        ValueError: the file cannot be read, is not a report, or has another version of the format. The message names the
+            invalid field.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -63,10 +64,10 @@ def read(path: Path) -> Account:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(
-            f"{path} is no JSON: {error}; give a report of `mgpu-check accept --report=FILE.json`"
+            f"{path} is not JSON: {error}; give a report of `mgpu-check accept --report=FILE.json`"
         ) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"{path} is no report of an acceptance; give one of `mgpu-check accept --report=FILE.json`")
+        raise ValueError(f"{path} is not a report of an acceptance; give one of `mgpu-check accept --report=FILE.json`")
     version = document.get("version")
     if version != VERSION:
         raise ValueError(
@@ -89,10 +90,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _decoded(kind: Any, value: Any, where: str) -> Any:
-    """Return the value that `kind`, an annotation, describes.
+    """Convert a JSON value to the annotation `kind`.
 
     Raises:
-        ValueError: it is none; names the field.
+        ValueError: the value does not fit; names the field `where`.
     """
     if kind is Any:
         return value
@@ -137,7 +138,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
         except ValueError:
             continue
     if isinstance(value, bool) and int in kinds:
-        return value  # as Python has it, where telemetry says yes or no
+        return value  # facts of telemetry may be true or false, and bool is an int in Python
     raise ValueError(
         f"{where} is {_short(value)}, not {' or '.join(getattr(kind, '__name__', str(kind)) for kind in kinds)}"
     )

@@ -1,4 +1,4 @@
-"""What all reports say alike: headline, names of parts, counts, amounts."""
+"""Texts and figures shared by all reports: headline, names of parts, counts, amounts."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ __all__ = [
 ]
 
 MATRIX = 32
-"""GPUs that one matrix shows."""
+"""Most GPUs in one matrix."""
 _HOSTS = 16
-SIMULATED = "SIMULATED: this shows what the checks do, and says nothing of hardware"
+SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"
 
 _WORST: tuple[Outcome, ...] = ("failed", "unknown", "passed", "skipped")
 _PREFIXES = (
@@ -70,7 +70,7 @@ class Tally:
 
     @property
     def outcome(self) -> Outcome:
-        """The worst; skipped only where nothing else was."""
+        """The worst outcome; "skipped" only if all were skipped, "unknown" if there are no observations."""
         return next((name for name in _WORST if getattr(self, name)), "unknown")
 
     @property
@@ -78,12 +78,12 @@ class Tally:
         return self.passed + self.failed + self.skipped + self.unknown
 
     def __str__(self) -> str:
-        """Return the numbers, those that are 0 too: passed, failed, skipped and unknown are four things."""
+        """Return all four numbers, even if 0, so that skipped and unknown are never hidden."""
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped, {self.unknown} unknown"
 
 
 def tallies(account: Account) -> Mapping[str, Tally]:
-    """Return check -> its observations, of all checks, in the order in which they ran."""
+    """Return the tally of observations of each check, in the order they ran."""
     found: dict[str, list[Outcome]] = {run.name: [] for run in in_order(account.checks)}
     for entry in account.observations:
         found.setdefault(entry.check, []).append(entry.outcome)
@@ -91,17 +91,17 @@ def tallies(account: Account) -> Mapping[str, Tally]:
 
 
 def check_names(account: Account) -> list[str]:
-    """Return the names of all checks that ran, or have seen something."""
+    """Return the names of all checks that ran or have observations."""
     return list(tallies(account))
 
 
 def in_order(checks: Iterable[CheckRun]) -> list[CheckRun]:
-    """Return checks in the order in which they began; those that did not, last."""
+    """Sort checks by their start; checks that did not start come last."""
     return sorted(checks, key=lambda run: (not run.started and not run.seconds, run.started))
 
 
 def checks_by_name(account: Account) -> list[CheckRun]:
-    """Return one entry for each check: what the accounts of several hosts say of one is put together."""
+    """Return one entry for each check, with the entries of several hosts combined."""
     found: dict[str, list[CheckRun]] = {}
     for run in in_order(account.checks):
         found.setdefault(run.name, []).append(run)
@@ -132,7 +132,7 @@ def _least(works: Iterable[Work]) -> Work:
 
 
 def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
-    """Return how the checks ended."""
+    """Return the tally of the outcomes of checks."""
     return Tally.of(run.outcome for run in checks)
 
 
@@ -157,17 +157,17 @@ def headline(account: Account) -> str:
 
 
 def what(number: int, thing: str) -> str:
-    """Return a number with what it counts: ``1 GPU``, ``8 GPUs``."""
+    """Return a number with a noun: ``1 GPU``, ``8 GPUs``."""
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def host_name(account: Account, number: int) -> str:
-    """Return the name of a host, or its number where nobody knows it."""
+    """Return the name of a host, or "host" and its number if it has no name."""
     return next((host.name for host in account.hosts if host.number == number and host.name), f"host {number}")
 
 
 def name_of(account: Account, part: Part) -> str:
-    """Return the short name of a part; where there are several hosts, with the place of its GPU."""
+    """Return the short name of a part, with index and host of its GPU if the account has several hosts."""
     if part.kind == "host":
         return f"host {host_name(account, part.members[0])}"
     gpu = next((gpu for gpu in account.gpus if gpu.number == part.members[0]), None)
@@ -177,7 +177,7 @@ def name_of(account: Account, part: Part) -> str:
 
 
 def in_detail(account: Account) -> list[Host]:
-    """Return the hosts of whose GPUs a page shows all: where there are many, those that were not ACCEPTED, up to a number."""
+    """Return the hosts that a page shows in detail: all, or with more than `MATRIX` GPUs up to 16 that were not ACCEPTED."""
     if len(account.gpus) <= MATRIX:
         return list(account.hosts)
     verdicts = account.verdicts
@@ -186,18 +186,18 @@ def in_detail(account: Account) -> list[Host]:
 
 
 def describe_gpu(account: Account, gpu: Gpu) -> str:
-    """Return all by which a GPU is found: index, host, model, UUID, serial number, PCI bus id."""
+    """Describe a GPU by index, host, model, UUID, serial number and PCI bus id."""
     parts = [f"cuda:{gpu.index} of {host_name(account, gpu.host)}", gpu.name]
     return "; ".join([*parts, *(f"{label} {value}" for label, value in identity(gpu))])
 
 
 def identity(gpu: Gpu) -> list[tuple[str, str]]:
-    """Return what a GPU is known by wherever it is put; "unknown" where nobody knows."""
+    """Return UUID, serial number and PCI bus id of a GPU, with "unknown" for missing values."""
     return [("UUID", gpu.uuid or "unknown"), ("serial", gpu.serial or "unknown"), ("PCI", gpu.pci or "unknown")]
 
 
 def describe_part(account: Account, part: Part) -> list[str]:
-    """Return a line for each GPU of a part; for a host its name and software."""
+    """Describe each GPU of a part in a line; a host by its name and software."""
     if part.kind == "host":
         host = next((host for host in account.hosts if host.number == part.members[0]), None)
         software = ", ".join(f"{name} {version}" for name, version in host.software.items()) if host else ""
@@ -211,14 +211,14 @@ def describe_part(account: Account, part: Part) -> list[str]:
 
 
 def gpus_of(account: Account, subject: Subject) -> tuple[int, ...]:
-    """Return the numbers of the GPUs that have to do with a subject: of a host all of its."""
+    """Return the numbers of the GPUs of a subject; for a host, of all its GPUs."""
     if subject.kind == "host":
         return tuple(gpu.number for gpu in account.gpus if gpu.host in subject.members)
     return tuple(dict.fromkeys(subject.members))
 
 
 def repeat(account: Account) -> str:
-    """Return the command that makes the same run again."""
+    """Return the command that repeats the run with the same seed."""
     given = any(word.partition("=")[0] == "--hypothesis-seed" for word in _words(account.command))
     return account.command if account.seed is None or given else f"{account.command} --hypothesis-seed={account.seed}"
 
@@ -226,18 +226,18 @@ def repeat(account: Account) -> str:
 def _words(command: str) -> list[str]:
     try:
         return shlex.split(command)
-    except ValueError:  # of a command that was cut off
+    except ValueError:  # an incomplete quotation, as in a truncated command
         return command.split()
 
 
 def bytes_text(count: float) -> str:
-    """Return an amount of memory: ``79.6 GiB``."""
+    """Format an amount of memory: ``79.6 GiB``."""
     name, scale = next(((name, scale) for name, scale in _BYTES if count >= scale), ("B", 1))
     return f"{count / scale:.4g} {name}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration: ``0.42 s``, ``12.3 s``, ``7 min 30 s``, ``2 h 5 min``."""
+    """Format a duration: ``0.42 s``, ``12.3 s``, ``7 min 30 s``, ``2 h 5 min``."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     whole = round(seconds)
@@ -248,15 +248,15 @@ def seconds_text(seconds: float) -> str:
 
 
 def prefix(values: Iterable[float]) -> tuple[float, str]:
-    """Return the factor and the prefix of a unit in which the largest of `values` is read best."""
+    """Return the factor and the unit prefix that suit the largest of `values`."""
     most = max((abs(value) for value in values if math.isfinite(value)), default=1.0)
     return next((step for step in _PREFIXES if most >= step[0]), _PREFIXES[-1])
 
 
 def among_hosts(account: Account) -> list[str]:
-    """Return a line for each host that is slower than the others of its model, and why some could not be compared.
+    """Return a line for each host that is slower than the others of its model, or that could not be compared.
 
-    Nothing for one host: it is compared with nothing.
+    Empty for a single host.
     """
     if len(account.hosts) < 2:
         return []
@@ -267,7 +267,7 @@ def among_hosts(account: Account) -> list[str]:
 
 
 def work_text(work: Work) -> str:
-    """Return what was done, without what is 0."""
+    """Format an amount of work, without zeros."""
     parts = [bytes_text(work.bytes)] if work.bytes else []
     parts += [what(work.operations, "operation")] if work.operations else []
     parts += [f"{seconds_text(work.seconds)} under load"] if work.seconds else []
