@@ -1,4 +1,4 @@
-"""Choose how many examples a packaged property draws."""
+"""Hypothesis settings of the packaged properties."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ __all__ = ["at_level", "examples"]
 
 _FEWEST = 12
 _LEVELS = {"quick": 0.25, "standard": 1.0, "long": 10.0}
-"""Examples of a property at each level, as a share of those at the standard one."""
+"""Number of examples at each level, as a share of the number at the level "standard"."""
 
 _made: dict[int, tuple[settings, int, int | None]] = {}
-"""The settings that `examples` has made, by their identity, with its arguments."""
+"""The settings that `examples` made, with its arguments, by their ``id``."""
 
 
 def examples(count: int, *, quick: int | None = None) -> settings:
-    """Hypothesis settings for a packaged property of `count` examples.
+    """Make Hypothesis settings for a packaged property.
 
-    They are as many at the level "standard", ten times as many at "long", and `quick` of them at "quick": where that is
-    not given a quarter, but not below 12.
+    There is no deadline, because the first example of a world size starts its ranks; and no example database, because a run
+    leaves no files in its directory.
 
-    There is no deadline, because the first example of a world size starts its ranks; and no example database, because
-    an acceptance run leaves no files where it was started.
+    Args:
+        count: number of examples at the level "standard". The level "long" has ten times as many.
+        quick: number of examples at the level "quick", at most `count`. Default a quarter of `count`, but at least 12.
     """
     made = settings(
         max_examples=_count(count, quick, active().gpu_level),
@@ -37,10 +38,7 @@ def examples(count: int, *, quick: int | None = None) -> settings:
 
 
 def at_level(made: settings, level: str) -> settings:
-    """Return settings that `examples` has made, with as many examples as at another level.
-
-    Settings that it has not made come back as they are.
-    """
+    """Return the settings with the number of examples of another level; unchanged if `examples` did not make them."""
     if id(made) not in _made:
         return made
     _, count, quick = _made[id(made)]

@@ -1,6 +1,6 @@
 """Allreduce: every algorithm leaves the single-device sum on every rank and device.
 
-Bit for bit where every order of summation gives the same bits, else within gamma(n-1)·Σ|x| of the exact sum.
+The sum is compared bit for bit if every order of summation gives the same bits, else within gamma(n-1)·Σ|x| of the exact sum.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, da
 @examples(60)
 @given(devices=strategies.device_counts(), data=contributions(), home=st.integers(0, 7))
 def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, data: Contributions, home: int) -> None:
-    """What DataParallel adds gradients up with, to any device, and then broadcasts, is the sum on every device; of several tensors, too.
+    """`comm.reduce_add` to any device, and a broadcast from there, leave the sum of tensors on every device.
 
-    What was added up stays as it was.
+    DataParallel adds up gradients with these functions. The inputs stay unchanged.
     """
     from mgpu_check.checks.device_sums import assert_added_up
 
@@ -53,7 +53,7 @@ def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, 
 @examples(10, quick=2)
 @given(data=contributions(), home=st.integers(0, 7))
 def test_broadcast_of_every_layout(gpus: tuple[torch.device, ...], data: Contributions, home: int) -> None:
-    """Tensors in every layout are broadcast from any device to all, alone and together, bit for bit."""
+    """`broadcast` and `broadcast_coalesced` copy every layout from any device to all, bit for bit."""
     from mgpu_check.checks.device_sums import assert_broadcast
 
     assert_broadcast(data, gpus, gpus[home % len(gpus)])
@@ -95,7 +95,7 @@ def test_all_reduce_of_views_on_the_cpu(ranks: Ranks, size: int, data: Contribut
 @examples(80)
 @given(size=strategies.world_sizes(), data=contributions(), place=PLACES)
 def test_ring_allreduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
-    """A ring of point-to-point messages leaves the sum on every rank, whatever the sizes of its chunks."""
+    """A ring of point-to-point messages leaves the sum on every rank, with chunks of any size."""
     ranks.run(_by_recipe, "ring_allreduce", data, place, size=size)
 
 
@@ -139,7 +139,7 @@ def _all_reduce_of_a_view(rank: Rank, data: Contributions) -> None:
     from mgpu_check.checks.known_defects import known_defect
 
     def without_gaps(view: torch.Tensor) -> torch.Tensor:
-        """What lies in memory where the view begins, as many elements as it has."""
+        """Return the first `view.numel()` elements of the memory of a view, without regard to its strides."""
         return view.as_strided((view.numel(),), (1,))
 
     parts = data.parts(rank.size)

@@ -1,4 +1,4 @@
-"""Collectives: every one leaves on every rank what a model of it on one device says, and nothing else changes."""
+"""Collectives: each leaves the result of a single-device model on every rank, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ PLACES = st.sampled_from(("device", "cpu"))
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_all_reduce_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
-    """`all_reduce` by every operation of every dtype is right, at the borders of the dtype too."""
+    """`all_reduce` is right for every operation and dtype, also at the limits of the dtype."""
     assert_shared(ranks.run(_matching, calls.all_reduces(seed), size=size))
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_reductions_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
-    """`reduce` and `reduce_scatter` by every operation of every dtype are right, at the borders of the dtype too."""
+    """`reduce` and `reduce_scatter` are right for every operation and dtype, also at the limits of the dtype."""
     ranks.run(_matching, calls.other_reductions(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_reductions_as_ieee_says(ranks: Ranks, size: int, seed: int) -> None:
-    """NaN, infinities, zeros of both signs and subnormals are reduced as IEEE 754 says."""
+    """NaN, infinities, zeros of both signs and subnormals are reduced according to IEEE 754."""
     assert_shared(ranks.run(_matching, calls.special(seed), size=size))
 
 
@@ -47,42 +47,42 @@ def test_reductions_as_ieee_says(ranks: Ranks, size: int, seed: int) -> None:
 @examples(6, quick=1)
 @given(size=calls.worlds(least=3), seed=calls.seeds)
 def test_rounding_of_reductions(ranks: Ranks, size: int, seed: int) -> None:
-    """Sums, means and products are within the derived bound, and of the same bits on all ranks."""
+    """Sums, means and products are within the derived bound, and have the same bits on all ranks."""
     assert_shared(ranks.run(_matching, calls.rounding(seed), size=size))
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_copies_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
-    """Every collective that copies brings every bit of every dtype to where it belongs."""
+    """Every collective that copies keeps every bit of every dtype, and delivers it to the right ranks."""
     ranks.run(_matching, calls.copies(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_sizes(ranks: Ranks, size: int, seed: int) -> None:
-    """Every collective is right without elements, with few, and around 4,096, 64 Ki and 1 Mi of them."""
+    """Every collective is right with no elements, with few, and with about 4,096, 64 Ki and 1 Mi elements."""
     ranks.run(_matching, calls.sizes(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_layouts(ranks: Ranks, size: int, seed: int) -> None:
-    """Collectives on views, in place and with uneven parts are right or refused, and change nothing beside them."""
+    """Collectives on views, in place and with uneven parts are right or refused, and change no other memory."""
     ranks.run(_matching, calls.layouts(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
-    """Several collectives in flight are right when they have been waited for, in whatever order."""
+    """Several collectives in flight are right after they are waited for, in any order."""
     ranks.run(_matching, calls.asynchronous(seed), size=size)
 
 
 @examples(12, quick=2)
 @given(data=st.data(), size=calls.worlds(), seed=calls.seeds)
 def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
-    """In a group every collective is one of its members; all other ranks keep what they have. Subgroups are those asked for."""
+    """Collectives in a group involve its members only, other ranks keep their data, and new subgroups have the right members."""
     groups = data.draw(calls.partitions(size), label="groups")
     ranks.run(_in_groups, calls.in_groups(groups, seed), size=size)
 
@@ -108,7 +108,7 @@ def _in_groups(rank: Rank, wanted: list[CollectiveCall]) -> None:
 @examples(6, quick=1)
 @given(size=calls.worlds(least=2), seed=calls.seeds)
 def test_messages(ranks: Ranks, size: int, seed: int) -> None:
-    """Messages arrive whole, once, in order and under their tag: sent and received in turn, in flight, and in batches."""
+    """Messages arrive whole, once, in order and under their tag: blocking, asynchronous, and in batches."""
     ranks.run(_messages, seed, size=size)
 
 
@@ -116,14 +116,14 @@ def test_messages(ranks: Ranks, size: int, seed: int) -> None:
 @examples(6, quick=1)
 @given(size=calls.worlds(least=2), seed=calls.seeds)
 def test_messages_from_any_source(ranks: Ranks, size: int, seed: int) -> None:
-    """`recv` without a source takes each message once, and tells whose it is."""
+    """`recv` without a source takes each message once, and returns the rank that sent it."""
     ranks.run(_any_source, seed, size=size)
 
 
 @examples(8, quick=2)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_object_collectives(ranks: Ranks, size: int, seed: int) -> None:
-    """Collectives of Python objects bring equal objects to where they belong, whatever their size and kind."""
+    """Collectives of Python objects deliver equal objects to the right ranks, for any size and kind."""
     ranks.run(_objects, seed, size=size)
 
 
@@ -138,28 +138,28 @@ def test_barriers(ranks: Ranks, size: int, seed: int) -> None:
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_functional_collectives(ranks: Ranks, size: int, seed: int) -> None:
-    """Functional collectives return what their models do, along each dimension, and leave their input alone."""
+    """Functional collectives return the results of their models, along each dimension, and leave their input unchanged."""
     ranks.run(_functional, seed, size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_differentiable_collectives(ranks: Ranks, size: int, seed: int) -> None:
-    """Differentiable collectives give results and gradients of one process that does it all."""
+    """Differentiable collectives give the results and gradients of the same computation in one process."""
     ranks.run(_differentiable, seed, size=size)
 
 
 @examples(8, quick=2)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_coalesced_collectives(ranks: Ranks, size: int, seed: int) -> None:
-    """Coalesced collectives treat each tensor as one by one they would."""
+    """Coalesced collectives give the same results as separate calls for each tensor."""
     ranks.run(_coalesced, seed, size=size)
 
 
 @examples(8, quick=2)
 @given(size=calls.worlds())
 def test_device_meshes(ranks: Ranks, size: int) -> None:
-    """In a device mesh each rank is at its place, and collectives along a dimension are those of its line."""
+    """In a device mesh each rank has the right coordinates, and collectives along a dimension involve the right ranks."""
     ranks.run(_meshes, steps.mesh_shapes(size), size=size)
 
 
@@ -168,14 +168,14 @@ def test_device_meshes(ranks: Ranks, size: int) -> None:
 def test_programs_of_collectives(
     ranks: Ranks, size: int, program: list[CollectiveStep], dtype: str, place: str
 ) -> None:
-    """After each step of a program of collectives all tensors of all ranks are those of a model in one process."""
+    """After each step of a program of collectives, all tensors of all ranks match a model in one process."""
     ranks.run(_program, program, dtype, place, size=size)
 
 
 @examples(6, quick=1)
 @given(seed=calls.seeds)
 def test_world_of_one(ranks: Ranks, seed: int) -> None:
-    """In a world of one rank every collective leaves what the rank has."""
+    """In a world of one rank every collective leaves the data of the rank unchanged."""
     alone = [*calls.all_reduces(seed), *calls.copies(seed), *calls.special(seed)]
     ranks.run(_matching, alone, size=1)
 
@@ -184,12 +184,16 @@ def test_world_of_one(ranks: Ranks, seed: int) -> None:
 @examples(6, quick=1)
 @given(size=calls.worlds(least=2), seed=calls.seeds)
 def test_bias_of_rounding(ranks: Ranks, size: int, seed: int) -> None:
-    """Sums round to nearest: their errors lean neither towards zero nor away from it (wrongly red below 1 in 10^9)."""
+    """Sums round to nearest, without a bias towards zero or away from it (false alarms: below 1 in 10^9)."""
     ranks.run(_unbiased, seed, size=size)
 
 
 def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
-    """Return groups of two ranks and more: without the first, so that all have other numbers in it, and without another one."""
+    """Return two groups of at least two ranks, or none in a world of one or two.
+
+    The first group leaves out rank 0, so that every member has another rank in the group than in the world. The second leaves
+    out another rank.
+    """
     missing = (0, 1 + seed % max(1, rank.size - 1))
     everybody = range(rank.size)
     return [tuple(one for one in everybody if one != other) for other in missing] if rank.size > 2 else []

@@ -1,7 +1,7 @@
-"""DataParallel and `data_parallel`: every argument, output and mode reaches its replica and comes back, to the bit.
+"""DataParallel and `data_parallel`: arguments, outputs and modes reach each replica and return bit for bit.
 
-Training is in whole numbers, of which no sum rounds (`mgpu_check.recipes.whole`), so that nothing needs a tolerance. Each
-check goes through the devices in the order that is drawn, and in the reverse of it.
+Training uses whole numbers whose sums do not round (`mgpu_check.recipes.whole`), so no comparison needs a tolerance. Each check
+uses the devices in the drawn order and in its reverse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = st.sampled_from((9, 40, 1, 2, 8, 13, 4))
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
-    """Outputs of all forms (tuples, dicts, None, large ones) come back whole and in order, to any output device."""
+    """Outputs of all forms (tuples, dicts, None, large ones) arrive whole and in order on any output device."""
     from mgpu_check.checks import data_parallel
 
     data_parallel.assert_outputs_ordered([gpus[index] for index in order], rows, seed)
@@ -38,7 +38,7 @@ def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> No
 @examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_scalars(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
-    """Scalars come back as one for each replica, and their gradients go to the right one."""
+    """Scalar outputs are gathered, one for each replica, and their gradients return to the right replica."""
     from mgpu_check.checks import data_parallel
 
     data_parallel.assert_scalars_gathered([gpus[index] for index in order], seed)
@@ -47,7 +47,7 @@ def test_scalars(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
-    """dim=1 splits and joins columns."""
+    """With dim=1, DataParallel splits and joins columns."""
     from mgpu_check.checks import data_parallel
 
     data_parallel.assert_dimension_split([gpus[index] for index in order], rows, seed)
@@ -56,7 +56,7 @@ def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> 
 @examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_arguments(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
-    """Each replica gets its part of nested and keyword tensors, on its device, and everything else as it is."""
+    """Each replica gets its part of nested and keyword tensors on its device, and all other arguments unchanged."""
     from mgpu_check.checks import data_parallel
 
     data_parallel.assert_arguments_arrive([gpus[index] for index in order], seed)
@@ -83,7 +83,7 @@ def test_modes(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(10, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
-    """Replicas compute in the dtype of the caller's autocast: float16, and bfloat16."""
+    """Replicas compute in the dtype of the caller's autocast, float16 or bfloat16."""
     from mgpu_check.checks import data_parallel
 
     data_parallel.assert_autocast_dtype_kept([gpus[index] for index in order], seed)
@@ -101,7 +101,7 @@ def test_exceptions(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
-    """`data_parallel` with each of its arguments, and its parts one by one: outputs and gradients are the module's."""
+    """`data_parallel` with each of its arguments, and its building blocks, give the module's outputs and gradients."""
     from mgpu_check.checks.data_parallel_functional import assert_functional_form_agrees
 
     assert_functional_form_agrees([gpus[index] for index in order], rows, seed)
@@ -119,7 +119,7 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(PLAIN), rare=whole_runs(RARE, small=True))
 def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs, rare: Runs) -> None:
-    """Models train as on one device: MLPs, LeNet, residual blocks, embeddings, attention, tied weights, lists, mixed dtypes."""
+    """Models train like on one device: MLP, LeNet, residual block, embedding, attention, tied weights, lists, mixed dtypes."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_models_train([gpus[index] for index in order], [*runs, *rare])
@@ -128,7 +128,7 @@ def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs, rare: Runs) -> N
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp", "residual")))
 def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Parameters that need no gradient get none, and stay as they are."""
+    """Frozen parameters get no gradient and stay unchanged."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_frozen_parameters_kept([gpus[index] for index in order], runs)
@@ -137,7 +137,7 @@ def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> No
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("counting",), least=3))
 def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Buffers change by the first device's shard, in training only; all replicas begin from them."""
+    """Buffers are updated by the first device's shard, in training only, and all replicas start from them."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_statistics_of_the_first_device([gpus[index] for index in order], runs)
@@ -146,7 +146,7 @@ def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",), least=2))
 def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Two forward passes before one backward pass add up; later passes see parameters that were changed in place."""
+    """Gradients of two forward passes before one backward pass add up, and later passes see in-place parameter changes."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_backward_of_several_calls([gpus[index] for index in order], runs)
@@ -155,7 +155,7 @@ def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",)))
 def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Forward hooks of layers are called on each replica, hooks of parameters with the whole gradient."""
+    """Forward hooks of layers run on each replica, and hooks of parameters get the whole gradient."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_hooks_called([gpus[index] for index in order], runs)
@@ -164,7 +164,7 @@ def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 @examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(("mlp", "listed")))
 def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Gradients of gradients, as of a penalty on gradients, are those of one device."""
+    """Second-order gradients, such as those of a gradient penalty, match one device."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_second_gradients([gpus[index] for index in order], runs)
@@ -173,7 +173,7 @@ def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> Non
 @examples(14, quick=2)
 @given(order=ORDERS, seed=SEEDS)
 def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
-    """The sparse gradient of an embedding is the sum over all replicas, and still sparse."""
+    """The sparse gradient of an embedding is the sum over all replicas and stays sparse."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_sparse_gradients_added([gpus[index] for index in order], seed)

@@ -1,4 +1,4 @@
-"""Devices: the fixture `gpus` gives exactly those asked for, distinct and usable; tutorials' helpers find them."""
+"""Fixtures: `gpus` gives exactly the requested devices, distinct and usable, and helpers of tutorials find them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @examples(5)
 @given(count=strategies.all_devices())
 def test_gpus_are_those_asked_for(gpus: tuple[torch.device, ...], count: int) -> None:
-    """`gpus` is cuda:0 to cuda:N-1 for --gpus=N, all of them visible, and no two the same device."""
+    """`gpus` is cuda:0 to cuda:N-1 for --gpus=N; all are visible and different devices."""
     from mgpu_check.checks.devices import assert_devices_enumerated
 
     assert_devices_enumerated(gpus, count)
@@ -30,7 +30,7 @@ def test_gpus_are_those_asked_for(gpus: tuple[torch.device, ...], count: int) ->
 @example(shape=(9, 28), layout="contiguous", seed=0)
 @example(shape=(6, 5), layout="transposed", seed=0)
 def test_every_gpu_computes(gpus: tuple[torch.device, ...], shape: tuple[int, ...], layout: str, seed: int) -> None:
-    """A tensor put on a device is there, computes there what the CPU computes, and comes back unchanged, in each dtype."""
+    """A tensor moves to a device, gives the same results there as on the CPU, and returns unchanged, in each dtype."""
     from mgpu_check.checks.devices import assert_each_computes
 
     for dtype in DTYPES:
@@ -42,7 +42,7 @@ def test_every_gpu_computes(gpus: tuple[torch.device, ...], shape: tuple[int, ..
 @example(data=TensorSpec((3,), "int64", values="exact"))
 @example(data=TensorSpec((300_001,), "float64", values="exact"))
 def test_memories_are_separate(gpus: tuple[torch.device, ...], data: TensorSpec) -> None:
-    """What is written on one device changes nothing on another; above 1 MiB, too."""
+    """Writes on one device do not change another, also above 1 MiB."""
     from mgpu_check.checks.devices import assert_memory_separate
 
     assert_memory_separate(gpus, data.build())
@@ -53,7 +53,7 @@ def test_memories_are_separate(gpus: tuple[torch.device, ...], data: TensorSpec)
 @example(size=512)
 @example(size=(4 << 20) + 1)
 def test_memory_is_counted_where_it_is(gpus: tuple[torch.device, ...], size: int) -> None:
-    """Memory allocated on a device counts there, on no other, and is given back."""
+    """Memory allocated on a device is counted on that device only, and is released."""
     from mgpu_check.checks.devices import assert_memory_counted
 
     for index in range(len(gpus)):
@@ -63,7 +63,7 @@ def test_memory_is_counted_where_it_is(gpus: tuple[torch.device, ...], size: int
 @examples(30)
 @given(index=st.one_of(strategies.device_counts().map(lambda count: count - 1), st.integers(0, 40)))
 def test_try_gpu(gpus: tuple[torch.device, ...], index: int) -> None:
-    """`try_gpu(i)` is device i while there is one, and the CPU past the last."""
+    """`try_gpu(i)` is device i if it exists, else the CPU."""
     import torch
 
     from mgpu_check.checks.devices import assert_devices_are

@@ -1,7 +1,7 @@
-"""Gradients: a step on several devices, and on several ranks, is the step on one device.
+"""Gradients: a step on several devices or ranks gives the same result as on one device.
 
-What is compared are the gradients of the last step and the parameters after it, with a tolerance that is measured on
-each example: the reference is float64 on one device, see `mgpu_check.numerics.steps`.
+The gradients of the last step and the parameters after it are compared. The reference is float64 on one device, and the
+tolerance is measured on each example; see `mgpu_check.numerics.steps`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
-# LeNet costs ten times as much as the MLP.
+# LeNet takes ten times as long as the MLP, so it is drawn less often.
 PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
 NORMED_STEPS = st.integers(1, 2)
-# Two, three and four devices divide none of the first.
+# The first sizes are not divisible by two, three or four devices.
 UNEVEN = st.sampled_from((5, 7, 11, 13)) | st.integers(2, 16)
 
 
 @st.composite
 def in_buckets(draw: st.DrawFn) -> tuple[TrainingSpec, bool]:
-    """Draw training, and whether the buckets of DDP are small: more often than not, and of two steps or more then.
+    """Draw a training, and whether DDP has small buckets: three times in four, and then with two steps or more.
 
-    In the first step DDP has one bucket, whatever their size.
+    The first step of DDP always has one bucket, so small buckets need a second step.
     """
     small = draw(st.sampled_from((False, True, True, True)))
     return draw(trainings(PLAIN, steps=st.integers(2, 3) if small else None)), small
@@ -51,7 +51,7 @@ def test_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: T
 @examples(24, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(("mlp", "lenet")))
 def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
-    """Bare parameters, the loss summed per shard, gradients added up by hand, SGD by hand: as on one device."""
+    """A step by hand (loss summed per shard, gradients added up, SGD on bare parameters) agrees with one device."""
     from mgpu_check.checks.training import assert_step_by_hand_agrees
 
     assert_step_by_hand_agrees(training, gpus[:devices])
@@ -60,7 +60,7 @@ def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: Tr
 @examples(30, quick=4)
 @given(size=strategies.world_sizes(), training=in_buckets(), view=st.booleans())
 def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[TrainingSpec, bool], view: bool) -> None:
-    """`DistributedDataParallel` and one device agree: even and uneven batches, empty shards, one bucket and several."""
+    """`DistributedDataParallel` and one device agree for even and uneven batches, empty shards, one bucket and several."""
     spec, small = training
     ranks.run(_distributed, spec, view, small, size=size)
 
@@ -71,7 +71,7 @@ def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[Trai
     training=trainings(("mlp",), batch=st.integers(2, 24), windows=st.integers(2, 4)),
 )
 def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
-    """Gradients accumulated over micro-batches, with `no_sync` for all but the last, are those of the whole batch."""
+    """Gradients accumulated over micro-batches, with `no_sync` for all but the last, match those of the whole batch."""
     ranks.run(_accumulated, training, size=size)
 
 
@@ -79,7 +79,7 @@ def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) 
 @examples(30, quick=4)
 @given(size=strategies.world_sizes(least=2), training=trainings(("mlp",), steps=st.integers(1, 5)))
 def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) -> None:
-    """DDP gives all ranks rank 0's parameters, and keeps them equal, to the bit, through every step."""
+    """DDP gives all ranks rank 0's parameters, and keeps them equal bit for bit through every step."""
     ranks.run(_replicas, training, size=size)
 
 
@@ -105,7 +105,7 @@ def test_batchnorm_in_distributed_data_parallel(ranks: Ranks, size: int, trainin
 @examples(20, quick=4)
 @given(size=strategies.world_sizes(), training=trainings(("convnet",), steps=NORMED_STEPS))
 def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
-    """BatchNorm in evaluation: DDP agrees with one device on the whole batch, and statistics stay as they are."""
+    """With BatchNorm in evaluation mode, DDP agrees with one device on the whole batch, and statistics stay unchanged."""
     ranks.run(_evaluation, training, size=size)
 
 
@@ -119,7 +119,7 @@ def test_resnet18_in_data_parallel(gpus: tuple[torch.device, ...], devices: int,
     """A ResNet-18 with BatchNorm in DataParallel agrees with one device that goes through the batch shard by shard."""
     from mgpu_check.checks.training import assert_data_parallel_agrees
 
-    # The last block sees few pixels; the last shard of an uneven batch may be one sample: too little for statistics.
+    # The last block has few pixels, and one sample of them is too little for statistics, so all shards have the same size.
     even = max(count for count in range(1, devices + 1) if training.batch % count == 0)
     assert_data_parallel_agrees(training, gpus[:even])
 

@@ -1,6 +1,6 @@
-"""Launch: ranks are told who they are, and a script as tutorials write it trains on the devices what one device trains.
+"""Launch: ranks get the right environment, and a script in the style of tutorials trains like on one device.
 
-How long an epoch takes, on one device and on all, is measured and printed, and decides nothing.
+The time of an epoch on one device and on all is measured and reported, but does not decide the outcome.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from mgpu_check.settings import active
 if TYPE_CHECKING:
     from mgpu_check import Ranks
 
-_SECONDS_OF_A_RANK = 20.0  # in which it imports torch, beside others
+_SECONDS_OF_A_RANK = 20.0  # for the import of torch, while other ranks import it too
 
 
 def test_ranks_are_told_who_they_are(ranks: Ranks) -> None:
-    """The variables of each rank have its rank, local rank and world size, in worlds of every size."""
+    """The environment variables of each rank hold its rank, local rank and world size, in worlds of every size."""
     for size in range(1, ranks.size + 1):
         ranks.run(_told, size=size)
 
 
 def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
-    """A script in the style of tutorials, launched by torchrun's agent, learns on all devices what it learns on one.
+    """A script in the style of tutorials, launched by torchrun's agent, learns on all devices like on one.
 
-    Who starts processes by `torch.multiprocessing` is told which one has failed, and how.
+    `torch.multiprocessing` reports which of its processes failed, and how.
     """
     timeout = active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size
     (measured,) = ranks.run(_under_torchrun, ranks.size, size=1, timeout=timeout)
@@ -34,8 +34,8 @@ def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, obj
 
 
 def test_script_that_spawns_its_ranks(ranks: Ranks) -> None:
-    """A script that spawns a rank for each GPU that it sees learns on all of them."""
-    # Two show what more would: each has to import torch.
+    """A script that spawns a rank for each visible GPU learns on all of them."""
+    # More than two ranks would show nothing more, and each has to import torch.
     count = min(2, ranks.size)
     ranks.run(_spawned, count, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * count)
 
@@ -54,7 +54,7 @@ def _under_torchrun(rank: Rank, count: int) -> str:
     runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
     assert_trained("torchrun", runs)
     if not simulated:
-        # What the tutorials' model computes is too little to tell the speed of real devices.
+        # The model of the tutorials is too small to measure the speed of real devices.
         runs = launched("torchrun", worlds, arguments_for_speed(count), simulated=False)
     return speed_of(runs, simulated)
 

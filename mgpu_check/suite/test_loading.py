@@ -1,6 +1,6 @@
-"""Loading: over all ranks each sample is loaded once an epoch, in the order of its sampler, by whatever workers.
+"""Loading: all ranks together load each sample once per epoch, in the order of the sampler, with any number of workers.
 
-What is small is enumerated, each length with each world size; only seeds are drawn.
+Small cases are enumerated, each length with each world size; only seeds are drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_sampler_covers_the_dataset(gpus: tuple[torch.device, ...]) -> None:
 @examples(20, quick=2)
 @given(world=strategies.world_sizes(), seed=strategies.seeds())
 def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], world: int, seed: int) -> None:
-    """A sampler's order follows from seed and `set_epoch` alone, alike on all ranks."""
+    """The order of a sampler depends only on its seed and `set_epoch`, equally on all ranks."""
     from mgpu_check.checks.sampling import assert_sampler_shuffles
 
     assert_sampler_shuffles(world, seed)
@@ -38,7 +38,7 @@ def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], worl
 @examples(5, quick=1)
 @given(seed=strategies.seeds())
 def test_samplers_draw_from_their_generator(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Samplers and loaders with a generator draw each epoch anew from it, and the same epochs again from the same seed."""
+    """Samplers and loaders with a generator draw a new order each epoch, and repeat all epochs from the same seed."""
     from mgpu_check.checks.drawing_samplers import assert_samplers_draw
 
     assert_samplers_draw(seed)
@@ -47,7 +47,7 @@ def test_samplers_draw_from_their_generator(gpus: tuple[torch.device, ...], seed
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """A shuffling sampler gives every order as often as any other, over many epochs."""
+    """A shuffling sampler gives all orders with the same frequency over many epochs."""
     from mgpu_check.checks.sampling import assert_orders_are_likely
 
     assert_orders_are_likely(seed)
@@ -56,7 +56,7 @@ def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_samplers_know_their_rank(ranks: Ranks, seed: int) -> None:
-    """A sampler that is told nothing takes rank and world size from the process group, in worlds of every size."""
+    """A sampler without arguments takes rank and world size from the process group, in worlds of every size."""
     for size in range(1, ranks.size + 1):
         ranks.run(_samplers, seed, size=size)
 
@@ -64,14 +64,14 @@ def test_samplers_know_their_rank(ranks: Ranks, seed: int) -> None:
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_batch_samplers_cut_in_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """`BatchSampler` cuts the order of any sampler in batches, for every length and batch size."""
+    """`BatchSampler` divides the order of any sampler into batches, for every length and batch size."""
     from mgpu_check.checks.sampling import assert_batch_sampler_covers
 
     assert_batch_sampler_covers(seed)
 
 
 def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
-    """A loader gives all of its share, in a smaller last batch unless that is dropped, and says how many come."""
+    """A loader yields its whole share, with a smaller last batch unless drop_last is set, and has the right length."""
     from mgpu_check.checks.loading import assert_last_batches
 
     assert_last_batches()
@@ -80,7 +80,7 @@ def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_workers_keep_the_order(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Batches of several workers come in the sampler's order, whole, epoch by epoch; what a worker raises comes out."""
+    """Batches of several workers arrive whole and in the sampler's order in each epoch, and errors of workers are raised."""
     from mgpu_check.checks.loading import assert_workers_in_order
 
     assert_workers_in_order(seed)
@@ -89,14 +89,14 @@ def test_workers_keep_the_order(gpus: tuple[torch.device, ...], seed: int) -> No
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_workers_are_seeded_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Workers have seeds of their own in each epoch, and the same again from the same generator."""
+    """Workers have different seeds in each epoch, and the same generator gives the same seeds again."""
     from mgpu_check.checks.loading import assert_worker_seeds
 
     assert_worker_seeds(seed)
 
 
 def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
-    """`pin_memory` pins every tensor of a batch; batches of bytes and of megabytes reach the devices unchanged. Classes pin themselves."""
+    """`pin_memory` pins every tensor of a batch and uses custom methods; batches of any size reach the devices unchanged."""
     from mgpu_check.checks.pinned_batches import assert_pinned_batches, assert_pinned_by_themselves
 
     assert_pinned_batches(gpus)
@@ -106,7 +106,7 @@ def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
 @examples(5, quick=1)
 @given(seed=strategies.seeds())
 def test_datasets_are_divided(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Parts of a dataset, divided by hand or by `random_split`, are disjoint, cover it, and are the same on all ranks."""
+    """Parts of a dataset, split by hand or by `random_split`, are disjoint, cover it, and are the same on all ranks."""
     from mgpu_check.checks.loading import assert_partitions
 
     assert_partitions(seed)
@@ -115,7 +115,7 @@ def test_datasets_are_divided(gpus: tuple[torch.device, ...], seed: int) -> None
 @examples(5, quick=1)
 @given(seed=strategies.seeds())
 def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """An epoch broken off after any batch goes on with the rest of it, by epoch, sampler state or generator state."""
+    """An epoch interrupted after any batch resumes with its remaining batches, by epoch, sampler state or generator state."""
     from mgpu_check.checks.loading import assert_resumes
 
     assert_resumes(seed)
@@ -124,13 +124,13 @@ def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_loaders_of_ranks_cover_the_dataset(ranks: Ranks, seed: int) -> None:
-    """The loaders of all ranks give each sample once an epoch, each batch whole on the rank's device."""
+    """The loaders of all ranks yield each sample once per epoch, and each batch arrives whole on the rank's device."""
     for size in sorted({1, ranks.size}):
         ranks.run(_loaders, seed, size=size)
 
 
 def test_streams_are_shared(ranks: Ranks) -> None:
-    """An iterable dataset shared among ranks and workers gives each sample once, last batches included."""
+    """An iterable dataset split among ranks and workers yields each sample once, last batches included."""
     for size in sorted({1, ranks.size}):
         ranks.run(_streams, size=size)
 

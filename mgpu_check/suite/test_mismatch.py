@@ -1,4 +1,4 @@
-"""Operands on different devices: operators that must raise do, naming both; operators that must work do."""
+"""Mismatch: operators with operands on different devices raise and name both devices, or work if they should."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @examples(6, quick=1)
 @given(table=strategies.operator_tables(must_raise=True, without=("modules", "scalars")))
 def test_operators_refuse_operands_apart(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
-    """An operator whose operands lie on two devices raises, and names both."""
+    """An operator with operands on two devices raises an error that names both."""
     from mgpu_check.checks import mismatch
 
     mismatch.assert_each_refused(table.cases())
@@ -30,7 +30,7 @@ def test_operators_refuse_operands_apart(gpus: tuple[torch.device, ...], table: 
 @examples(6, quick=1)
 @given(table=strategies.operator_tables(must_raise=True, only="modules"))
 def test_modules_refuse_inputs_elsewhere(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
-    """A module whose parameters lie on another device than its input raises, and names both."""
+    """A module with its parameters on another device than its input raises an error that names both."""
     from mgpu_check.checks import mismatch
 
     mismatch.assert_each_refused(table.cases())
@@ -39,7 +39,7 @@ def test_modules_refuse_inputs_elsewhere(gpus: tuple[torch.device, ...], table: 
 @examples(6, quick=2)
 @given(table=strategies.operator_tables(must_raise=True, only="scalars"))
 def test_gpu_scalars_are_no_numbers(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
-    """A 0-dim tensor on a GPU, and one that is written to, must be where the other operands are."""
+    """A 0-dim tensor on a GPU, or as the target of a write, must be on the device of the other operands."""
     from mgpu_check.checks import mismatch
 
     mismatch.assert_each_refused(table.cases())
@@ -66,7 +66,7 @@ def test_copies_cross_devices(gpus: tuple[torch.device, ...], table: OperatorTab
 @examples(10, quick=3)
 @given(rows=st.integers(1, 7), seed=strategies.seeds())
 def test_operators_are_right_on_each_device(gpus: tuple[torch.device, ...], rows: int, seed: int) -> None:
-    """Each of these operators, with all operands on one device, gives what it gives on the CPU."""
+    """Each of these operators, with all operands on one device, gives the same result as on the CPU."""
     from mgpu_check.checks.mismatch import assert_right_on_each
 
     assert_right_on_each(gpus, rows, seed)
@@ -77,7 +77,7 @@ def test_operators_are_right_on_each_device(gpus: tuple[torch.device, ...], rows
 @example(shape=(5, 7), layout="contiguous", seed=0)
 @example(shape=(5, 7), layout="strided", seed=0)
 def test_copies_keep_every_bit(gpus: tuple[torch.device, ...], shape: tuple[int, ...], layout: str, seed: int) -> None:
-    """A copy to another device holds the source's bits, whatever dtype and layout either has."""
+    """A copy to another device keeps the bits of the source, for any dtype and layouts."""
     from mgpu_check.checks import mismatch
 
     for dtype in DTYPES:
@@ -92,7 +92,7 @@ def test_copies_keep_every_bit(gpus: tuple[torch.device, ...], shape: tuple[int,
 @examples(20)
 @given(rows=strategies.batch_sizes(2, empty=False))
 def test_data_parallel_wants_its_first_device(gpus: tuple[torch.device, ...], rows: int) -> None:
-    """DataParallel refuses a module that is not on the first of its devices, and names both."""
+    """DataParallel refuses a module that is not on its first device, with an error that names both devices."""
     import torch
 
     from mgpu_check.checks.mismatch import raises_device_mismatch

@@ -1,6 +1,6 @@
-"""Parallelism by hand: every way to divide a step among devices or ranks gives what one device gives.
+"""Parallelism by hand: every way to divide a step among devices or ranks gives the result of one device.
 
-Data are exact, so the bits of one device are expected, whatever the order of sums; see `mgpu_check.specs.exact_training`.
+Data are exact, so every order of sums must give the bits of one device; see `mgpu_check.specs.exact_training`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ORDERS = strategies.device_orders()
 @examples(8, quick=2)
 @given(sizes=strategies.world_pairs(), seed=st.integers(0, 999))
 def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
-    """Ring, tree, halving and doubling, and reduce with broadcast leave the exact sum on every rank, at all sizes."""
+    """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
     for size in sizes:
         ranks.run(_allreduce, seed, size=size)
 
@@ -37,7 +37,7 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
 @examples(14, quick=2)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Ranks that push gradients to one server, or to one that is sharded, and pull parameters train as one device."""
+    """Ranks that push gradients to one server or a sharded server, and pull parameters, train like one device."""
     for size in sizes:
         ranks.run(_parameter_server, training, size=size)
 
@@ -45,7 +45,7 @@ def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(14, quick=5)
 @given(training=TRAININGS, order=ORDERS)
 def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
-    """A store of parameters on the devices of one process adds up gradients, steps, and gives all the same."""
+    """A parameter store on the devices of one process adds up gradients, steps, and gives all devices the same parameters."""
     from mgpu_check.checks.devices_parallel import assert_store_agrees
 
     assert_store_agrees(training, [gpus[index] for index in order])
@@ -54,7 +54,7 @@ def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining
 @examples(14, quick=4)
 @given(training=TRAININGS, order=ORDERS)
 def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
-    """Copies of parameters for each device share no memory, on the device that they come from either."""
+    """Copies of parameters for each device share no memory, not even on the device of the originals."""
     from mgpu_check.checks.devices_parallel import assert_replicas_are_apart
 
     assert_replicas_are_apart(training, list(gpus))
@@ -64,7 +64,7 @@ def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTrain
 @examples(14, quick=4)
 @given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
 def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
-    """The loop of tutorials over batches, the last one smaller, leaves the parameters of one device on all."""
+    """The training loop of tutorials, with a smaller last batch, leaves the parameters of one device on all devices."""
     from mgpu_check.checks.devices_parallel import assert_training_loop_agrees
 
     assert_training_loop_agrees(training, list(gpus))
@@ -75,7 +75,7 @@ def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, 
 @examples(12, quick=3)
 @given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
 def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
-    """Parts of a model on two and three devices train as on one, and each parameter stays where it was put."""
+    """Parts of a model on two and three devices train like on one, and each parameter stays on its device."""
     from mgpu_check.checks.devices_parallel import assert_model_parallel_agrees
 
     for count in range(2, len(order) + 1):
@@ -87,7 +87,7 @@ def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraini
 @examples(12, quick=1)
 @given(order=strategies.device_orders(least=2), seed=st.integers(0, 999))
 def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ...], seed: int) -> None:
-    """Gradients of parameters on several devices are clipped by one norm; optimizers step, or a GradScaler skips, on all of them."""
+    """Parameters on several devices are clipped by one norm, and optimizer steps or GradScaler skips apply to all of them."""
     from mgpu_check.checks.devices_stepping import assert_clipped_over_devices, assert_stepped_over_devices
 
     assert_clipped_over_devices([gpus[index] for index in order], seed)
@@ -97,7 +97,7 @@ def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ..
 @examples(12, quick=2)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Linear layers divided by columns and rows, evenly or not, train as on one device."""
+    """Linear layers divided by columns and rows, evenly or not, train like on one device."""
     for size in sizes:
         ranks.run(_tensor_parallel, training, size=size)
 
@@ -105,7 +105,7 @@ def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], traini
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device; so do other styles."""
+    """`parallelize_module` with all its styles, and with the batch replicated or divided, trains like on one device."""
     for size in sizes:
         ranks.run(_parallelized, replace(training, widths=(6, 3 * size, 5), batch=2 * size), size=size)
     ranks.run(_styles, training.seed, size=min((size for size in sizes if size > 1), default=1))
@@ -115,7 +115,7 @@ def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: Ex
 @examples(12, quick=2)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS, micro_batches=st.sampled_from((3, 4, 1)))
 def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining, micro_batches: int) -> None:
-    """Stages on two, three and four ranks, through which micro-batches of different sizes pass, train as one device."""
+    """Pipeline stages on two to four ranks, with micro-batches of different sizes, train like one device."""
     for size in sizes:
         ranks.run(_pipeline, _deep(training, size), min(micro_batches, training.batch), size=size)
 
@@ -124,15 +124,15 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
 def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Schedules of `torch.distributed.pipelining` train as one device: two stages a rank, parted backward passes, too."""
+    """Schedules of `torch.distributed.pipelining` train like one device, also with two stages per rank and split backward."""
     for size in sizes:
-        # What a schedule with two stages a rank sends grows with both: the smaller world does.
+        # The messages of a schedule with two stages per rank grow with both numbers, so only the smaller world runs it.
         most = 2 if size == min(sizes) else 1
         ranks.run(_schedules, _deep(replace(training, batch=16), size), most, size=size)
 
 
 def _deep(training: ExactTraining, layers: int) -> ExactTraining:
-    """Widen a training as far as it stays exact: every layer takes bits, and the gradients of narrow ones are often 0."""
+    """Deepen a training to `layers` layers, as wide as exact results allow: gradients of narrow layers are often 0."""
     hidden, most = ((6, 5)[: layers - 1], 16) if layers < 4 else ((3, 2, 3), 8)
     return replace(training, widths=(4, *hidden, 2), batch=min(training.batch, most))
 
@@ -200,7 +200,7 @@ def _schedules(rank: Rank, training: ExactTraining, most: int) -> None:
             if stages <= most:
                 with findings.collected():
                     assert_schedule_agrees(training, schedule, 4, rank, stages)
-            # In one of two worlds, and once for the schedules that one table of actions drives.
+            # Large activations run in one of the two worlds, and not for schedules with several stages per rank.
             if stages == 1 and most == 2:
                 with findings.collected():
                     assert_schedule_agrees(large, schedule, 4, rank, stages, scaled=False)

@@ -1,4 +1,4 @@
-"""Scatter and gather: the shards are the batch, in order, disjoint, each on its device; gathered, they are it again."""
+"""Scatter and gather: shards are disjoint, in order and on their devices, and gathering them restores the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TUTORIAL = {
     (10, 3): [4, 4, 2],
     (10, 8): [2, 2, 2, 2, 2],
 }
-"""(batch size, devices) to the sizes that the model prints in PyTorch's tutorial on data parallelism."""
+"""(batch size, devices) -> the sizes that the model prints in PyTorch's tutorial on data parallelism."""
 
 WAYS = ("slices", "chunks", "every n-th row")
 
@@ -34,7 +34,7 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 @examples(120)
 @given(split=strategies.splits(values=("distinct", "random", "special", "bits"), leaves=True))
 def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
-    """Shards of `nn.parallel.scatter` are the batch, in order, disjoint, each on its device."""
+    """Shards of `nn.parallel.scatter` cover the batch in order, without overlap, each on its device."""
     from torch import nn
 
     from mgpu_check.checks.scatter import assert_shards_cover
@@ -46,7 +46,7 @@ def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) ->
 @examples(60, quick=24)
 @given(split=strategies.splits(kinds=()))
 def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: Split) -> None:
-    """An uneven batch is split as `torch.chunk` splits it: the last shard is smaller, or shards are fewer."""
+    """An uneven batch is split like by `torch.chunk`: the last shard is smaller, or there are fewer shards."""
     from torch import nn
 
     from mgpu_check.checks.scatter import assert_shard_sizes, chunk_sizes
@@ -59,7 +59,7 @@ def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: S
 @examples(40)
 @given(split=strategies.splits(leaves=True))
 def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split) -> None:
-    """What is no tensor reaches every device as it is, in positional and in keyword arguments."""
+    """Non-tensor arguments, positional or keyword, reach every device unchanged."""
     from torch import nn
 
     from mgpu_check.checks.scatter import assert_leaves_replicated
@@ -92,14 +92,14 @@ def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, 
 @given(split=strategies.splits(values=("distinct", "random", "special", "bits")))
 @example(split=Split(TensorSpec((3, 2)), 3, target="cpu"))
 def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
-    """Gathering the shards of a batch gives the batch, bit for bit, on the device that was asked for."""
+    """Gathering the shards of a batch gives the batch, bit for bit, on the requested device."""
     from torch import nn
 
     from mgpu_check.checks.scatter import assert_gathered
 
     batch = split.build()
     shards = nn.parallel.scatter(batch, split.on(gpus), split.dim)
-    # Its annotation leaves out the string "cpu", which it takes, and needs.
+    # The annotation of `gather` lacks the string "cpu", which it accepts and needs.
     gathered = nn.parallel.gather(shards, split.target, split.dim)  # type: ignore[arg-type]
     assert_gathered(batch, gathered, split.target)
 
@@ -118,7 +118,7 @@ def test_inputs_and_labels_stay_aligned(gpus: tuple[torch.device, ...], inputs: 
 @examples(60)
 @given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")))
 def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> None:
-    """Slices, chunks or every n-th row give every device its part of the batch; collected they are it again."""
+    """Slices, chunks or every n-th row give every device its part, and collecting the parts restores the batch."""
     from mgpu_check.checks.scatter import assert_split_by_hand
 
     batch, devices = split.build(), split.on(gpus)
@@ -127,7 +127,7 @@ def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> 
 
 
 def test_every_container(gpus: tuple[torch.device, ...]) -> None:
-    """Tuples, lists, dicts and named tuples, within each other too, are scattered and gathered part by part."""
+    """Tuples, lists, dicts and named tuples, also nested, are scattered and gathered part by part."""
     from mgpu_check.checks.scatter_cases import assert_containers
 
     assert_containers(gpus)
@@ -136,7 +136,7 @@ def test_every_container(gpus: tuple[torch.device, ...]) -> None:
 @examples(10, quick=1)
 @given(seed=strategies.seeds())
 def test_every_dtype_and_order(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Shards have the bits of the batch in every dtype, whatever they are, in any order of devices."""
+    """Shards have the bits of the batch for every dtype and bit pattern, in any order of devices."""
     from mgpu_check.checks.scatter_cases import assert_any_bits
 
     assert_any_bits(gpus, seed)
@@ -145,7 +145,7 @@ def test_every_dtype_and_order(gpus: tuple[torch.device, ...], seed: int) -> Non
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_large_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Shards around 64 KiB, 1 MiB and 4 MiB are the batch, and gathered they are it again, from CPU, pinned memory or a device."""
+    """Shards around 64 KiB, 1 MiB and 4 MiB are right, and gathering restores the batch, from CPU, pinned memory or a device."""
     from mgpu_check.checks.scatter_cases import assert_large_batches
 
     assert_large_batches(gpus, seed)
@@ -154,7 +154,7 @@ def test_large_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_sizes_and_outputs_that_are_given(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """`comm.scatter` keeps to the sizes that it is given; it and `comm.gather` fill tensors that they are given."""
+    """`comm.scatter` uses the given sizes, and `comm.scatter` and `comm.gather` fill given output tensors."""
     from mgpu_check.checks.scatter_cases import assert_given_sizes
 
     assert_given_sizes(gpus, seed)
@@ -169,9 +169,9 @@ def test_sizes_and_outputs_that_are_given(gpus: tuple[torch.device, ...], seed: 
 def test_gradient_returns_through_scatter(
     gpus: tuple[torch.device, ...], split: Split, seed: int, used: frozenset[int] | None
 ) -> None:
-    """The gradient of the shards comes back to the batch, to the device where it is, element by element.
+    """The gradient of the shards returns to the batch, on its device, element by element.
 
-    A shard that the loss leaves out has a gradient of zeros.
+    A shard without influence on the loss has a gradient of zeros.
     """
     from mgpu_check.checks.scatter_gradients import assert_scatter_differentiable
 
@@ -182,7 +182,7 @@ def test_gradient_returns_through_scatter(
 @examples(40)
 @given(split=strategies.splits(kinds=(), dtypes=FLOATS))
 def test_gradient_returns_through_gather(gpus: tuple[torch.device, ...], split: Split) -> None:
-    """The gradient of what was gathered comes back to each shard, on its own device."""
+    """The gradient of a gathered batch returns to each shard, on its own device."""
     from mgpu_check.checks.scatter_gradients import assert_gather_differentiable
 
     assert_gather_differentiable(split.tensor.build(), split.on(gpus), split.target, split.dim)
@@ -191,7 +191,7 @@ def test_gradient_returns_through_gather(gpus: tuple[torch.device, ...], split: 
 @examples(20)
 @given(values=st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=8), target=strategies.places())
 def test_losses_gather_to_a_vector(gpus: tuple[torch.device, ...], values: list[float], target: str) -> None:
-    """Numbers gathered from the devices, such as a loss from each, become a vector in the order of devices."""
+    """Scalars gathered from the devices, such as losses, become a vector in the order of the devices."""
     from mgpu_check.checks.scatter_gradients import assert_scalars_stacked
 
     count = min(len(values), len(gpus))

@@ -1,6 +1,6 @@
-"""What torch divides among ranks: each has its part of what one device has, and together they have all of it.
+"""Sharding by torch: each rank has its part of the single-device state, and all ranks together have all of it.
 
-Data are exact where they can be, so the bits of one device are expected; see `mgpu_check.specs.exact_training`.
+Data are exact where possible, so results must have the bits of one device; see `mgpu_check.specs.exact_training`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ SEEDS = st.integers(0, 999)
 SIZES = strategies.world_pairs()
 WORLDS = strategies.large_worlds()
 FEW = strategies.large_worlds(most=3)
-"""Worlds for what three ranks show as more do, and would be slow on: each rank works out by itself how operators are divided."""
+"""Worlds of at most three ranks, for checks of operators: each rank derives the sharding by itself, so more ranks are slow and
+show nothing more."""
 TRAININGS = exact_trainings()
 
 
 @examples(4, quick=1)
 @given(sizes=SIZES)
 def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
-    """Meshes of one to three dimensions, ranks in order or not, have the right coordinates and groups."""
+    """Meshes of one to three dimensions, with ranks in any order, have the right coordinates and groups."""
     for size in sizes:
         ranks.run(_meshes, size=size)
 
@@ -37,7 +38,7 @@ def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
 @examples(8, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
-    """DTensors go from each placement to each other one, evenly or not, and every rank holds its part, to the bit."""
+    """DTensors move between all placements, divided evenly or not, and every rank holds its part, bit for bit."""
     for size in sizes:
         ranks.run(_redistribution, seed, 1, size=size)
 
@@ -45,7 +46,7 @@ def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
 @examples(8, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
-    """DTensors on a mesh of two dimensions go between placements that cross, and every rank holds its part."""
+    """DTensors on a two-dimensional mesh move between placements of both dimensions, and every rank holds its part."""
     for size in sizes:
         ranks.run(_redistribution, seed, 2, size=size)
 
@@ -53,7 +54,7 @@ def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], 
 @examples(6, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
-    """Gradients go back through redistribution: gathers are reduced and scattered, cuts are gathered."""
+    """Gradients pass back through redistribution: those of gathers are reduced and scattered, those of shards gathered."""
     for size in sizes:
         ranks.run(_gradients, seed, size=size)
 
@@ -61,21 +62,21 @@ def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed:
 @examples(8, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_operators_on_dtensors(ranks: Ranks, size: int, seed: int) -> None:
-    """Operators on DTensors give results and gradients of the whole, wherever their operands are divided, evenly or not."""
+    """Operators on DTensors give the results and gradients of the full tensors, for operands divided evenly or not."""
     ranks.run(_operators, seed, size=size)
 
 
 @examples(4, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_losses_of_dtensors(ranks: Ranks, size: int, seed: int) -> None:
-    """Mean losses of DTensors are the mean over all samples, whatever part each rank has."""
+    """Mean losses of DTensors are the mean over all samples, for parts of any size on each rank."""
     ranks.run(_losses, seed, size=size)
 
 
 @examples(6, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
-    """SyncBatchNorm of ranks with different numbers of samples is BatchNorm of all samples on one device."""
+    """SyncBatchNorm over ranks with different numbers of samples equals BatchNorm of all samples on one device."""
     for size in sizes:
         ranks.run(_sync_batchnorm, seed, size=size)
 
@@ -90,14 +91,14 @@ def test_zero_redundancy_optimizer(ranks: Ranks, size: int, training: ExactTrain
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """The state of ZeroRedundancyOptimizer is divided among ranks, can be put together, and goes on when it is loaded."""
+    """The state of ZeroRedundancyOptimizer is divided among ranks, can be consolidated, and resumes when it is loaded."""
     ranks.run(_zero_state, training, size=size)
 
 
 @examples(8, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """A model under `fully_shard` trains as one device, its parameters divided evenly or not, with gradients accumulated."""
+    """A model under `fully_shard` trains like on one device, with parameters divided evenly or not and accumulated gradients."""
     for size in sizes:
         ranks.run(_fully_sharded, training, 1, size=size)
 
@@ -105,9 +106,7 @@ def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraini
 @examples(6, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """A model under `fully_shard` over a mesh of two dimensions, divided in one and repeated in the other, trains as one
-    device.
-    """
+    """A model under `fully_shard` on a two-dimensional mesh (shards and replicas) trains like on one device."""
     for size in sizes:
         ranks.run(_fully_sharded, training, 2, size=size)
 
@@ -115,15 +114,15 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """A model in `FullyShardedDataParallel` trains as one device, with each strategy; its full state dicts are those of one device."""
+    """A model in `FullyShardedDataParallel` trains like on one device with each strategy, and has the same full state dicts."""
     ranks.run(_flat_parameters, training, size=size)
 
 
 @examples(6, quick=1)
 @given(size=WORLDS, seed=SEEDS)
 def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
-    """Mixed precision of `fully_shard` computes and reduces as its policy says, and keeps parameters in float32."""
-    # Half a unit in the last place of bfloat16's whole numbers would be rounded up; this is far below.
+    """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy, and keeps parameters in float32."""
+    # Far below half a unit in the last place of whole numbers in bfloat16, so bfloat16 rounds it away.
     training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
     ranks.run(_mixed, training, size=size)
 
@@ -131,7 +130,7 @@ def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
 @examples(6, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Clipping under `fully_shard`, by norm and by value, is that of one device."""
+    """Clipping under `fully_shard`, by norm and by value, matches one device."""
     for size in sizes:
         ranks.run(_clipping, training, size=size)
 
@@ -139,14 +138,14 @@ def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining)
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """Full state dicts of a sharded model and its optimizer are those of one device, and can be given out again."""
+    """Full state dicts of a sharded model and its optimizer match one device, and can be distributed again."""
     ranks.run(_state_dict, training, size=size)
 
 
 @examples(6, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """A checkpoint that is saved at one world size is loaded at another, and training goes on as on one device."""
+    """Training continues like on one device from a checkpoint that another world size saved."""
     for saving, loading in ((sizes[0], sizes[-1]), (sizes[-1], sizes[0])):
         directory = ranks.run(_save, training, size=saving)[0]
         ranks.run(_load, training, directory, saving, size=loading)

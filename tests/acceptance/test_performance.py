@@ -190,7 +190,7 @@ def test_half_of_all_is_no_minority():
 def test_a_measurement_that_went_wrong_is_unknown(value):
     good = node("copy", 4, lambda m: 1.0)
     found = judge([measurement("copy", (0, 1), value), *good], gpus(4), floors=NONE)
-    assert found[0].outcome == "unknown" and "no speed" in found[0].seen and not failed(found)
+    assert found[0].outcome == "unknown" and "is not a valid speed" in found[0].seen and not failed(found)
     assert {o.outcome for o in of_measurements(found[1:])} == {"passed"}
 
 
