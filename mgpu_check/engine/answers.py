@@ -1,4 +1,4 @@
-"""Send one message to each process of a world, and receive one answer from each, without ever waiting for a single one."""
+"""Send one message to each process of a world and receive one answer from each, without blocking on any one process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mgpu_check.processes.clock import Clock
 
 __all__ = ["agree", "collect", "send", "send_rest"]
 
-# How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds, and
-# longer as long as they compute. It decides only how much of the others' story is told, never the outcome.
+# Seconds that the other ranks get once a rank has raised or died: twice the time that rank took, within these bounds, and
+# more while they compute. This decides only how much the report says about the other ranks, never the outcome.
 _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
 
 _NOTHING_YET = object()
 
 
 def send(processes: Mapping[int, Process], message_for: Callable[[int], object]) -> list[int]:
-    """Send each process its message, as far as it takes it now; `collect` sends the rest. Those that are gone."""
+    """Send each process its message without blocking, and return the processes that are gone. `collect` sends the rest."""
     gone = []
     last: object = None
     framed = b""
@@ -39,7 +39,7 @@ def send(processes: Mapping[int, Process], message_for: Callable[[int], object])
 
 
 def send_rest(processes: Iterable[Process], timeout: float) -> None:
-    """Send what `send` has left, to all processes at the same time; give up on those that take none of it until the timeout."""
+    """Send the rest of the messages to all processes at the same time, for at most `timeout` seconds."""
     deadline = Clock.now() + timeout
     with selectors.PollSelector() as selector:
         for process in processes:
@@ -49,7 +49,7 @@ def send_rest(processes: Iterable[Process], timeout: float) -> None:
             for key, _ in ready:
                 channel = key.fileobj
                 assert isinstance(channel, Channel)
-                with contextlib.suppress(OSError):  # who waits for its answer finds out
+                with contextlib.suppress(OSError):  # `collect` detects the dead process
                     channel.flush()
                     if channel.unsent:
                         continue
@@ -68,15 +68,17 @@ def collect(
     """Wait for one answer of each process.
 
     Args:
-        expected: of which type an answer is.
-        timeout: seconds for all of them. Once one is dead, or has not gone well, the others get a short grace.
-        answers: those to which the answers are added, in the order of their arrival, None from a dead process; has those
-            that are gone already.
-        pauses: lets processes go on that wait for others in the middle; where they are not to, all that have not answered
-            are late.
+        expected: the type of an answer.
+        timeout: seconds for all processes together. Once one dies or fails, the others get a short grace.
+        went_well: whether an answer reports success.
+        answers: receives the answers in the order of their arrival, None for a dead process. It already holds the processes
+            that were gone when the message was sent.
+        pauses: resumes processes that wait for each other during the call. If it finds a difference, it resumes none, and
+            all that have not answered are late.
 
     Returns:
-        Who gave none in time; and, for a process that sent what is no message, and counts as dead, what is wrong with it.
+        The processes that did not answer in time, and, for each process that sent an invalid message and so counts as dead,
+        what is wrong with the message.
     """
     garbled: dict[int, str] = {}
     waiting = {index: process for index, process in processes.items() if index not in answers}
@@ -89,7 +91,7 @@ def collect(
             selector.register(process.connection, _interest(process), index)
         watched: list[int] = []
         while waiting:
-            # The launcher tells of an end that a connection hides, because a child of the rank holds it open.
+            # A child of a dead rank may hold its connection open. The launcher reports the exit even then.
             watched = _watch(selector, watched, launcher.waitables())
             left = len(waiting)
             ready = selector.select(_moment(patience, pauses))
@@ -123,18 +125,18 @@ def collect(
                     patience.shorten()
             if pauses and not pauses.settle(waiting, patience.short):
                 break
-            # Who goes on and on, and never ends, gets no more time than who says nothing.
+            # A process that keeps sending gets no more time than a silent one.
             overdue = len(waiting) == left and Clock.now() > patience.deadline
     return sorted(waiting), garbled
 
 
 class _Patience:
-    """Until when answers are waited for.
+    """The deadline for answers, which a failure brings forward.
 
     Attributes:
-        deadline: as it is now.
-        latest: until when it can be put off, once a failure has brought it forward.
-        short: a failure has.
+        deadline: the current deadline.
+        latest: the latest deadline that `extend` may set.
+        short: whether a failure has brought the deadline forward.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -143,14 +145,14 @@ class _Patience:
         self.short = False
 
     def shorten(self) -> None:
-        """Give the others a short grace, because one is dead, or has not gone well."""
+        """Reduce the remaining time to a short grace, because a process died or failed."""
         self.short = True
         now = Clock.now()
         grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - self._started)))
         self.deadline, self.latest = min(self.deadline, now + grace), min(self.latest, now + _MOST_GRACE)
 
     def extend(self, waiting: Iterable[Process]) -> bool:
-        """Put the deadline off if one of the processes computes; return whether it was put off."""
+        """Postpone the deadline if one of the processes computes, and return whether it was postponed."""
         now = Clock.now()
         if now >= self.latest or not any(process.runnable() for process in waiting):
             return False
@@ -159,13 +161,13 @@ class _Patience:
 
 
 def _moment(patience: _Patience, pauses: Pauses | None) -> float:
-    """Return for how long nothing but waiting is to be done."""
+    """Return the seconds until the next deadline or the next look at paused ranks."""
     left = Clock.until(patience.deadline)
     return min(left, LOOK) if pauses else left
 
 
 def _heard(ready: Sequence[int | None], launcher: Launcher, waiting: Mapping[int, Process]) -> list[int]:
-    """Return which processes have something to say, None standing for the launcher, or have ended."""
+    """Return the processes that have sent something or ended. In `ready`, None means the launcher."""
     heard = [index for index in ready if index is not None]
     if len(heard) < len(ready):
         launcher.collect()
@@ -178,10 +180,10 @@ def _interest(process: Process) -> int:
 
 
 def _hear(process: Process, expected: type, pauses: bool = False) -> object:
-    """Read what a process sends; None if it has ended without, `_NOTHING_YET` as long as it is not complete.
+    """Read the answer of a process: None if it ended without an answer, `_NOTHING_YET` until the answer is complete.
 
     Raises:
-        Garbled: it is no answer of the type `expected`.
+        Garbled: the message is not of the type `expected`.
     """
     try:
         answer = process.connection.receive()
@@ -197,7 +199,7 @@ def _hear(process: Process, expected: type, pauses: bool = False) -> object:
 
 
 def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[int]) -> list[int]:
-    """Have the file descriptors `wanted` in `selector`, instead of `watched`."""
+    """Replace the file descriptors `watched` in `selector` by `wanted`, and return `wanted`."""
     if watched != wanted:
         for fd in watched:
             selector.unregister(fd)
@@ -207,7 +209,7 @@ def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[in
 
 
 def agree(outcomes: Sequence[protocol.Outcome]) -> bool:
-    """Return whether the members of each group have entered the same collectives in it."""
+    """Return whether all members of each group have entered the same collectives."""
     seen: dict[protocol.Group, set[tuple[int, int]]] = {}
     counted: dict[protocol.Group, int] = {}
     for outcome in outcomes:

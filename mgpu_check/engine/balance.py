@@ -1,4 +1,4 @@
-"""Check, in the pytest process, that ranks have taken what others have given them."""
+"""Check, in the pytest process, that every tensor that a rank sent to another rank was received there."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MOST_TOLD = 4
 
 @dataclass(frozen=True)
 class Unmatched:
-    """One transfer on which the two sides disagree.
+    """One transfer that sender and receiver recorded differently.
 
     Attributes:
-        sender, receiver: their ranks; `ANY` for a receive from whoever sends.
-        given, taken: None where there is no such thing on that side.
+        sender, receiver: ranks; the sender of a receive from any source is `ANY`.
+        given, taken: the send and the receive; None if that side has no such operation.
     """
 
     sender: int
@@ -32,8 +32,8 @@ class Unmatched:
     taken: Run | None
 
     def text(self, who: Who) -> str:
-        """Describe it: "rank 0 of 4 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not received
-        it".
+        """Describe the transfer: "rank 0 of 4 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not
+        received it".
         """
         tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
         receiver = who([self.receiver])
@@ -59,12 +59,12 @@ def _site(run: Run | None) -> str:
 
 
 def unmatched(flows: Mapping[int, Sequence[Flow]]) -> list[Unmatched]:
-    """Find the first difference between each two ranks, of each group and tag.
+    """Return the first difference for each pair of ranks, group and tag.
 
     Args:
-        flows: rank -> its account.
+        flows: rank -> what it has sent and received.
     """
-    # Group, tag, sender, receiver.
+    # Keys: group, tag, sender, receiver.
     given: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
     taken: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
     for rank, some in flows.items():
@@ -90,13 +90,16 @@ def _from_any(
     tag: int,
     receiver: int,
 ) -> list[Unmatched]:
-    """Take out of the account all that a rank has been sent where it receives from whoever sends: order says nothing."""
+    """Return the differences for a rank that receives from any source, and remove its transfers from `given` and `taken`.
+
+    Only kinds and numbers are compared, because such a rank may receive in any order.
+    """
     received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
     sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
     whole = any(run.what == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent)))
 
     def kind(run: Run) -> str:
-        return MANY if whole else run.what  # where one side has lost them, numbers only can be compared
+        return MANY if whole else run.what  # if one side recorded only a count, only counts can be compared
 
     left: Counter[str] = Counter()
     for run in (run for runs in received for run in runs):
@@ -113,7 +116,7 @@ def _from_any(
 
 
 def _difference(given: Sequence[Run], taken: Sequence[Run]) -> tuple[Run | None, Run | None] | None:
-    """Find where two sequences part first: the tensor of each side."""
+    """Return the first two tensors that differ, None on a side that has ended; None if the sequences are equal."""
     ours = [(run.count, run) for run in reversed(given)]
     theirs = [(run.count, run) for run in reversed(taken)]
     while ours and theirs:
@@ -130,7 +133,7 @@ def _difference(given: Sequence[Run], taken: Sequence[Run]) -> tuple[Run | None,
 
 
 def imbalance(found: Sequence[Unmatched], who: Who) -> RankFailure:
-    """Return the error where all ranks have returned, and something is left that was sent, or would have been received."""
+    """Return the error for transfers left unmatched after all ranks have returned."""
     lines = [one.text(who) for one in found[:_MOST_TOLD]]
     if len(found) > _MOST_TOLD:
         lines.append(f"and {len(found) - _MOST_TOLD} more such pairs")

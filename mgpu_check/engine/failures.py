@@ -1,4 +1,4 @@
-"""Make one error that tells the whole story from how a call ended on each rank."""
+"""Combine how a call ended on each rank into one error."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ __all__ = [
 ]
 
 _MOST_HEADLINES = 3
-_ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")  # of a peer, in errors of gloo: it differs from rank to rank
+_ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")  # of a peer, in errors of gloo: it differs between ranks
 
 NODE = -1
-"""Index of the node process, where a rank's would stand."""
+"""Index of the node process, in place of a rank."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The rank returned; or it had done `part` of the call, such as "step 1", and waited for the others to do it."""
+    """The rank returned, or it finished `part` of the call, such as "step 1", and waited for the other ranks."""
 
     part: str = ""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The rank raised, and lives."""
+    """The rank raised an exception and is still alive."""
 
     failure: Failure
 
@@ -60,9 +60,9 @@ class Died:
 
     Attributes:
         cause: signal or exit code, in words.
-        last_words: the stacks that it left.
-        lost: with the agent that held it.
-        exit_code: of the process, negative for a signal; None where it has not ended by itself.
+        last_words: the stacks that it wrote when a fatal signal ended it.
+        lost: whether the agent that held it was lost.
+        exit_code: of the process, negative for a signal; None if it has not ended by itself.
     """
 
     cause: str
@@ -76,7 +76,9 @@ class Interrupted:
     """The rank had not answered when the parent stopped waiting, and was killed.
 
     Attributes:
-        settling: it had returned, and waited for what it had queued on its devices.
+        seconds: time since the call started.
+        stacks: of all threads, `HALTED` if the process was stopped, empty if it did not write them.
+        settling: whether it had returned, and waited for the operations queued on its devices.
     """
 
     seconds: float
@@ -89,11 +91,11 @@ Ending = Finished | Raised | Died | Interrupted
 
 @dataclass(frozen=True)
 class Who:
-    """Names for the processes of a world.
+    """The names of a world's processes in reports.
 
     Attributes:
-        size: of the world, 0 for a node process.
-        hosts: rank -> name of its host, where there are several.
+        size: of the world; 0 for a node process.
+        hosts: rank -> name of its host; empty on a single host.
     """
 
     size: int
@@ -118,16 +120,16 @@ class Who:
 
 @dataclass(frozen=True)
 class Account:
-    """How a call ended on each rank: data for whoever looks for the cause, and the text that users read.
+    """How a call ended on each rank: data for diagnosis, and the text that users read.
 
     Attributes:
-        endings: rank -> how the call ended there, in the order in which the answers came.
-        who: how the ranks are called.
-        doing: what the ranks were at, such as "test_step".
-        deadline: in seconds, if it passed.
+        endings: rank -> how the call ended there, in the order of arrival.
+        who: the names of the ranks.
+        doing: the function or step that the ranks ran, such as "test_step".
+        deadline: in seconds; None unless it passed.
         records: rank -> the collectives that it has entered.
-        instead: lines to tell in place of the endings, where all ranks returned.
-        unmatched: what ranks have not done alike in the parts of a call that all have done, in words.
+        instead: lines that replace the endings in the report if all ranks returned.
+        unmatched: how ranks differed in a part of the call that all have finished, in words.
     """
 
     endings: Mapping[int, Ending]
@@ -156,14 +158,14 @@ class Account:
 
     @property
     def hung(self) -> float | None:
-        """The deadline, where that it passed is the story: not where others were waited for that had failed."""
+        """The deadline if ranks hang; None if a rank raised or died, because the others then waited for that rank."""
         return self.deadline if self.interrupted and not (self.raised or self.died) else None
 
     @property
     def parted(self) -> dict[int, Entered]:
-        """Rank -> the first collective that is another one than on other ranks; empty where there is none.
+        """Rank -> the first collective that differs between ranks; empty if none does.
 
-        Empty, too, where ranks still wait in these very collectives: a hang is told by them already.
+        Also empty if ranks still wait in these collectives, because the report of the hang names them.
         """
         parted = parting(self.records) or {}
         waiting = all(self.records[rank].current == entered for rank, entered in parted.items())
@@ -171,17 +173,17 @@ class Account:
 
     @property
     def last(self) -> dict[int, Entered]:
-        """Rank -> the collective that it is in, or has entered last; without those that nothing has recorded."""
+        """Rank -> the collective that it is in or entered last, as far as collectives were recorded."""
         lasts = {rank: record.last for rank, record in self.records.items() if not self._in_another(rank)}
         return {rank: entered for rank, entered in lasts.items() if entered is not None and entered.number}
 
     @property
     def places(self) -> Places:
-        """The places of ranks that hang; none where that is not the story."""
+        """The places of ranks that hang; empty unless `hung`."""
         return Places() if self.hung is None else Places.of(self.interrupted, self.records)
 
     def _in_another(self, rank: int) -> bool:
-        """Return whether a rank that hangs is in a collective that is not recorded."""
+        """Return whether a rank hangs in an unrecorded collective."""
         end, record = self.endings.get(rank), self.records[rank]
         if self.hung is None or not isinstance(end, Interrupted) or record.current is not None:
             return False
@@ -189,7 +191,7 @@ class Account:
         return location is not None and bool(location.collective)
 
     def told_of_raised(self) -> list[tuple[list[int], str]]:
-        """Return the ranks that raised the same, with the line that says so; as many lines as help."""
+        """Group the ranks that raised the same error, and return each group with its line of the report."""
         lines: list[tuple[list[int], str]] = []
         for ranks in alike(self.endings):
             said = grouped((_ADDRESS.sub("", self.raised[rank].failure.headline), rank) for rank in ranks)
@@ -201,10 +203,10 @@ class Account:
         return lines
 
     def headlines(self, doing: str | None = None) -> list[str]:
-        """Describe what happened, a line each.
+        """Describe what happened, one line per fact.
 
         Args:
-            doing: what the ranks were at, if users know it by another name.
+            doing: the name under which users know what the ranks ran; default `self.doing`.
         """
         if self.instead:
             return list(self.instead)
@@ -213,7 +215,7 @@ class Account:
             f"{who.full(ranks)} died: {cause}"
             for cause, ranks in grouped((end.cause, rank) for rank, end in self.died.items())
         ]
-        # Once a rank is dead, its peers' errors are mostly echoes of that: they come second.
+        # The death of a rank causes most of its peers' errors, so those come second.
         headlines += [line for _, line in self.told_of_raised()]
         if self.hung is not None:
             headlines[:0] = _hang_headlines(interrupted, who, doing or self.doing, self.hung, self.records)
@@ -230,7 +232,7 @@ class Account:
         return headlines + last_collectives(rest, who)
 
     def blocks(self) -> list[str]:
-        """Return stacks and tracebacks, each under a line of its own."""
+        """Return stacks and tracebacks, each below a title line."""
         blocks: list[str] = []
         for _, ranks in grouped((end.cause, rank) for rank, end in self.died.items()):
             words = next((self.died[rank].last_words for rank in ranks if self.died[rank].last_words), "")
@@ -248,7 +250,7 @@ class Account:
         return "\n".join([*self.headlines(), *(f"\n{block}" for block in self.blocks())])
 
     def error(self) -> BaseException:
-        """Return the error to raise in the parent, when not all ranks have finished."""
+        """Return the error to raise in the parent, if not all ranks have finished."""
         if self.hung is not None:
             hang = RankHang(str(self), ranks=sorted(self.interrupted))
             hang.account = self
@@ -267,13 +269,13 @@ class Account:
 
 
 def account_of(error: BaseException) -> Account | None:
-    """Return what is known of a failure of ranks; None where it is none of a call."""
+    """Return the account attached to an error; None if a call on ranks did not raise it."""
     account = getattr(error, "account", None)
     return account if isinstance(account, Account) else None
 
 
 def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
-    """Return the error where all ranks have returned, but have not entered the same collectives."""
+    """Return the error for ranks that have all returned but entered different collectives."""
     parted = parting(records) or {}
     text = different_collectives(parted, who)
     first = text or "ranks have entered different collectives, or with different tensors"
@@ -289,7 +291,7 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
 def all_returned(
     lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int] | None = None
 ) -> RankFailure:
-    """Return an error that tells `lines` of a call that all ranks have returned from."""
+    """Return an error with the text `lines` for a call that has returned on all ranks."""
     account = Account({rank: Finished() for rank in records}, who, records=records, instead=tuple(lines))
     error = RankFailure(str(account), ranks=sorted(records if ranks is None else ranks))
     error.account = account
@@ -297,7 +299,10 @@ def all_returned(
 
 
 def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
-    """Describe a difference: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …", or ""."""
+    """Describe a difference: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …".
+
+    Return "" if there is no difference.
+    """
     if not parted:
         return ""
     said = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
@@ -311,7 +316,7 @@ def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
 
 
 def _odd(parted: Mapping[int, Entered]) -> list[int]:
-    """Return the ranks that differ from the majority; none where there is no majority."""
+    """Return the ranks that differ from the majority, [] if there is no majority."""
     said = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
     groups = sorted((ranks for _, ranks in grouped(said)), key=len)
     return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
@@ -333,7 +338,7 @@ def _exception(failure: Failure) -> BaseException | None:
         return None
     try:
         error = pickling.loads(failure.pickled)
-    except BaseException:  # its class refers to what only the rank has; and whatever it raises is not ours
+    except BaseException:  # its class may exist in the rank only, and its code may raise anything
         return None
     return error if isinstance(error, BaseException) else None
 
@@ -341,11 +346,11 @@ def _exception(failure: Failure) -> BaseException | None:
 def _hang_headlines(
     interrupted: Mapping[int, Interrupted], who: Who, doing: str, timeout: float, records: Mapping[int, Record]
 ) -> list[str]:
-    """Describe who did not finish, and where each was; first those that the others wait for in a collective."""
+    """Describe which ranks did not finish and where each was, the ranks that the others wait for first."""
     places = Places.of(interrupted, records)
     behind = [*(places.elsewhere or places.waiting)]
     if places.elsewhere and not places.waiting:
-        # A collective on devices is entered and left at once, and waited for later: who has entered fewest is waited for.
+        # A collective on devices returns at once and finishes later, so the ranks that entered the fewest are behind.
         behind = fewest({rank: records[rank].total if rank in records else 0 for rank in behind})
     culprits = _odd(parting(records) or {}) or behind
     lines = [f"{who.full(culprits)} did not finish {doing} within {timeout:g} s"]
@@ -359,7 +364,7 @@ def _were(ranks: Collection[int]) -> str:
 
 
 def alike(endings: Mapping[int, Ending]) -> list[list[int]]:
-    """Group the ranks that raised the same at the same place, even with other values."""
+    """Group the ranks that raised the same type of error at the same place, even with different values."""
     failures = ((end.failure, rank) for rank, end in endings.items() if isinstance(end, Raised))
     kinds = (((f.type, f.filename, f.lineno), rank) for f, rank in failures)
     return [sorted(ranks) for _, ranks in grouped(kinds)]
@@ -372,8 +377,8 @@ def _block(title: str, text: str) -> str:
 def raised_at(error: RankFailure, filename: str, lineno: int, cause: BaseException | None) -> RankFailure:
     """Return `error` with a traceback that ends where the rank raised.
 
-    Hypothesis tells failures apart by type and place. Were all raised here, it would take two bugs for one, and end
-    up shrinking the other.
+    Hypothesis distinguishes failures by type and place. If all were raised here, it would confuse two bugs, and might
+    shrink the wrong one.
     """
     error.__cause__ = cause
     try:

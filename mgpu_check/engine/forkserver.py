@@ -1,9 +1,11 @@
-"""The fork server: one process that has imported torch and touches no device, from which every rank is forked.
+"""The fork server: a process that has imported torch, touches no device, and forks every rank.
 
-It is run by the launcher, and talks over a socket: a byte in, with the file descriptors of the new process, is a request
-to fork, another one the end; lines of JSON come out. It is its own program, and not `multiprocessing`'s fork server, because the ranks need
-more than that offers: a process group each, so that all they start dies with them; output that goes to a file per rank;
-exit states that reach the parent at once; and an end with the parent, however the parent ends.
+The launcher runs it and talks to it over a socket. The byte `FORK`, sent with the file descriptors of the new process, asks
+for a fork, and `END` ends the server. The server answers with lines of JSON.
+
+`multiprocessing`'s fork server lacks four features that ranks need. Each rank leads its own process group, so that all its
+children die with it. The output of each rank goes to its own file. The parent receives exit states at once. The server ends
+with the parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ FORK = b"F"
 END = b"E"
 FILES = 4  # stdout, stderr, stacks, record of collectives
 
-_TO_END = 5.0  # seconds that descendants are waited for
-_END_OF_PARENT = 5.0  # seconds that it may take from the end of its socket
+_TO_END = 5.0  # seconds for killed descendants to exit
+_END_OF_PARENT = 5.0  # seconds for the parent to exit after its socket has closed
 
 
 class ForkServer:
-    """The loop of the server."""
+    """The server's loop over requests and exits of its children."""
 
     def __init__(self, control: socket.socket, directory: str) -> None:
         self.control = control
@@ -55,13 +57,13 @@ class ForkServer:
         try:
             self.control.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the parent is gone: the end of its socket is what ends the loop
+            pass  # the parent is gone, and the end of its socket ends the loop
 
     def serve(self) -> bool:
-        """Fork until there are no more requests; whether the parent has asked for the end, and has not just gone."""
+        """Fork on request until the parent ends, and return whether the parent asked for the end."""
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The terminal's signals are for the parent, which then ends this server.
+        # Ctrl-C is for the parent, which then ends this server.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         selector = selectors.DefaultSelector()
         selector.register(self.control, selectors.EVENT_READ)
@@ -100,7 +102,7 @@ class ForkServer:
         self.tell(event="forked", pid=pid)
 
     def reap(self) -> None:
-        """Tell of the ranks that have ended, and end what they leave behind."""
+        """Report the ranks that have ended, and kill the processes that they left behind."""
         ended = []
         while True:
             try:
@@ -116,7 +118,7 @@ class ForkServer:
                     os.close(output)
                 _kill_group(pid)
                 self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
-        # A rank adopts what its children leave, and this process what the rank leaves: nothing here is of a living one.
+        # A living rank adopts its orphans, so any other child of this process was left by a rank that has ended.
         for pid in children_but_managers():
             if pid not in self.children:
                 with contextlib.suppress(ProcessLookupError):
@@ -125,11 +127,11 @@ class ForkServer:
             remove_names(self.directory, pid)
 
     def end(self) -> None:
-        """Kill every descendant: the ranks, and what they started (this process inherits it when a rank ends)."""
+        """Kill every descendant: the ranks, and their processes, which this process inherits when a rank ends."""
         for pid in self.children:
             _kill_group(pid)
         deadline = time.monotonic() + _TO_END
-        # Managers are left to themselves: they remove what they manage 2 s after the last who used it, and end.
+        # torch's managers of shared memory end by themselves: 2 s after their last user they remove the memory and exit.
         while (left := children_but_managers()) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -142,7 +144,7 @@ class ForkServer:
 
 
 def _limits() -> str:
-    """Describe how many processes and threads there may be, as far as it is known."""
+    """Describe the known limits on the number of processes and threads."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = ["of this user (ulimit -u) " + ("unlimited" if most == resource.RLIM_INFINITY else str(most))]
     with contextlib.suppress(OSError, ValueError):
@@ -163,12 +165,12 @@ def _kill_group(pid: int) -> None:
 
 
 def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
-    """Leave the server's life behind and become a rank. Does not return."""
+    """Turn this forked process into a rank. Does not return."""
     code = 70
-    server.children.clear()  # they are not this process's, whatever becomes of it
+    server.children.clear()  # siblings: this process must never signal them
     try:
         prctl.end_with_parent()
-        prctl.adopt_orphans()  # what a test leaves is found at its end
+        prctl.adopt_orphans()  # so that the end of a test finds the processes that the test left
         if os.getppid() != parent:
             os._exit(code)
         os.setsid()
@@ -179,7 +181,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         for file in (server.wake_read, server.wake_write, server.control.detach(), *outputs):
             os.close(file)
         connection, stdout, stderr, stacks, record = files
-        for file in files:  # as they came, other programs would have them
+        for file in files:  # received descriptors are inheritable, and programs that a test starts would get them
             os.set_inheritable(file, False)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
@@ -191,7 +193,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):  # the test may have closed them; the exit must be reached
+        with contextlib.suppress(BaseException):  # the test may have closed them, and os._exit must run
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -199,17 +201,17 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
 
 @contextlib.contextmanager
 def _ending_with_parent(control: socket.socket, parent: int, directory: str) -> Iterator[None]:
-    """End this process if the parent ends meanwhile: it imports for seconds, and looks at its socket only then.
+    """End this process if the parent ends during the imports, which take seconds and do not read the socket.
 
-    By a thread, which is gone when the first rank is forked; not by PDEATHSIG, which counts the end of the thread of the
-    parent that started this process.
+    A thread watches the socket, and ends before the first rank is forked. PDEATHSIG would not do: it fires when the thread
+    of the parent that started this process ends.
     """
     read, write = os.pipe()
 
     def watch() -> None:
         poll = select.poll()
         poll.register(control, select.POLLRDHUP)
-        poll.register(read, 0)  # which is told of its end in any case
+        poll.register(read, 0)  # POLLHUP needs no flag
         if any(fd == control.fileno() for fd, _ in poll.poll()):
             _tidy(parent, directory)
             os._exit(0)
@@ -225,22 +227,22 @@ def _ending_with_parent(control: socket.socket, parent: int, directory: str) -> 
 
 
 def _tidy(parent: int, directory: str) -> None:
-    """Remove what the parent, which had no chance to, and processes that have ended like it, have left behind."""
+    """Remove the temporary directories of the parent, which was killed, and of other killed processes."""
     shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError, AttributeError):  # it is gone already; or this is not Linux
+    with contextlib.suppress(OSError, AttributeError):  # the parent is gone already, or this is not Linux
         ended = os.pidfd_open(parent)
         poll = select.poll()
         poll.register(ended, select.POLLIN)
-        poll.poll(_END_OF_PARENT * 1000)  # its socket may be closed before its locks are
+        poll.poll(_END_OF_PARENT * 1000)  # the socket may close before the parent's locks are released
     sweep(Path(directory).parent)
 
 
 def main(argv: list[str]) -> None:
-    """Import what the ranks will need, then serve until the parent closes its end of the socket."""
+    """Import the modules that ranks need, then serve until the parent closes its end of the socket."""
     prctl.adopt_orphans()
     control, parent, directory, *preload = argv
     server = ForkServer(socket.socket(fileno=int(control)), directory)
-    gc.disable()  # a quarter of the time that importing torch takes, and it would find nearly nothing
+    gc.disable()  # collecting takes a quarter of the time of importing torch, and finds almost nothing
     try:
         with _ending_with_parent(server.control, int(parent), directory):
             for name in preload:
@@ -251,7 +253,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())
         return
-    # Objects of now are never collected again, so that the collector does not copy their pages into every child.
+    # Exempt the existing objects from collection, so that the collector does not copy their pages in every child.
     gc.freeze()
     gc.enable()
     asked = False
@@ -261,7 +263,7 @@ def main(argv: list[str]) -> None:
         server.end()
         if not asked:
             _tidy(int(parent), directory)
-        os._exit(0)  # pytest waits for the end of this process, and torch takes a while to take itself apart
+        os._exit(0)  # pytest waits for this process, and torch's own cleanup at exit is slow
 
 
 if __name__ == "__main__":

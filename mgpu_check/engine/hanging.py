@@ -1,4 +1,4 @@
-"""Tell apart, of ranks that did not finish, those that wait in a collective or message and those that are elsewhere."""
+"""Separate ranks that hang in a collective, send or receive from ranks that hang elsewhere."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Places:
 
     Attributes:
         waiting: rank -> the collective, send or receive that it is in.
-        elsewhere: rank -> where it is, of the others.
+        elsewhere: rank -> its location, for every other rank.
     """
 
     waiting: dict[int, str] = field(default_factory=dict)
     elsewhere: dict[int, str] = field(default_factory=dict)
 
     def grouped(self) -> list[tuple[str, list[int]]]:
-        """Return each place with its ranks: first those that the others may wait for."""
+        """Return each place with its ranks, starting with the ranks that the others may wait for."""
         return [group for some in (self.elsewhere, self.waiting) for group in grouped((t, r) for r, t in some.items())]
 
     @classmethod
     def of(cls, interrupted: Mapping[int, Interrupted], records: Mapping[int, Record]) -> Places:
-        """Find out where each rank is, by its record and its stacks."""
+        """Derive the place of each rank from its record and its stacks."""
         places = cls()
         for rank, end in interrupted.items():
             record, location = records.get(rank, Record((), 0)), location_of(end.stacks)
             if record.current is not None:
                 places.waiting[rank] = f"in {record.current.described}"
-            elif location is not None and location.collective:  # one that is not recorded
+            elif location is not None and location.collective:  # a collective without a record
                 places.waiting[rank] = f"in {location}"
             else:
                 after = f", after {record.last}" if record.last else ""

@@ -1,6 +1,7 @@
-"""The seeds by which Python hashes texts: of an interpreter, from its start, so of a fork server and all ranks of it.
+"""Choose the seeds for Python's hashes of strings.
 
-The order of a set follows them. torchrun starts an interpreter for each rank, with a seed of its own.
+The seed decides the order of a set. An interpreter gets its seed at its start, so all ranks of a fork server share one.
+Under torchrun each rank is its own interpreter with its own seed.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ APART = {VARIABLE: "random"}
 """Variables of a world whose ranks have different seeds."""
 
 FIRST, SECOND = "1", "2"
-"""Seeds of fork servers: fixed, so that a run says the same of the same code each time."""
+"""Seeds of fork servers. They are fixed, so that repeated runs of the same code give the same results."""
 
 
 def given(environment: Mapping[str, str]) -> str:
-    """Return the seed that all interpreters of these variables have; empty where each draws its own."""
+    """Return the seed that the environment sets for all interpreters; empty if each draws its own."""
     seed = environment.get(VARIABLE, "")
     return "" if seed == "random" else seed
 
 
 def apart(environment: Mapping[str, str]) -> bool:
-    """Return whether ranks with these variables of their own are to have different seeds."""
+    """Return whether a world's own environment asks for a different seed on every second rank."""
     return environment.get(VARIABLE) == "random"
 
 
 def of_server(environment: Mapping[str, str], seed: str) -> tuple[dict[str, str], str]:
-    """Return the variables of a fork server, and a statement that takes back what is none of the user's."""
+    """Return the environment of a fork server, and a statement that restores the user's value of the variable there."""
     if not seed or given(environment):
         return {**environment}, ""
     before = environment.get(VARIABLE)

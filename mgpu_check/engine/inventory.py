@@ -1,4 +1,4 @@
-"""Find the GPUs of a host, whatever state their driver is in."""
+"""Find the GPUs of a host, even if their driver hangs or crashes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ __all__ = ["look"]
 
 
 def look(pool: RankPool, host: int = 0) -> Inventory:
-    """Look for the GPUs of a host in a process of its own: a driver that hangs, or crashes, is trouble, and no error."""
+    """Take the inventory of a host's GPUs in a separate process; a driver that hangs or crashes is noted in the inventory.
+
+    Raises:
+        AgentLost: the host's agent was lost.
+    """
     try:
         found: Inventory = pool.in_fresh_process(take_inventory, host)
     except AgentLost:
         raise
     except (RankFailure, RankHang) as error:
         first = str(error).splitlines()[0]
-        return Inventory((), f"the GPUs of this machine cannot be looked at: {first}\n  does nvidia-smi answer?")
+        return Inventory((), f"the GPUs of this machine cannot be listed: {first}\n  does nvidia-smi answer?")
     return found

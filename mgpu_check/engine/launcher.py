@@ -1,4 +1,4 @@
-"""Start processes of the pool: a `Launcher`, and the one for this machine."""
+"""Start the processes of the pool: the protocol `Launcher`, and its implementation for this machine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
-    "torch._dynamo",  # DistributedDataParallel imports it when it is first built, for more than a second
-    "mgpu_check.torch_hooks.collectives:install",  # before anyone takes the functions by name
+    "torch._dynamo",  # the first DistributedDataParallel imports it, which takes more than a second
+    "mgpu_check.torch_hooks.collectives:install",  # before any module imports the functions by name
     "mgpu_check.rank_side.worker",
 )
 
 SIMULATION = ("mgpu_check.simulated.collectives:record", "mgpu_check.simulated")
 PREPARED = ("mgpu_check.simulated:prepare",)  # on a node that hides the real devices
 
-_GLANCE = 0.5  # seconds after which one who does not answer is looked at
+_GLANCE = 0.5  # seconds between checks whether a silent fork server was halted
 _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
 
@@ -53,7 +53,7 @@ _started: weakref.WeakSet[LocalLauncher] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _making_files() -> Iterator[None]:
-    """Say what to do where temporary files cannot be made."""
+    """Turn an `OSError` of making temporary files into a `StartupFailure` that names the remedy."""
     try:
         yield
     except OSError as error:
@@ -72,57 +72,61 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 class Launcher(Protocol):
-    """Starts processes that run `mgpu_check.rank_side.worker.main`, and tells how they end."""
+    """Starts processes that run `mgpu_check.rank_side.worker.main`, and reports how they end."""
 
     def start(self) -> None:
-        """Begin to come up, without waiting for it."""
+        """Begin to start up in the background."""
 
     def launch(self, slots: Sequence[Slot], seeds_apart: bool = False) -> list[Process]:
-        """Launch a new process, connected, for each of `slots`; with different hash seeds where `seeds_apart`."""
+        """Launch a new, connected process for each of `slots`.
 
-    def store(self, name: str) -> str:
-        """Return the address of a rendezvous that has not been used yet, for a world called `name`: see
-        `RankSpec.store`.
+        Args:
+            seeds_apart: whether every second process gets another hash seed.
         """
 
+    def store(self, name: str) -> str:
+        """Return the address of an unused rendezvous for a world called `name`: see `RankSpec.store`."""
+
     def host_name(self, host: int) -> str:
-        """Return the name of a host in reports; empty where there is one only."""
+        """Return the name of a host in reports; empty on a single host."""
 
     def call_context(self, here: CallContext) -> CallContext:
-        """Return what ranks are told of the context of calls in this process."""
+        """Return the call context to send to ranks, given that of this process."""
 
     def losses(self) -> list[str]:
-        """Return what became of agents that are lost, where no failure has told it yet; nothing on one machine."""
+        """Describe the lost agents that no failure has reported yet; empty on one machine."""
 
     def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
-        """Return the index of a slot's real device as its process sees it, and how many it sees, if those of `here` are
-        meant.
+        """Return the index of a slot's real device in its process, and the number of devices that the process sees.
+
+        Args:
+            here: the slots whose devices the process is to see.
         """
 
     def waitables(self) -> list[int]:
-        """Return file descriptors that are readable when a process has ended; then call `collect`."""
+        """Return file descriptors that become readable when a process has ended; then call `collect`."""
 
     def collect(self) -> None:
         """Record the exit codes that have arrived in their `Process`."""
 
     def ending(self) -> list[int]:
-        """Return the processes that were killed, and are not gone yet, as far as others wait for their devices."""
+        """Return the killed processes that have not ended yet and so may still hold their devices."""
 
     def close(self) -> None:
-        """End every process, and what they started."""
+        """End every process, and the processes that they started."""
 
 
 class LocalLauncher:
-    """Launcher of this machine: forks processes from a fork server that has imported torch."""
+    """Launches processes on this machine, by a fork server that has imported torch."""
 
     def __init__(self, preload: Sequence[str] = (), simulate: str | None = None, hash_seed: str = "") -> None:
-        """Begin without a fork server.
+        """Create the launcher. The fork server starts with `start`.
 
         Args:
             preload: modules that the fork server imports besides torch.
-            simulate: the device that computes for the simulated node that the processes will enter, of which the fork
-                server does what they can share; None where they use real devices.
-            hash_seed: of the fork server, unless the user gives one to all; empty where it draws its own.
+            simulate: backing device of the simulated node, which the fork server prepares as far as processes can share
+                it; None on real devices.
+            hash_seed: of the fork server, unless the user's environment sets one; empty to let the server draw its own.
         """
         shared = (*(SIMULATION if simulate is not None else ()), *(PREPARED if simulate == "cpu" else ()))
         self._preload = (*PRELOAD, *shared, *preload)
@@ -141,7 +145,7 @@ class LocalLauncher:
             return
         with contextlib.ExitStack() as undo, _making_files():
             undo.callback(self._forget)
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the server
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server runs
             self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
             undo.pop_all()
         ours, theirs = socket.socketpair()
@@ -159,7 +163,7 @@ class LocalLauncher:
                 stdout=self._log,
                 stderr=self._log,
                 env={**environment, MARK: str(self._directory.path)},
-                start_new_session=True,  # the terminal's Ctrl-C is for pytest, which then ends the server
+                start_new_session=True,  # Ctrl-C must reach only pytest, which then ends the server
             )
         self._control = ours
         _started.add(self)
@@ -195,14 +199,14 @@ class LocalLauncher:
         return launched
 
     def _with_second_seed(self) -> LocalLauncher:
-        """Return the launcher of another fork server, with another hash seed: the ranks of one server have one."""
+        """Return a launcher whose fork server has another hash seed, because all ranks of a server share its seed."""
         if self._second is None:
             self._second = LocalLauncher(self._asked, self._simulate, hash_seeds.SECOND)
             self._second.start()
         return self._second
 
     def fork(self, ours: socket.socket, theirs: socket.socket) -> Process:
-        """Fork a new process that is connected by `theirs`, and held here by `ours`."""
+        """Fork a new process that gets the socket `theirs` and is reached through `ours`."""
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)
             self.start()
@@ -222,12 +226,12 @@ class LocalLauncher:
                 message = self._next_message(_START_TIMEOUT, wanted="forked")
             except BaseException:
                 if self._server is not None:
-                    self._lost()  # its answer may still come, and would be taken for that to the next request
+                    self._lost()  # a late answer would be mistaken for the answer to the next request
                 raise
             if message["pid"] is None:
                 raise StartupFailure(
-                    f"a process for a rank was refused by the operating system: {message['refused']}. Raise the limit "
-                    "that is reached, end other processes, or use fewer ranks."
+                    f"the operating system refused a process for a rank: {message['refused']}. Raise the limit that was "
+                    "reached, end other processes, or use fewer ranks."
                 )
             undo.pop_all()
         process = Process(message["pid"], Channel(ours), *files)
@@ -235,7 +239,7 @@ class LocalLauncher:
         return process
 
     def waitables(self) -> list[int]:
-        # What it says before it is ready is for `fork`, which waits for that.
+        # Until the server is ready, `fork` reads its messages.
         own = [self._control.fileno()] if self._ready and self._control is not None else []
         return own + (self._second.waitables() if self._second is not None else [])
 
@@ -244,7 +248,7 @@ class LocalLauncher:
             while self._ready and self._control is not None and select.select([self._control], [], [], 0)[0]:
                 self._receive()
         except StartupFailure:
-            pass  # the server is gone, and the ranks with it: their connections tell; the next launch starts a new one
+            pass  # the server and its ranks are gone: their connections have closed, and the next launch starts a server
         if self._second is not None:
             self._second.collect()
 
@@ -259,7 +263,7 @@ class LocalLauncher:
             return
         for process in self._processes.values():
             process.kill()
-        # Not closed only: a process that was forked from this one may hold it, too.
+        # Closing is not enough: a process forked from this one may hold the socket, too.
         with contextlib.suppress(OSError):
             self._control.send(END)
             self._control.shutdown(socket.SHUT_RDWR)
@@ -267,7 +271,7 @@ class LocalLauncher:
         try:
             self._server.wait(5.0 if self._ready and not halted(self._server.pid) else 0.0)
         except subprocess.TimeoutExpired:
-            # It still imports, and has no children yet; or it is stuck, and its children die with it.
+            # The server still imports and has no children yet, or it is stuck and its children die with it.
             self._server.kill()
             self._server.wait()
         if self._server.returncode != 0:
@@ -275,7 +279,7 @@ class LocalLauncher:
         self._forget()
 
     def _clear(self) -> None:
-        """Clear up in place of the server."""
+        """Do the cleanup that the server did not reach."""
         if self._directory is not None:
             clear(str(self._directory.path))
 
@@ -291,10 +295,10 @@ class LocalLauncher:
         self._lines = b""
 
     def _lost(self) -> StartupFailure:
-        """Let the next launch start another server: this one has ended. Return what to raise meanwhile."""
+        """Reset after the fork server has ended, so that the next launch starts another; return the error to raise."""
         how = f"the fork server ended: {self._end_of_server()}"
         failure = StartupFailure(f"{how}\n{self._log_text()}")
-        for process in self._processes.values():  # they end with it, and what they started does not
+        for process in self._processes.values():  # ranks end with the server, but their children do not
             process.kill()
             process.exit_code, process.server_end = -signal.SIGKILL, how
         if self._control is not None:
@@ -307,7 +311,7 @@ class LocalLauncher:
         return failure
 
     def _release(self) -> None:
-        """Hold nothing, in a process that was forked from this one, by which the server knows that this one lives."""
+        """Close the connections in a forked copy of this process: the server and ranks must notice when this one ends."""
         if self._control is not None:
             self._control.close()
         for process in self._processes.values():
@@ -319,7 +323,7 @@ class LocalLauncher:
             self._ready = True
 
     def _next_message(self, timeout: float, wanted: str) -> dict[str, Any]:
-        """Wait for the message `wanted`; take exits that come before it into account."""
+        """Wait for the message `wanted`, and record the exits that arrive before it."""
         deadline = Clock.now() + timeout
         while True:
             message = self._pop()

@@ -1,4 +1,4 @@
-"""Variables that a world has from its start, whatever those of the pytest process are."""
+"""Environment variables that a world's processes have from their start, whether or not the pytest process has them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ _OF_THE_ENGINE = frozenset(
         "NCCL_HOSTID",
     ]
 )
-"""They say where a rank is, and which devices it sees."""
+"""The engine sets these for each rank: they define its place in the world and the devices that it sees."""
 
 
 def own_environment(environment: Mapping[str, str] | None) -> OwnEnvironment:
-    """Return variables as part of the key of a world, in one order.
+    """Return environment variables, sorted by name, as part of the key of a world.
 
     Raises:
-        ValueError: a name or a value that no variable has, or one that the engine sets itself.
+        ValueError: a name or value is not valid for an environment variable, or the engine sets the variable itself.
     """
     if environment is None:
         return ()
     if not isinstance(environment, Mapping):
-        raise ValueError(f"environment={environment!r} is no mapping; choose one of names to values, both str")
+        raise ValueError(f"environment={environment!r} is not a mapping; choose one from names to values, both str")
     for name, value in environment.items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise ValueError(
-                f"environment: {name!r} is no name of a variable; choose a str without '=' that is not empty"
-            )
+            raise ValueError(f"environment: {name!r} is not a valid variable name; choose a non-empty str without '='")
         if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"environment: {name}={value!r} is no value of a variable; choose a str, such as '1'")
+            raise ValueError(f"environment: {name}={value!r} is not a valid value; choose a str, such as '1'")
         if name in _OF_THE_ENGINE:
             raise ValueError(
                 f"environment: {name} is set for each rank; choose other variables than {', '.join(sorted(_OF_THE_ENGINE))}"

@@ -1,4 +1,4 @@
-"""Let ranks go on after a part of a call that all of them have done, if they have made the same calls in it."""
+"""Pause ranks after each part of a call, and resume them once all have made the same calls in it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mgpu_check.processes.record import Record
 __all__ = ["LOOK", "Pauses"]
 
 LOOK = 0.2
-"""Seconds between looks at ranks that others wait for: one that has entered nothing in between may never come."""
+"""Seconds between two reads of the running ranks' records. A rank that enters nothing in between may be stuck."""
 
 _SHOWN = 3
-"""Names in a line."""
+"""Names in a line of the report."""
 
 _RESUME = frame(Resume())
 
@@ -31,7 +31,7 @@ class Pauses:
     """The pauses of one call.
 
     Attributes:
-        failure: what is wrong, once ranks are not to go on.
+        failure: the error that keeps ranks from resuming; None until one is found.
     """
 
     def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
@@ -45,7 +45,7 @@ class Pauses:
         return bool(self._paused)
 
     def done(self, rank: int) -> str:
-        """Return what a rank has done that waits for others; empty where it does not wait."""
+        """Return the part of the call that a paused rank has done, such as "step 1"; empty if the rank is not paused."""
         return self._paused[rank].done if rank in self._paused else ""
 
     def come(self, rank: int, message: Paused) -> None:
@@ -53,11 +53,11 @@ class Pauses:
         self._paused[rank] = message
 
     def settle(self, waiting: Collection[int], failed: bool) -> bool:
-        """Let all ranks go on if all have come; return whether they may still come, or have gone on.
+        """Resume all ranks once all are paused and agree; return False if the paused ranks can never resume.
 
         Args:
             waiting: ranks whose answer to the call is still to come.
-            failed: one has not gone well, so that the others wait for nothing.
+            failed: whether a rank has failed, so that the others wait in vain.
         """
         if not self._paused.keys() >= set(waiting):
             return True
@@ -70,7 +70,7 @@ class Pauses:
         return self.failure is None
 
     def look(self, waiting: Collection[int]) -> bool:
-        """Look at those that others wait for; return whether they may still come."""
+        """Read the records of running ranks; return False if one is stuck in a collective that a paused rank skipped."""
         before, self._seen = self._seen, {}
         for rank in waiting:
             if rank not in self._paused:
@@ -84,19 +84,19 @@ class Pauses:
 
     def _resume(self) -> None:
         for rank in self._paused:
-            with contextlib.suppress(OSError):  # it has ended, as its connection will tell
+            with contextlib.suppress(OSError):  # it has ended, which the end of its connection shows
                 self._processes[rank].connection.send(_RESUME)
         self._paused.clear()
         self._seen.clear()
 
     def _difference(self) -> RankFailure | None:
-        """Return what is wrong with the calls of ranks that have all done the same part."""
+        """Return the error if ranks that have done the same part differ in their calls; None if they agree."""
         messages = list(self._paused.values())
         first = dataclasses.replace(messages[0], flows=())
         if all(message == first for message in messages) and all(
             len(group.ranks) == len(messages) for group, _, _ in first.agreement
         ):
-            return None  # as it is nearly always
+            return None  # the usual case, kept cheap
         found = uneven(self._counts(), self._records(), self._described())
         if found is not None:
             return self._uneven(found)
@@ -110,17 +110,17 @@ class Pauses:
         left = [
             one
             for one in unmatched({rank: message.flows for rank, message in self._paused.items()})
-            if last or one.tag == COLLECTIVE  # what a step sends, the next one may receive
+            if last or one.tag == COLLECTIVE  # the next step may receive a message of this one
         ]
         if not left:
             return self._hidden() or self._part_held()
         error = imbalance(left, self._who)
-        if not any(one.tag == COLLECTIVE for one in left):  # else sizes differ, which is another matter
+        if not any(one.tag == COLLECTIVE for one in left):  # in a collective, only the sizes differ
             error.account = self._error(str(error).splitlines(), self._records(), error.ranks).account
         return error
 
     def _hidden(self) -> RankFailure | None:
-        """Return what is wrong with operations that C++ has called, of which nothing but their number is known."""
+        """Return the error if the backends counted different numbers of operations, those that C++ called included."""
         numbers: dict[Group, dict[int, int]] = {}
         for rank, message in self._paused.items():
             for group, number in message.operations:
@@ -132,7 +132,7 @@ class Pauses:
         return None
 
     def _part_held(self) -> RankFailure | None:
-        """Return what is wrong with what some ranks hold a part of, and others do not."""
+        """Return the error if a tensor, such as a gradient, has parts on only some of the ranks that should hold one."""
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for rank, message in sorted(self._paused.items()):
             for held in message.held:
@@ -176,7 +176,7 @@ class Pauses:
 def _by_ranks(
     without: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]],
 ) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]:
-    """Return the names of what ranks lack, by those that should have it, and those that have not."""
+    """Group the names by the ranks that should hold a part and the ranks that lack it."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for (name, among), ranks in without.items():
         if ranks:

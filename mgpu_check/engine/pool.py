@@ -1,4 +1,4 @@
-"""The pool: warm worlds by size, the node process, and what keeps them fresh."""
+"""The pool of warm worlds and node processes, which runs calls and resets the processes between tests."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from mgpu_check.processes import pickling, protocol
 __all__ = ["RankPool"]
 
 _LONGEST_GROUP_TIMEOUT = 1e8  # seconds
-_AFTER_A_HANG = 1.0  # seconds, for calls that began with one that hangs to send what they have
+_AFTER_A_HANG = 1.0  # seconds for calls beside a hanging one to send their answers: their timeout has passed, too
 
 Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
-"""Takes what each rank has told in a call: see `worker.tell`."""
+"""Receives the messages that each rank reported in a call: see `worker.tell`."""
 
 
 class RankPool:
-    """Warm ranks of every world size up to `devices`, and the node process. Nothing starts before it is needed.
+    """Warm ranks of every world size up to `devices`, and the node process, each started on its first use.
 
     Args:
-        slots: where ranks can run; a number stands for that many devices of this machine.
+        slots: where ranks can run; a number means that many devices of this machine.
         simulate: backing device of the simulated node, or None on real devices.
-        timeout: seconds that a call gets where it does not say.
-        wrap: put around every function before it is sent; must travel by reference.
-        masks: how processes on real devices are told which ones they see.
-        memory: bytes of the smallest real device, as far as that is known when it is asked.
-        hear: called after a call in which ranks have told something, before its results are returned, or its error raised.
+        timeout: default timeout of a call, in seconds.
+        wrap: wraps every function before it is sent; the wrapper must be picklable by reference.
+        masks: returns the mask that restricts a process to its real devices.
+        memory: returns the bytes of the smallest real device, None while unknown.
+        hear: receives the messages that ranks reported in a call, before the call returns or raises.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class RankPool:
         self.set_slots(slots)
 
     def set_slots(self, slots: int | Sequence[Slot]) -> None:
-        """Have these slots from now on; a number stands for that many devices of this machine."""
+        """Replace the slots; a number means that many devices of this machine."""
         self.slots = tuple(Slot(0, index) for index in range(slots)) if isinstance(slots, int) else tuple(slots)
         self.available = self.slots
 
     @property
     def devices(self) -> int:
-        """Number of devices that the current test may use: the largest world size."""
+        """The number of devices that the current test may use, which is the largest world size."""
         return len(self.available)
 
     def start(self) -> None:
-        """Begin to come up, in the background."""
+        """Begin to start up in the background."""
         self._launcher.start()
 
     def function(self, function: Callable[..., Any], reused: bool = False) -> Function:
-        """Pickle `function`, by value where it cannot be imported elsewhere; see `sending.pickled_function`.
+        """Pickle `function`, by value if another process cannot import it; see `sending.pickled_function`.
 
         Args:
-            reused: it will be called many times in this test.
+            reused: whether this test will call it many times.
         """
         self._functions += 1
         return pickled_function(function, self.wrap(function), str(self._functions), reused)
@@ -103,19 +103,19 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank of a world of `size` ranks.
 
-        A parameter of `fn` called ``rank`` is given the `Rank`. Tensors on devices come back as CPU tensors.
+        A parameter of `fn` called ``rank`` receives the `Rank`. Tensors on devices come back as CPU tensors.
 
         Args:
-            size: world size, 1 to `devices`; default all. A size that was used before costs nothing to return to.
+            size: world size, 1 to `devices`; default all. A size that was used before starts no new processes.
             timeout: seconds for all ranks to return; default ``--rank-timeout``.
-            devices: rank ``i`` runs on device ``devices[i]``, of 0 to ``self.devices - 1``; default the first ones, in order.
+            devices: rank ``i`` runs on device ``devices[i]``, from 0 to ``self.devices - 1``; default the first `size`.
             environment: variables that the ranks have from their start.
 
         Returns:
             One result per rank, in rank order.
 
         Raises:
-            RankFailure: a rank raised. RankDied: a process ended. RankHang: not all returned in time.
+            RankFailure: a rank raised. RankDied: a process ended. RankHang: a rank did not return in time.
             ValueError: an argument out of range. TypeError: `fn` or an argument cannot be sent.
         """
         try:
@@ -132,25 +132,24 @@ class RankPool:
     def run_apart(
         self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
     ) -> list[Any]:
-        """Call ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world.
-
-        The i-th runs on device i; there are `devices` of them at most.
+        """Call ``fn(*args)`` for each of `arguments` at the same time, call ``i`` in its own world of size 1 on device ``i``.
 
         Args:
-            timeout: seconds that each may take, as in `run`. Once one hangs, the others have had theirs, too.
+            arguments: the `args` of each call, for at most `devices` calls.
+            timeout: seconds for each call, as in `run`.
 
         Returns:
-            One result for each, in their order.
+            One result per call, in the order of `arguments`.
 
         Raises:
-            What `run` raises: if several calls fail, the error of the first in their order, once all have ended.
+            The errors of `run`: if several calls fail, the first error in the order of `arguments`, once all have ended.
         """
         timeout = self._seconds(timeout)
         function = self.function(fn)
         begun: list[tuple[World, Begun]] = []
         results: list[Any] = []
         errors: list[BaseException] = []
-        refused: list[BaseException] = []  # where it could not begin, which is after those that have begun
+        refused: list[BaseException] = []  # of the call that could not begin, after the calls in `begun`
         with self._lock:
             for index, args in enumerate(arguments):
                 try:
@@ -162,7 +161,7 @@ class RankPool:
             for world, call in begun:
                 try:
                     results += self._finish(world, call, timeout)
-                except (Exception, RankHang) as error:  # the others are waited for
+                except (Exception, RankHang) as error:  # wait for the other calls
                     errors.append(error)
                     timeout = min(timeout, _AFTER_A_HANG) if isinstance(error, RankHang) else timeout
         if failed := errors + refused:
@@ -172,7 +171,7 @@ class RankPool:
     def run_in_node_process(
         self, fn: Callable[..., Any], /, *args: Any, host: int = 0, timeout: float | None = None
     ) -> list[Any]:
-        """Call ``fn(*args)`` in the process that sees all devices of a host; its result, in a list. Raises as `run` does."""
+        """Call ``fn(*args)`` in the node process of `host`, and return ``[result]``. Raises the errors of `run`."""
         return self.call(self.function(fn), args, {}, size=0, timeout=timeout, host=host)
 
     def call(
@@ -188,10 +187,10 @@ class RankPool:
         devices: Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Run a function that is pickled already, as `run` does; `size` 0 stands for the node process of `host`.
+        """Run a pickled function as `run` does; `size` 0 means the node process of `host`.
 
         Args:
-            devices: the size of the world is that of `devices`, where they are given.
+            devices: as in `run`; if given, their number overrides `size`.
         """
         timeout = self._seconds(timeout)
         with self._lock:
@@ -222,7 +221,7 @@ class RankPool:
         return [world.loaded(index, result) for index, result in enumerate(results)]
 
     def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
-        """Call `fn` in a process of its own, on a host as it is, without a simulated node; its result."""
+        """Call `fn` in a new process on a host, without simulation or device masks, and return its result."""
         world = self._new_world(WorldKey((), (Slot(host, 0),), None), simulate=None, masked=False)
         try:
             function = self.function(fn)
@@ -233,7 +232,7 @@ class RankPool:
             world.discard()
 
     def prepare(self, size: int, backend: str | None = None, host: int = 0) -> None:
-        """Have the world of `size` (0: the node process of `host`) up, so that it does not count as time of a test."""
+        """Start the world of `size` (0: the node process of `host`) now, outside the measured time of a test."""
         with self._lock:
             self._world(self._key(size, backend, host))
 
@@ -289,10 +288,10 @@ class RankPool:
                 "GROUP_WORLD_SIZE": str(len(hosts)),
             }
             if simulate and self._launcher.host_name(slot.host):
-                environment["NCCL_HOSTID"] = str(slot.host)  # hosts of a simulated run may well be one machine
+                environment["NCCL_HOSTID"] = str(slot.host)  # the hosts of a simulated run may be one machine
             if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in context.environment | environment:
-                # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
-                # devices after each call, report such an error with its site, and replace the process ourselves.
+                # Torch's watchdog would end a process 0.1 s after a kernel of it fails. Ranks synchronize their devices
+                # after each call instead: the error is reported with its site, and the process is replaced.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
             mask = self.masks(here) if masked and simulate is None else Mask()
             environment.update(mask.environment)
@@ -307,7 +306,7 @@ class RankPool:
                 backend=key.backend,
                 store=store,
                 group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
-                # In the node process DataParallel has a thread for each device, as ranks are a process each.
+                # DataParallel runs a thread per device in the node process, so that process gets the threads of one rank.
                 threads=max(1, (os.cpu_count() or 1) // (len(beside) if key.slots else len(here))),
                 call_context=context,
                 own_environment=environment,
@@ -320,20 +319,21 @@ class RankPool:
         return self._launcher.call_context(call_context(simulate))
 
     def begin_test(self, available: Sequence[Slot] | None = None) -> None:
-        """Start the account of a new test.
+        """Reset what is recorded per test.
 
         Args:
-            available: the slots that it may use; default all.
+            available: the slots that the new test may use; default all.
         """
         self.available = self.slots if available is None else tuple(available)
         self.sizes = set()
         self._used = set()
 
     def end_test(self, failed: bool) -> list[str]:
-        """Let the next test find fresh ranks; what this one left behind and could not be undone, in lines.
+        """Reset the ranks for the next test, and return a line for each change of this test that cannot be undone.
 
         Raises:
-            RankDied: a rank died after it had done its part of the test. Warning: `hear` has made it an error.
+            RankDied: a rank died after it had done its part of the test.
+            Warning: `hear` raised a warning of a rank as an error.
         """
         left: list[str] = []
         errors: list[BaseException] = []
@@ -357,33 +357,33 @@ class RankPool:
         return left
 
     def died_idle(self, after: str = "") -> list[str]:
-        """Return a text for each world of which a process ended while no test used it. Those worlds are gone then.
+        """Discard each world that lost a process while no test used it, and return a text for each.
 
         Args:
-            after: what ends the lines that say so.
+            after: text to append to the first line of each.
         """
         lines = [f"{loss} while no test used it{after}" for loss in self._launcher.losses()]
         for key, world in self._worlds:
             try:
                 world.check_idle("while no test used it", after)
             except AgentLost:
-                self._worlds.let_go(key)  # as one loss takes many worlds with it, it is told once
+                self._worlds.let_go(key)  # `losses` has reported it once, though it may end many worlds
             except AssertionError as error:
                 lines.append(str(error))
                 self._worlds.let_go(key)
         return lines
 
     def explain(self, error: BaseException) -> None:
-        """Give a failure that ranks have just raised the best text that they can make of it."""
+        """Replace the text of a failure by a fuller explanation from the ranks that have just raised it."""
         for _, world in self._worlds:
             world.explain(error)
 
     def stopped(self) -> BaseException | None:
-        """Return an error that names where the ranks were, after something from outside has interrupted a call."""
+        """Return an error with the places of the ranks, if an outside event interrupted a call; otherwise None."""
         return next(filter(None, [world.stopped() for _, world in self._worlds]), None)
 
     def output(self) -> list[tuple[str, str, str]]:
-        """Return what the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
+        """Return the non-empty output of this test's processes, as (process, "stdout" or "stderr", text)."""
         found = []
         for key, world in self._worlds:
             if key in self._used:
@@ -395,6 +395,6 @@ class RankPool:
         return found
 
     def close(self) -> None:
-        """End every process, and remove every file, of the pool."""
+        """End every process of the pool, and remove its files."""
         self._worlds.close()
         self._launcher.close()

@@ -1,4 +1,4 @@
-"""Hold one process of the pool in the pytest process."""
+"""A handle in the pytest process for one process of the pool."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class Process:
     """A process that runs `mgpu_check.rank_side.worker.main`.
 
     Attributes:
-        exit_code: as in `subprocess`: None while it lives, as far as is known, and minus the signal's number where
-            one ended it.
-        server_end: how the fork server ended, where the process has ended with it.
-        killed: it was asked to end by `kill`, and may take its time.
-        lost: what became of the agent that held it, where that is gone; always None on one machine.
+        exit_code: as in `subprocess`: None while no exit is known, and the negative signal number if a signal ended it.
+        server_end: how the fork server ended, if the process ended with it; otherwise empty.
+        killed: whether `kill` was called. The process may take a while to end.
+        lost: how the agent that held the process was lost; None if it was not, and always None on one machine.
     """
 
     lost: str | None = None
@@ -46,28 +45,26 @@ class Process:
         self._command = _command(pid)
 
     def mark_output(self) -> None:
-        """Let `output` start from here. What was written before is gone: a run may be long."""
+        """Let `output` start from here, and delete earlier output, because a run may be long."""
         for stream in self._streams.values():
-            os.ftruncate(stream.fileno(), 0)  # the process writes at the end, wherever that is
+            os.ftruncate(stream.fileno(), 0)  # the process appends, so it continues at the new end
 
     def await_mark(self) -> None:
-        """Wait until `mark_output` has been done, where another machine does it: what comes next may print."""
+        """Wait until `mark_output` has taken effect, if another machine does it: the next call may print."""
 
     def output(self, name: str) -> str:
-        """Return what the process wrote to "stdout" or "stderr" since `mark_output`: of much, the beginning and the
-        end.
-        """
+        """Return the output to "stdout" or "stderr" since `mark_output`; of long output, the beginning and the end."""
         return kept(self._streams[name].fileno())
 
     def ask_for_stacks(self, signal_number: int) -> None:
-        """Have the process write the stacks of its threads; `stacks` gives them."""
+        """Ask the process to write the stacks of its threads, which `stacks` returns."""
         self._stacks_start = os.fstat(self._stacks.fileno()).st_size
         self._stacks_signal = signal_number
         self._held_back = held_back(self.pid, signal_number)
         self._signal(signal_number)
 
     def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
-        """Return the stacks asked for, once they are written; `HALTED`, or empty, where the process cannot write them."""
+        """Return the requested stacks once they are written; `HALTED` if the process is stopped, empty if it is silent."""
         if self.halted():
             return HALTED
         deadline = Clock.now() + timeout
@@ -83,7 +80,7 @@ class Process:
         return self._stacks_since(self._stacks_start)
 
     def last_words(self) -> str:
-        """Return what the process wrote as a fatal signal ended it: the stacks of its threads."""
+        """Return the stacks of all threads that the process wrote when a fatal signal ended it."""
         return self._stacks_since(0)
 
     def _stacks_since(self, start: int) -> str:
@@ -95,7 +92,7 @@ class Process:
         return parse(self.record_bytes())
 
     def record_bytes(self) -> bytes:
-        """Return the record as it lies in its file."""
+        """Return the unparsed record of collectives."""
         return os.pread(self._record.fileno(), SIZE, 0)
 
     def cause(self) -> str:
@@ -103,18 +100,16 @@ class Process:
         return self.server_end or describe_exit(self.exit_code)
 
     def replaced_by(self) -> str:
-        """Return the command of the program that runs in the place of this process, by `exec`; empty where there is
-        none.
-        """
+        """Return the command of the program that replaced this process by `exec`; empty if it was not replaced."""
         command = _command(self.pid)
         return "" if command == self._command else command
 
     def runnable(self) -> bool:
-        """Return whether the main thread computes, or waits for a processor, rather than for something to happen."""
+        """Return whether the main thread runs or is ready to run, rather than waits for an event."""
         return _state(self.pid) == "R"
 
     def halted(self) -> bool:
-        """Return whether a signal, or a debugger, has stopped the process."""
+        """Return whether a signal or a debugger has stopped the process."""
         return halted(self.pid)
 
     def kill(self) -> None:
@@ -124,7 +119,7 @@ class Process:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
-                # Not yet leader of a group, or gone.
+                # The process does not lead a group yet, or has ended.
                 self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -134,7 +129,7 @@ class Process:
             pass
 
     def close(self) -> None:
-        """Let go of the files. The process itself must have been killed."""
+        """Close the connection and the files. The process must have been killed before."""
         self.connection.close()
         self._stacks.close()
         self._record.close()
@@ -157,12 +152,12 @@ def describe_exit(code: int | None) -> str:
 
 
 def halted(pid: int) -> bool:
-    """Return whether a signal, or a debugger, has stopped a process."""
+    """Return whether a signal or a debugger has stopped a process."""
     return _state(pid) in ("T", "t")
 
 
 def _command(pid: int) -> str:
-    """Return the command line of a process; empty where it is gone."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
             return shlex.join(file.read().rstrip("\0").split("\0"))
@@ -171,7 +166,7 @@ def _command(pid: int) -> str:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process, one letter as in proc(5); empty where it is gone."""
+    """Return the state of a process as one letter, see proc(5); empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""What is sent to ranks: functions, their arguments, and what of this process they are to have."""
+"""Prepare what is sent to ranks: pickled functions and arguments, and the call context of this process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["NotPicklable", "call_context", "pickled_arguments", "pickled_functio
 
 
 class NotPicklable(TypeError):
-    """A function, or an argument of a call, cannot be pickled."""
+    """A function or an argument of a call cannot be pickled."""
 
 
 def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], key: str, reused: bool) -> Function:
-    """Pickle a function as it is sent, by value where it cannot be imported elsewhere.
+    """Pickle a function for another process, by value if that process cannot import it.
 
     Args:
-        function: the user's own, for its name and for errors.
-        wrapped: what is sent for it.
+        function: the user's function, for its name and for errors.
+        wrapped: the function to send in its place.
         key, reused: see `Function`.
 
     Raises:
-        NotPicklable: it, or something that it refers to, cannot be pickled.
+        NotPicklable: the function, or an object that it refers to, cannot be pickled.
     """
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -41,10 +41,13 @@ def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], 
 
 
 def pickled_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle the arguments of the function of this name.
+    """Pickle the arguments of a call.
+
+    Args:
+        name: of the function, for errors.
 
     Raises:
-        NotPicklable: one of them cannot be pickled.
+        NotPicklable: an argument cannot be pickled.
     """
     try:
         return pickling.dumps((args, dict(kwargs)))
@@ -55,11 +58,11 @@ def pickled_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def call_context(simulate: str | None) -> protocol.CallContext:
-    """Return the call context of this process now, as its ranks are to have it."""
+    """Return the current call context of this process, for its ranks to adopt."""
     environment = dict(os.environ)
-    environment.pop("PYTEST_CURRENT_TEST", None)  # it differs for each test and phase, and means this process
+    environment.pop("PYTEST_CURRENT_TEST", None)  # changes per test and phase, and describes this process only
     if simulate == "cpu":
-        # It says which real devices may be used, often none; of the simulated ones there are as many as asked for.
+        # It restricts the real devices, often to none, and must not restrict the simulated ones.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         directory = os.getcwd()
@@ -71,7 +74,7 @@ def call_context(simulate: str | None) -> protocol.CallContext:
 def with_rank(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, with the rank's placeholder where `fn` has a parameter of that name."""
+    """Return the arguments, with a placeholder for the `Rank` added if `fn` has a parameter ``rank``."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The worlds that are kept warm between calls, and how many of them a device can bear."""
+"""Keep worlds warm between calls, as many as the devices allow."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mgpu_check.engine.world import World
 
 __all__ = ["WarmWorlds", "WorldKey"]
 
-# Idle worlds of other sizes are kept, because a property that draws the world size returns to them all the time.
+# Processes of idle worlds to keep. A property that draws the world size returns to each size all the time.
 _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
 
-# On real devices each process has a context and communicators, of half a GiB and more. They get an eighth of the memory.
+# On real devices the context and communicators of a process take half a GiB or more. All processes together may take an
+# eighth of the memory.
 _BYTES_OF_PROCESS = 640 << 20
 _SHARE = 8
 _LEAST_PROCESSES = 2
@@ -28,11 +29,12 @@ _EXIT_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class WorldKey:
-    """The key that tells one world from another.
+    """The properties that identify a world.
 
     Attributes:
         slots: of its ranks, in rank order; empty for a node process.
-        visible: the slots whose devices its processes see, on all hosts where it has any.
+        visible: the slots whose devices its processes see, on all of its hosts.
+        backend: of its default process group; None for the default backend.
         environment: variables that its processes have from their start.
     """
 
@@ -43,16 +45,16 @@ class WorldKey:
 
     @property
     def occupied(self) -> tuple[Slot, ...]:
-        """The slots on whose devices it may have a context."""
+        """The slots of the devices that may hold a context of this world."""
         return self.slots or self.visible
 
 
 class WarmWorlds:
-    """Worlds by their key, the least recently used first.
+    """The warm worlds by their key, the least recently used first.
 
     Args:
-        real: they are on real devices, whose memory is shared, and which may refuse a second process.
-        memory: bytes of the smallest device, as far as that is known when it is asked.
+        real: whether they are on real devices, which share their memory and may refuse a second process.
+        memory: returns the bytes of the smallest device, None while unknown.
     """
 
     def __init__(self, launcher: Launcher, real: bool, memory: Callable[[], int | None]) -> None:
@@ -61,13 +63,13 @@ class WarmWorlds:
         self._memory = memory
         self._worlds: dict[WorldKey, World] = {}
         self._alone = False
-        """Whether devices were seen to bear one process only."""
+        """Set once a device has refused a second process."""
 
     def __iter__(self) -> Iterator[tuple[WorldKey, World]]:
         return iter(list(self._worlds.items()))
 
     def take(self, key: WorldKey) -> World | None:
-        """Take the world of a key, which is not kept any more; None where there is none that can be used."""
+        """Remove and return the world of a key; None if there is no usable world."""
         world = self._worlds.pop(key, None)
         if world is not None and world.broken:
             world.discard()
@@ -75,7 +77,7 @@ class WarmWorlds:
         return world
 
     def keep(self, key: WorldKey, world: World) -> None:
-        """Keep a world, as the one that was used last."""
+        """Keep a world, as the most recently used one."""
         self._worlds[key] = world
 
     def get(self, key: WorldKey) -> World | None:
@@ -86,14 +88,15 @@ class WarmWorlds:
         self._worlds.pop(key).discard()
 
     def make_room(self, key: WorldKey, slots: int, used: set[WorldKey]) -> None:
-        """Let worlds go where they are too many beside a new one.
+        """End the least recently used worlds if a new world would make too many processes.
 
         Args:
-            slots: how many there are.
-            used: by the current test. Of these, devices that are full may cost some, too.
+            key: of the new world.
+            slots: number of slots of the pool.
+            used: worlds of the current test. They end only if a real device has no room otherwise.
 
         Raises:
-            RankDied: a process of one that was used has ended already.
+            RankDied: a process of a world that is to end has died already.
         """
         wanted, most = max(len(key.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
         for other in list(self._worlds):
@@ -111,9 +114,10 @@ class WarmWorlds:
             self.await_exits()
 
     def clear_devices(self, key: WorldKey) -> bool:
-        """Let all worlds go that have devices of `key`, from now on whenever another needs them; whether there were any.
+        """End all worlds on the devices of `key`, and return whether there were any.
 
-        Where devices are in compute mode exclusive-process, or full, a second process is refused.
+        A device in compute mode exclusive-process, or with full memory, refuses a second process. If there were any worlds,
+        devices hold one process at a time from now on.
         """
         if not self._real:
             return False
@@ -125,9 +129,9 @@ class WarmWorlds:
         return bool(beside)
 
     def await_exits(self) -> list[int]:
-        """Wait until those that were ended are gone, and their memory free; the processes that still are not.
+        """Wait until killed processes have ended and freed their memory, and return those that still have not.
 
-        On real devices that takes seconds, and the devices are others' next.
+        Only real devices need this: the exit takes seconds there, and other worlds use the devices next.
         """
         if not self._real:
             return []
@@ -139,7 +143,7 @@ class WarmWorlds:
         return ending
 
     def close(self) -> None:
-        """End all of them."""
+        """End all worlds."""
         for key in list(self._worlds):
             self.let_go(key)
 

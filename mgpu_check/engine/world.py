@@ -1,4 +1,4 @@
-"""A world: the processes of one world size, with their own default process group; or the node process alone."""
+"""A world: the processes that share a default process group, or the node process alone."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ from mgpu_check.processes.clock import Clock, ready
 __all__ = ["Abandoned", "Begun", "Function", "World"]
 
 _MEET_TIMEOUT = 1.0
-_REST_TIMEOUT = 10.0  # for what the engine itself asks of a rank that should be idle, or the timeout of calls
+_REST_TIMEOUT = 10.0  # for the engine's own requests to idle ranks, unless the timeout of calls is shorter
 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function as it is sent.
+    """A pickled function to send to ranks.
 
     Attributes:
-        key: its name among those of a test.
-        reused: it will be called again, and the ranks are to keep it until the test ends.
+        key: identifies the function among those of a test.
+        pickled: the function as bytes.
+        name: for reports.
+        reused: whether the ranks keep it until the test ends, because it will be called again.
     """
 
     key: str
@@ -51,7 +53,7 @@ class Function:
 
 
 class Abandoned(Exception):
-    """All ranks gave up the test ("skip", "xfail") or the example ("reject") alike."""
+    """All ranks abandoned the test ("skip", "xfail") or the example ("reject") in the same way."""
 
     def __init__(self, failure: protocol.Failure) -> None:
         super().__init__(failure.headline)
@@ -59,12 +61,13 @@ class Abandoned(Exception):
 
 
 class Begun(NamedTuple):
-    """A call that every process has begun.
+    """A call that was sent to every process.
 
     Attributes:
+        number: identifies the call in the answers.
         name: of the function.
         started: seconds on `Clock`.
-        unsent: processes that the call could not be sent to, because they have ended.
+        unsent: processes that had ended, and so did not receive the call.
     """
 
     number: int
@@ -74,9 +77,9 @@ class Begun(NamedTuple):
 
 
 class World(WorldProcesses):
-    """Warm processes that run the same function each.
+    """Warm processes that all run the same function.
 
-    A world is *broken* once it may not be used again: a process died, was killed, or they are out of lockstep.
+    A world is *broken* once it cannot be used again: a process died or was killed, or the processes are out of lockstep.
     """
 
     def __init__(
@@ -87,15 +90,15 @@ class World(WorldProcesses):
         slots: Sequence[Slot],
         timeout: float,
     ) -> None:
-        """Start a process for each of `indices`: ranks, or `NODE`; on the slot that stands in its place.
+        """Start a process for each of `indices` (ranks, or `NODE`) on the slot at the same position of `slots`.
 
         Args:
-            timeout: seconds that a call usually gets; what the engine asks for on its own gets no more.
+            timeout: the usual timeout of a call, in seconds, which also limits the engine's own requests.
 
         Raises:
-            StartupFailure: one did not come up.
+            StartupFailure: a process did not start.
         """
-        self.told: dict[int, tuple[tuple[str, Any], ...]] = {}  # by the ranks of the last call, if by any
+        self.told: dict[int, tuple[tuple[str, Any], ...]] = {}  # rank -> its messages in the last call
         self._failed: tuple[BaseException, Account] | None = None
         self._running: tuple[str, float] | None = None  # the function, and since when
         self._rest_timeout = min(_REST_TIMEOUT, timeout)
@@ -111,22 +114,24 @@ class World(WorldProcesses):
         call_context: protocol.CallContext,
         timeout: float,
     ) -> list[pickling.Pickled]:
-        """Call a function on every process; the pickled results, in rank order.
+        """Call a function on every process, and return the pickled results in rank order.
 
         Args:
-            function: sent once only, until `end_test`, if it is to be called again.
+            function: the function. If it is `reused`, it is sent only once until `end_test`.
 
         Raises:
-            RankFailure, RankDied, RankHang: see there.
+            RankFailure: a rank raised, or ranks made different calls.
+            RankDied: a process ended.
+            RankHang: a rank did not return in time.
             Abandoned: every rank skipped the test, or rejected the example.
         """
         return self.finish(self.begin(function, arguments, call_context), timeout)
 
     def begin(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> Begun:
-        """Have every process begin a call, whose results `finish` returns.
+        """Send a call to every process. `finish` returns its results.
 
         Raises:
-            RankDied: a process has ended before.
+            RankDied: a process had ended before the call.
         """
         self.check_alive("before " + function.name)
         call = self._prepare(function, arguments, call_context)
@@ -135,7 +140,7 @@ class World(WorldProcesses):
         return Begun(call.number, function.name, started, self._send(lambda _: call))
 
     def finish(self, call: Begun, timeout: float) -> list[pickling.Pickled]:
-        """Wait for what `begin` has begun, `timeout` seconds from now at most; returns and raises as `run` does."""
+        """Wait up to `timeout` seconds from now for the results of a call; returns and raises as `run` does."""
         waiting = Clock.now()
         pauses = Pauses(self.processes, self.who)
         answers, late = self._collect(timeout, protocol.Outcome, _went_well, call.unsent, pauses)
@@ -149,7 +154,7 @@ class World(WorldProcesses):
             answers, late = self._settle(answers, call.number, waiting + timeout)
         self._running = None
         timed_out = bool(late) and Clock.now() - waiting >= timeout
-        # Before any is killed, because that makes those fail that wait for it.
+        # Read the records before a rank is killed, because the ranks that wait for it then fail.
         fine = not late and all(_went_well(answer, call.number) for answer in answers.values())
         records = {} if fine else self._records()
         endings = self._endings(answers, call.number)
@@ -173,11 +178,11 @@ class World(WorldProcesses):
         raise error
 
     def _prepare(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> protocol.Call:
-        """Forget the call before, and return the message of this one, without what the ranks have already."""
+        """Reset the state of the previous call, and return the message of this one, without data that the ranks have."""
         self._failed = None
         self.told = {}
-        self._answers = {}  # those of the call before are none of this one, should it be interrupted before it listens
-        self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
+        self._answers = {}  # answers of the previous call, if this one is interrupted before `_collect`
+        self.broken = True  # until all have answered: Ctrl-C or a test timeout may interrupt at any point
         call = protocol.Call(
             next(self._numbers),
             function.key,
@@ -192,7 +197,7 @@ class World(WorldProcesses):
         return call
 
     def _endings(self, answers: Mapping[int, object], number: int) -> dict[int, Ending]:
-        """Return how the call of this number has ended on each rank that has answered or died."""
+        """Return how call `number` ended on each rank that has answered or died."""
         endings: dict[int, Ending] = {}
         deadline = Clock.now() + EXIT_TIMEOUT
         for index, answer in answers.items():
@@ -205,23 +210,23 @@ class World(WorldProcesses):
         return endings
 
     def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], left: Sequence[Unmatched]) -> None:
-        """See that ranks that have all returned have entered the same collectives, and that nothing is left between them.
+        """Check, after all ranks have returned, that they entered the same collectives and received every message.
 
         Raises:
-            RankFailure: they have not, or something is.
-            RankDied: one ended meanwhile.
+            RankFailure: they entered different collectives, or a send or receive is unmatched.
+            RankDied: a rank ended during the check.
         """
         consistent = agree(list(outcomes.values()))
         if left and consistent:
             raise imbalance(left, self.who)
         if not _in_lockstep(outcomes):
-            self._meet(outcomes)  # no error yet: sends and receives count too, and a rank may well have more of them
+            self._meet(outcomes)  # not an error yet: sends and receives count, too, and their numbers may differ
         if not consistent:
             self.broken = True
             raise disagreement(self.who, self._records())
 
     def _check_abandoned(self, endings: Mapping[int, Ending]) -> None:
-        """See whether all ranks have raised what is no error.
+        """Check whether all ranks abandoned the call in the same way.
 
         Raises:
             Abandoned: every rank skipped the test, or rejected the example.
@@ -232,18 +237,18 @@ class World(WorldProcesses):
             raise Abandoned(failures[0])
 
     def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
-        """Wait, after a call in which all went well, for the devices of its ranks; the answers anew, and who is late.
+        """Wait, after a successful call, until the devices of its ranks are idle; return the new answers and late ranks.
 
         Raises:
-            RankDied: one ended instead.
-            RankFailure: a rank has begun a collective that others will never enter.
+            RankDied: a rank ended during the wait.
+            RankFailure: a rank has begun a collective that others never entered.
         """
         outcomes = _outcomes(answers)
         if len(outcomes) < len(self.processes) or not all(_went_well(answer, number) for answer in outcomes.values()):
             return answers, []
         flows = {index: outcomes[index].flows for index in self.processes}
         if unmatched(flows) or not agree(list(outcomes.values())):
-            return answers, []  # what is pending never ends, and why is known
+            return answers, []  # pending operations never finish, and the report says why
         if not _in_lockstep(outcomes):
             self._meet(outcomes)
             self.broken = True  # until all have answered, as before
@@ -251,23 +256,23 @@ class World(WorldProcesses):
         return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
 
     def loaded(self, index: int, result: pickling.Pickled) -> object:
-        """Load the result of a process.
+        """Unpickle the result of a process.
 
         Raises:
-            RankFailure: it cannot be made again in this process.
+            RankFailure: it cannot be unpickled in this process.
         """
         try:
             value: object = pickling.loads_apart(result)
-        except BaseException as error:  # code of the result's own class runs here
+        except BaseException as error:  # unpickling runs code of the result's class
             who = self.who.full([index if self.who.size else NODE])
             text = f"{type(error).__name__}: {error}"
             raise RankFailure(
-                f"{who} returned what cannot be loaded in the pytest process: {text}", ranks=[index]
+                f"{who} returned a result that cannot be loaded in the pytest process: {text}", ranks=[index]
             ) from None
         return value
 
     def stopped(self) -> BaseException | None:
-        """End a call that something from outside has interrupted; an error that says where the ranks were, if one was."""
+        """Stop the ranks of an interrupted call, and return an error with their places; None if no call was running."""
         if self._running is None or len(self._answers) == len(self.processes):
             return None
         doing, since = self._running
@@ -281,16 +286,16 @@ class World(WorldProcesses):
         return Account(endings, self.who, doing, round(Clock.now() - since, 1), records).error()
 
     def check_idle(self, when: str, after: str = "") -> None:
-        """Check as the processes of any world do; but a call that Ctrl-C has interrupted is answered still, to nobody."""
+        """Check as the base class does, unless Ctrl-C interrupted a call: its answers may still arrive."""
         if self._running is None:
             super().check_idle(when, after)
 
     def _meet(self, outcomes: Mapping[int, protocol.Outcome]) -> None:
-        """See that all ranks enter and leave a barrier: that none has begun what the others do not know of.
+        """Have all ranks run a barrier, which fails if a rank has begun a collective that others never entered.
 
         Raises:
-            RankDied: one ended instead.
-            RankFailure: they cannot meet; it says how many operations each had entered.
+            RankDied: a rank ended during the barrier.
+            RankFailure: the barrier failed. The text has the number of operations that each rank entered.
         """
         when = "after it had returned, with operations of the default group pending"
         self.broken = True
@@ -313,7 +318,7 @@ class World(WorldProcesses):
         self.broken = False
 
     def explain(self, error: BaseException) -> None:
-        """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""
+        """Replace the text of `error` by a fuller explanation from its ranks, if this world raised it last."""
         if self._failed is None or self._failed[0] is not error:
             return
         _, account = self._failed
@@ -335,15 +340,15 @@ class World(WorldProcesses):
                     return str(text)
         except (EOFError, OSError, Garbled):
             pass
-        self.broken = True  # an answer that comes late would be taken for that to the next message
+        self.broken = True  # a late answer would be mistaken for the answer to the next message
         return ""
 
     def end_test(self) -> tuple[str, ...]:
-        """Undo what the test left; what cannot be undone is returned, and breaks the world.
+        """Undo the changes of a test in its ranks, and return those that cannot be undone, which break the world.
 
         Raises:
             RankDied: a process ended after it had answered.
-            RankHang: one does not answer any more.
+            RankHang: a process does not answer any more.
         """
         self._known.clear()
         self.told = {}
@@ -369,12 +374,12 @@ class World(WorldProcesses):
 
 
 def _went_well(answer: object, number: int | None = None) -> bool:
-    """Return whether it is the answer to a call, to that of the given number, of a rank that returned."""
+    """Return whether an answer reports that the rank returned, from call `number` if that is given."""
     return isinstance(answer, protocol.Outcome) and answer.failure is None and number in (None, answer.number)
 
 
 def _outcomes(answers: Mapping[int, object]) -> dict[int, protocol.Outcome]:
-    """Return the outcomes in the order of ranks, in whichever they have come."""
+    """Return the outcomes among the answers, sorted by rank."""
     return {index: answer for index, answer in sorted(answers.items()) if isinstance(answer, protocol.Outcome)}
 
 

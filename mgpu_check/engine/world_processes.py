@@ -1,4 +1,4 @@
-"""The processes of a world: how they start, are asked and answer, and how they end."""
+"""The processes of a world: start them, exchange messages with them, and end them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAST_CHARACTERS = 4000
 class WorldProcesses:
     """Warm processes, one for each rank of a world, or the node process.
 
-    It is *broken* once it may not be used again: a process died, was killed, or they are out of lockstep.
+    They are *broken* once they cannot be used again: a process died or was killed, or they are out of lockstep.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class WorldProcesses:
         indices: Sequence[int],
         slots: Sequence[Slot],
     ) -> None:
-        """Start a process for each of `indices`: ranks, or `NODE`; on the slot that stands in its place.
+        """Start a process for each of `indices` (ranks, or `NODE`) on the slot at the same position of `slots`.
 
         Raises:
-            StartupFailure: one did not come up.
+            StartupFailure: a process did not start.
         """
         self.launcher = launcher
         hosts = {index: launcher.host_name(slot.host) for index, slot in zip(indices, slots, strict=True)}
@@ -82,7 +82,7 @@ class WorldProcesses:
             raise StartupFailure(f"{self.who.full(late)} did not start within {_START_TIMEOUT:g} s", ranks=late)
 
     def _ask(self, message: object, timeout: float, when: str) -> tuple[dict[int, object], list[int]]:
-        """Send `message` to all, and collect the answers; raises `RankDied` if there is a dead one."""
+        """Send `message` to all processes, and return their answers and the late ones; raises `RankDied` if one died."""
         unsent = self._send(lambda _: message)
         answers, late = self._collect(timeout, protocol.Rested, lambda answer: answer is not None, dead=unsent)
         dead = [index for index, answer in answers.items() if answer is None]
@@ -91,14 +91,14 @@ class WorldProcesses:
         return answers, late
 
     def check_alive(self, when: str, after: str = "") -> None:
-        """Raise `RankDied` if a process has ended; costs one system call.
+        """Raise `RankDied` if a process has ended. The check costs one system call.
 
         Args:
             when: a clause that follows "died".
-            after: what ends the line that says so.
+            after: text to append to that line.
         """
         idle = {process.connection.fileno(): index for index, process in self.processes.items()}
-        # An idle process says nothing, so what can be read is the end of its connection; or it is no message of ours.
+        # An idle process sends nothing, so readable data is the end of its connection, or garbage.
         gone = sorted(idle[fd] for fd in ready(list(idle), 0.0))
         for index in gone:
             try:
@@ -112,7 +112,7 @@ class WorldProcesses:
             self._raise_dead(gone, when, after)
 
     def check_idle(self, when: str, after: str = "") -> None:
-        """Check as `check_alive` does, and count a process that stands still as dead: nobody asks it for anything."""
+        """Check as `check_alive` does, and count a halted process as dead, because an idle one would go unnoticed."""
         self.check_alive(when, after)
         if halted := [index for index, process in self.processes.items() if process.halted()]:
             self.broken = True
@@ -130,7 +130,7 @@ class WorldProcesses:
         raise kind(text, ranks=indices)
 
     def _last_lines(self, index: int) -> str:
-        """Return the last lines of a process that died while idle, where it was not a call that told of it."""
+        """Return the last lines of stderr of a process that died while idle, because no call reports them."""
         text = self.processes[index].output("stderr")
         return text if len(text) < _LAST_CHARACTERS else "…" + text[-_LAST_CHARACTERS:].partition("\n")[2]
 
@@ -151,11 +151,11 @@ class WorldProcesses:
         return self._answers, late
 
     def _records(self) -> dict[int, Record]:
-        """Return the collectives of the last call; none of a node process."""
+        """Return the record of collectives of each rank; empty for a node process."""
         return {} if self.who.size == 0 else {index: process.record() for index, process in self.processes.items()}
 
     def _interrupt(self, indices: Sequence[int], since: float) -> dict[int, Interrupted]:
-        """Stop processes that do not answer, and say where they were."""
+        """Kill processes that do not answer, and return where they were."""
         processes = {index: self.processes[index] for index in indices}
         for process in processes.values():
             process.ask_for_stacks(STACKS_SIGNAL)
@@ -167,7 +167,7 @@ class WorldProcesses:
         return {index: Interrupted(seconds, text) for index, text in stacks.items()}
 
     def _died(self, index: int, deadline: float) -> Died:
-        """Return how a process ended whose connection has ended; wait for that until `deadline` at most."""
+        """Return how a process with a closed connection ended; wait for its exit code until `deadline`."""
         process = self.processes[index]
         while index not in self._garbled and process.exit_code is None and ready(self.launcher.waitables(), deadline):
             self.launcher.collect()
@@ -178,7 +178,7 @@ class WorldProcesses:
             if program:
                 cause = f"another program ran in its place, by exec: {program}; start it by subprocess instead"
         if index in self._garbled:
-            cause = f"it has written to its connection to the pytest process what is no answer: {self._garbled[index]}"
+            cause = f"it has written an invalid message to its connection to the pytest process: {self._garbled[index]}"
         if process.exit_code is None:
             process.kill()
         return Died(cause, process.last_words(), process.lost is not None, process.exit_code)
@@ -191,9 +191,9 @@ class WorldProcesses:
             process.await_mark()
 
     def discard(self) -> None:
-        """End all processes, at once."""
+        """Kill all processes at once."""
         self.broken = True
-        self.launcher.collect()  # who has ended already must not be signalled: its number may be another's by now
+        self.launcher.collect()  # a process that has ended must not be signalled: its id may be reused
         for process in self.processes.values():
             process.kill()
             process.close()

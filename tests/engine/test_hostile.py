@@ -95,7 +95,7 @@ VERDICTS = {
     ),
     "a result that interrupts when it is loaded": (
         lambda rank: CannotBeLoaded(KeyboardInterrupt) if rank.index == 1 else None,
-        "rank 1 of 2 returned what cannot be loaded in the pytest process: KeyboardInterrupt: ",
+        "rank 1 of 2 returned a result that cannot be loaded in the pytest process: KeyboardInterrupt: ",
     ),
 }
 
@@ -319,8 +319,8 @@ def test_resources_that_are_used_up_are_told_with_what_to_do(tmp_path, monkeypat
         with pytest.raises(StartupFailure) as refused:
             pool.run(os.getppid)
         assert re.search(
-            r"refused by the operating system: .*Resource temporarily unavailable; limits of processes and threads: "
-            r"of this user \(ulimit -u\) \w+.* Raise the limit that is reached",
+            r"refused a process for a rank: .*Resource temporarily unavailable; limits of processes and threads: "
+            r"of this user \(ulimit -u\) \w+.* Raise the limit that was reached",
             str(refused.value),
         )
         (server,) = pool.run(os.getppid)

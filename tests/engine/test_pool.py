@@ -170,9 +170,9 @@ def test_wrong_devices_and_variables_are_value_errors(pool):
         ({"devices": "01"}, "devices='01': '0' is not a device"),
         ({"devices": [0, 1], "size": 3}, r"size=3, but devices=\[0, 1\]; leave the size out"),
         ({"environment": {"RANK": "1"}}, "RANK is set for each rank; choose other variables than CUDA_VISIBLE_DEVICES"),
-        ({"environment": {"A=B": "1"}}, "'A=B' is no name of a variable"),
-        ({"environment": {"A": 1}}, "A=1 is no value of a variable; choose a str"),
-        ({"environment": "A=1"}, "environment='A=1' is no mapping"),
+        ({"environment": {"A=B": "1"}}, "'A=B' is not a valid variable name"),
+        ({"environment": {"A": 1}}, "A=1 is not a valid value; choose a str"),
+        ({"environment": "A=1"}, "environment='A=1' is not a mapping"),
     ]
     for wrong, said in cases:
         with pytest.raises(ValueError, match="^ranks.run: .*" + said):

@@ -59,7 +59,7 @@ def broke(cause: str) -> Told:
 
 
 def no_answer(cause: str) -> Told:
-    return broke(f"it has written to its connection to the pytest process what is no answer: {cause}")
+    return broke(f"it has written an invalid message to its connection to the pytest process: {cause}")
 
 
 LATE = r"rank 1 of 3 did not finish (test_fault|happen) within 2 s"
@@ -183,7 +183,7 @@ def uncaught(error: str, place: str) -> Told:
 
 
 def unasked(cause: str) -> Told:
-    return Told(f"{AFTERWARDS}: it has written to its connection to the pytest process what is no answer: {cause}")
+    return Told(f"{AFTERWARDS}: it has written an invalid message to its connection to the pytest process: {cause}")
 
 
 def idly(where: str, place: str, armed: bool = False) -> Told:
@@ -241,7 +241,7 @@ WHILE_IDLE = {
     "sigstop": Told(NOT_AT_REST, (f"rank 1 is stopped by a signal, such as SIGSTOP, or by a debugger, {ARMED}",)),
     "deaf": idly("deaf (faults.py:{deaf})", "deaf", armed=True),
     # Looked at before the end of the test, or waited for after it.
-    "half-a-message": Told(f"({AFTERWARDS}: it has written .* no answer: half a message|{NOT_AT_REST})"),
+    "half-a-message": Told(f"({AFTERWARDS}: it has written an invalid message .*: half a message|{NOT_AT_REST})"),
 }
 
 BETWEEN = {

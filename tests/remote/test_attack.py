@@ -109,7 +109,7 @@ def listeners(said: str) -> list[str]:
     ("secret", "words"),
     [
         (None, "another key than the one in .*agent-key"),
-        ("yes", "--trust-network, which this process was started without"),
+        ("yes", "was started with --trust-network, and this process without it"),
     ],
     ids=["a driver of their own", "with its key in the store"],
 )

@@ -132,7 +132,7 @@ def test_an_agent_refuses_another_driver():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"HTTP/1.1 400 Bad Request\r\n" + b" " * 100)
-        with pytest.raises(Stranger, match="no driver"):
+        with pytest.raises(Stranger, match="not a driver"):
             present(ours, KEY, 10.0)
 
 

@@ -133,8 +133,8 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
         (readable, "open to others .mode 604.*remove it"),
         (group_readable, "open to others .mode 640"),
         (link, "is a symbolic link; name the file"),
-        (fifo, "no regular file"),
-        (directory, "no regular file"),
+        (fifo, "is not a regular file"),
+        (directory, "is not a regular file"),
         (empty, "holds no key"),
         (short, "holds no key"),
         (zeros, "holds no key"),
@@ -180,7 +180,7 @@ def test_a_share_that_keeps_no_secrets_is_refused(kind: str, path: Path, monkeyp
         fchmod(fd, mode if kind == "root" else 0o755)
 
     monkeypatch.setattr(os, "fchmod", spoil)
-    with pytest.raises(UnusableKey, match="this file system keeps nothing from others"):
+    with pytest.raises(UnusableKey, match="this file system does not keep it private"):
         secret_in(path, make_directory=False)
     assert os.listdir(path.parent) == []
 

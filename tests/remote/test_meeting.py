@@ -126,10 +126,10 @@ def test_a_trusted_network_has_the_key_in_the_store():
     trusting = Meeting(launched(0, port), 30.0, None)
     announced = trusting.announce("127.0.0.1", 4711)
     assert Meeting(launched(1, port), 30.0, None).driver() == announced
-    with pytest.raises(Stranger, match="--trust-network, which this process was started without"):
+    with pytest.raises(Stranger, match="was started with --trust-network, and this process without it"):
         Meeting(launched(1, port), 30.0, USER).driver()
     Meeting(launched(1, port), 30.0, USER).announce("127.0.0.1", 4711)
-    with pytest.raises(Stranger, match="without --trust-network, which this process was started with"):
+    with pytest.raises(Stranger, match="was started without --trust-network, and this process with it"):
         trusting.driver()
 
 

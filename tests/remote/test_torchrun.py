@@ -224,7 +224,7 @@ def test_a_killed_agent_is_named_and_replaced(torchrun: Torchrun):
 def test_an_agent_that_nothing_replaces_ends_the_run(torchrun: Torchrun):
     run = torchrun(LOST, ranks=2).wait()
     assert run.verdicts == {"test_agent_is_killed": "failed"}, run.output
-    assert re.search(r"the agent of rank 1 on \S+ \(node 1\) was lost, and torchrun starts none again", run.output)
+    assert re.search(r"the agent of rank 1 on \S+ \(node 1\) was lost, and torchrun does not restart it", run.output)
     assert run.codes == [1, 1]
 
 

@@ -1,5 +1,5 @@
-"""Ranks that another program launched, on one machine or several: torchrun, srun, or whoever sets the classic variables.
+"""Runs whose processes a launcher started, on one machine or several: torchrun, srun, or one that sets RANK and WORLD_SIZE.
 
-Each launched process is an *agent*, which has ranks as its children; the agent of rank 0 also starts the *driver*, the
-pytest process, to which all agents connect.
+Each launched process is an *agent*, and the ranks are its children. The agent of rank 0 also starts the *driver*, which is
+the pytest process. All agents connect to the driver.
 """

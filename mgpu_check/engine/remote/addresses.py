@@ -1,4 +1,4 @@
-"""Choose where the driver listens: no wider than the processes of the run need to reach it."""
+"""Choose the narrowest address for the driver's listener that all processes of the run can reach."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_NAMES = re.compile(r"localhost6?(\.localdomain6?)?|.*\.localhost", re.IGN
 
 
 def words_of_parent() -> list[str]:
-    """Return the command line of the process that has launched this one; empty where it cannot be read."""
+    """Return the command line of the parent process; empty if it cannot be read."""
     try:
         text = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
@@ -29,7 +29,7 @@ def words_of_parent() -> list[str]:
 
 
 def rendezvous_of(words: Sequence[str], endpoint: str = "") -> str:
-    """Return the host at which torchrun's own processes meet, by its command line or else by `endpoint`; may be empty."""
+    """Return the host of torchrun's rendezvous, from its command line or else from `endpoint`; may be empty."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in ("--rdzv-endpoint", "--rdzv_endpoint"):
@@ -40,16 +40,16 @@ def rendezvous_of(words: Sequence[str], endpoint: str = "") -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is this machine alone. The machine's own name is not, whatever it is looked up as here."""
+    """Return whether `host` is a loopback address or name. The machine's own name never counts as one."""
     number = _number(host)
     return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
 
 
 def listener_for(launched: LaunchedProcess, rendezvous: str = "") -> tuple[socket.socket, str]:
-    """Open a socket for the driver, on a free port; return it and the address at which all agents reach it.
+    """Open a socket for the driver on a free port; return the socket and the address that all agents can reach.
 
     Args:
-        rendezvous: the host at which the launcher's own processes meet, where that is known.
+        rendezvous: the host of the launcher's own rendezvous; empty if unknown.
     """
     if launched.alone or is_loopback(launched.address) or is_loopback(rendezvous):
         given = [host for host in (launched.address, rendezvous) if _number(host) is not None and is_loopback(host)]
@@ -58,9 +58,9 @@ def listener_for(launched: LaunchedProcess, rendezvous: str = "") -> tuple[socke
                 return listen_at(host), host
     for host in (*_numbers_of(launched.address), *_nearest_to(launched.address)):
         with contextlib.suppress(OSError):
-            # A name may be spelled as others know it, but its number here is not one of this machine alone.
+            # A scoped IPv6 address means nothing on other hosts, so they get the name that the launcher gave.
             return listen_at(host), launched.address if "%" in host else host
-    # This machine knows its own name as one of itself alone, and cannot tell by which address the others reach it.
+    # The machine's name resolves to a loopback address here, so listen at all addresses: the reachable one is unknown.
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
@@ -76,15 +76,15 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
-    """Open a socket that accepts what comes to this address of the machine.
+    """Open a listening socket at this address of the machine.
 
     Raises:
-        OSError: it is none of this machine, or the port is taken.
+        OSError: the address does not belong to this machine, or the port is taken.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was in use a moment ago is free
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # reuse a port in TIME_WAIT
         listener.bind(address)
         listener.listen(_BACKLOG)
     except BaseException:
@@ -94,7 +94,7 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
 
 
 def _numbers_of(host: str) -> list[str]:
-    """Return the addresses of `host` but for those that mean "this machine" wherever they are used."""
+    """Return the addresses of `host` without loopback addresses."""
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:
@@ -103,7 +103,7 @@ def _numbers_of(host: str) -> list[str]:
 
 
 def _nearest_to(host: str) -> list[str]:
-    """Return the address of this machine from which it reaches `host`, which is another one."""
+    """Return this machine's address on the route to the remote `host`, in a list; [] if there is no such address."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

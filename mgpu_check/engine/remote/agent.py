@@ -1,4 +1,4 @@
-"""An agent: a launched process that has ranks as its children, on behalf of the driver."""
+"""An agent: a launched process that starts ranks as its children and serves the driver."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from mgpu_check.processes import prctl
 __all__ = ["MISUSE", "NO_DRIVER", "main"]
 
 NO_DRIVER = 70
-"""Exit code of an agent of which the driver is gone without a word."""
+"""Exit code of an agent whose driver is missing, or ended without a result."""
 
 MISUSE = 4
-"""Exit code of an agent that must not join: as pytest's for a wrong command line."""
+"""Exit code of an agent that must not join. pytest uses the same code for a wrong command line."""
 
-_LEAST_TIMEOUT = 60.0  # whatever is asked for: the agents of a run start within as much of each other
+_LEAST_TIMEOUT = 60.0  # a lower limit, because the agents of a run may start a minute apart
 _SEND_TIMEOUT = 10.0
 _END_TIMEOUT = 15.0
 _METHODS = frozenset(
@@ -51,24 +51,25 @@ def main(
     timeout: float,
     key: Callable[[], Key | None],
 ) -> int:
-    """Be the agent of the process `launched` until the run is over; its exit code.
+    """Run the agent of the process `launched` until the run is over, and return its exit code.
 
     Args:
-        arguments: of the driver, which the agent of rank 0 starts.
+        launched: this process, from the variables of its launcher.
+        arguments: command line of the driver, which the agent of rank 0 starts.
         preload, simulate: as for `LocalLauncher`.
         timeout: seconds to wait for a driver.
-        key: gives the key of the user, None where the network is trusted; raises `UnusableKey`.
+        key: returns the user's key, None with --trust-network; raises `UnusableKey`.
     """
     if launched.launcher == "torchrun" and not _bound_to_parent():
         return NO_DRIVER
-    # Until there is a driver to tell, the agent just ends, even while it waits in the store; its fork server follows.
+    # Until the agent has a driver, Ctrl-C ends it at once, even while it waits for the store. Its fork server follows.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = exit_codes.of_earlier_attempt(os.environ)
     if code is not None:
         exit_codes.leave(code, launched, os.environ)
         return exit_codes.share_of(code, launched)
     launcher = LocalLauncher(preload, simulate)
-    launcher.start()  # it imports torch while this process does
+    launcher.start()  # imports torch in parallel with this process
     run: Run | None = None
     try:
         try:
@@ -76,7 +77,7 @@ def main(
             joined = run.join()
         except (UnusableKey, Refused) as refusal:
             return _leave_early(launched, str(refusal), MISUSE)
-        except (StartupFailure, RuntimeError, OSError) as failure:  # of the store, too: torch raises RuntimeError
+        except (StartupFailure, RuntimeError, OSError) as failure:  # RuntimeError: torch's store
             return _leave_early(launched, str(failure), NO_DRIVER)
         code = joined.code if isinstance(joined, End) else Agent(joined, launcher, launched, run.driver).serve()
         run.note_end(code)
@@ -97,7 +98,7 @@ def _leave_early(launched: LaunchedProcess, why: str, code: int) -> int:
 
 
 def _bound_to_parent() -> bool:
-    """Have this process end with the one that launched it; false if that has ended already."""
+    """Make this process end with its parent, and return False if the parent has ended already."""
     parent = os.getppid()
     prctl.end_with_parent()
     return os.getppid() == parent
@@ -105,16 +106,16 @@ def _bound_to_parent() -> bool:
 
 def _end_of(driver: subprocess.Popen[bytes] | None) -> str:
     if driver is None or driver.poll() is None:
-        return "the driver is gone without a word"
-    return f"the driver has ended without a word, by {describe_exit(driver.returncode)}"
+        return "the driver is gone without a result"
+    return f"the driver ended without a result, by {describe_exit(driver.returncode)}"
 
 
 class _Left(Exception):
-    """The launcher has told this process to end."""
+    """The launcher has asked this process to end."""
 
 
 class Agent:
-    """The processes that run here, for the driver that it has joined."""
+    """Runs the processes of this host for the driver that it has joined."""
 
     def __init__(
         self, connection: socket.socket, launcher: LocalLauncher, launched: LaunchedProcess, driver: Announced
@@ -130,7 +131,7 @@ class Agent:
         connection.settimeout(_SEND_TIMEOUT)
 
     def serve(self) -> int | None:
-        """Do what the driver says until the run is over; its exit code, None if the driver is gone without a word."""
+        """Serve the driver until the run is over, and return its exit code; None if the driver ended without a result."""
         wake, wake_write = socket.socketpair()
         for end in (wake, wake_write):
             end.setblocking(False)
@@ -152,7 +153,7 @@ class Agent:
             shut(self.connection)
 
     def description(self) -> dict[str, Any]:
-        """Describe this agent to the driver."""
+        """Return the description of this agent for the driver."""
         import torch
 
         launched = self.launched
@@ -174,7 +175,7 @@ class Agent:
         self.connection.sendall(line(message))
 
     def step(self, wake: socket.socket) -> int | None:
-        """Wait for the next thing to do, and do it; the exit code of the run if that was its end."""
+        """Wait for the next event and handle it; return the exit code if it ended the run, else None."""
         with selectors.PollSelector() as selector:
             for one in (self.connection.fileno(), wake.fileno(), *self.launcher.waitables()):
                 selector.register(one, selectors.EVENT_READ)
@@ -204,7 +205,11 @@ class Agent:
             self.say(event="interrupt")
 
     def left(self) -> int | None:
-        """End for the launcher; but rank 0, where no other will take its place, not before the driver has reported."""
+        """End because the launcher asked for it; rank 0 of a final attempt waits for the driver's result first.
+
+        Returns:
+            The exit code of the run, None if the driver ended without a result. Other agents raise `SystemExit`.
+        """
         with contextlib.suppress(OSError):
             self.say(event="leaving")
         self.launcher.close()
@@ -239,7 +244,7 @@ class Agent:
             self.say(event="answer", request=message["request"], value=value)
 
     def launch(self, number: int) -> None:
-        """Have the fork server make a process, and give it a connection to the driver of its own."""
+        """Fork a process that has its own connection to the driver, and report to the driver whether it started."""
         try:
             connection = connect(self.driver, attempts=3)
             try:

@@ -1,4 +1,4 @@
-"""The driver's side of all connections: a thread that accepts them, proves them, and listens to the agents."""
+"""The driver's side of all connections: a thread that accepts and authenticates them and receives from the agents."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Connections:
     """The agents that have joined, by rank.
 
     Attributes:
-        patience: seconds that the run waits without any agent.
-        over: why the run cannot go on, None as long as it can.
-        host_names: rank of an agent -> what reports call its host, where that is not its own name.
-        lost: how many agents were lost since all were there; the first of them is the cause.
-        refused: the address of a process that wanted to join with another key -> how often.
-        warn: told, once for each such address, what has happened.
+        patience: seconds that the run continues without any agent.
+        over: why the run cannot continue; None while it can.
+        host_names: rank of an agent -> name of its host in reports, if it differs from the host's own name.
+        lost: number of agents lost since all had joined. The first loss is the cause of the others.
+        refused: address of a process with another key -> number of its attempts to join.
+        warn: receives a message, once for each address in `refused`.
     """
 
     def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
-        """Begin without any agent.
+        """Create the state without any agent.
 
         Args:
-            parent: file descriptor of the process of the launcher on this host, readable when it has ended.
+            parent: pidfd of the launcher's process on this host, readable once it has ended; None to watch no process.
         """
         self.size = size
         self.patience = patience
@@ -85,10 +85,10 @@ class Connections:
             self._selector.register(self._parent, selectors.EVENT_READ, self._parent_ended)
         self._thread.start()
 
-    # What the main thread calls.
+    # Methods for the main thread.
 
     def await_agents(self, ranks: Iterable[int], timeout: float) -> list[int]:
-        """Wait for the agents of `ranks`; those that are still missing."""
+        """Wait for the agents of `ranks`, and return the ranks whose agents are still missing."""
         wanted = list(ranks)
 
         def missing() -> list[int]:
@@ -99,7 +99,7 @@ class Connections:
             return missing()
 
     def launch(self, rank: int) -> tuple[RemoteAgent, int, Future[Launched]]:
-        """Have the agent of `rank` start a process."""
+        """Ask the agent of `rank` to start a process."""
         with self.changed:
             agent = self.agents.get(rank)
             if agent is None:
@@ -110,7 +110,7 @@ class Connections:
         return agent, number, launch.future
 
     def ask(self, agent: RemoteAgent, process: int, method: str, *arguments: Any) -> Future[Any]:
-        """Have an agent call a method of its `Process`."""
+        """Ask an agent to call a method of its `Process`, and return the future result."""
         number = next(self._numbers)
         future: Future[Any] = Future()
         with self.changed:
@@ -122,7 +122,7 @@ class Connections:
         return future
 
     def watch(self, agent: RemoteAgent, process: int, ended: Callable[[int | None], None]) -> None:
-        """Have `ended` called, by `collect`, with the exit code of a process; None if its agent is lost first."""
+        """Register `ended`, which `collect` calls with the exit code of a process; None if its agent is lost first."""
         with self.changed:
             agent.processes[process] = ended
             if process in agent.exits:
@@ -131,7 +131,7 @@ class Connections:
                 self._note_end(agent, process, None)
 
     def collect(self) -> None:
-        """Tell of the processes that have ended."""
+        """Call the functions registered by `watch` for the processes that have ended."""
         with contextlib.suppress(BlockingIOError):
             while self.ends_read.recv(4096):
                 pass
@@ -141,13 +141,13 @@ class Connections:
             call(code)
 
     def untold(self) -> list[str]:
-        """Return the losses that no failure has told yet: of those that came one after another, the first."""
+        """Return the losses that no failure has reported yet; of a series of losses, only the first."""
         with self.changed:
             untold, self._untold = self._untold, []
         return untold
 
     def finish(self, code: int) -> None:
-        """Tell all agents that the run is over, with this exit code, and wait until they have heard it."""
+        """Send all agents the exit code of the run, and wait until they have disconnected."""
         with self.changed:
             if self._closing:
                 return
@@ -162,11 +162,11 @@ class Connections:
                 agent.connection.sendall(line({"do": "end", "code": code}))
             shut(agent.connection)
         self._stopped = True
-        with contextlib.suppress(OSError):  # the thread has seen it already, and closed both ends
+        with contextlib.suppress(OSError):  # the thread may have stopped and closed the socket already
             self._wake_write.send(b"\0")
         self._thread.join()
 
-    # What follows runs in the thread.
+    # Methods that run in the thread.
 
     def _run(self) -> None:
         try:
@@ -174,7 +174,7 @@ class Connections:
             self._close()
         except BaseException:
             traceback.print_exc()
-            os._exit(70)  # nobody would ever answer the main thread
+            os._exit(70)  # the main thread would wait forever
 
     def _loop(self) -> None:
         while not self._stopped:
@@ -196,7 +196,7 @@ class Connections:
             one.close()
 
     def _unwind(self, now: float) -> None:
-        """Leave what the main thread is at; and if it does not, leave altogether: nobody is left to tell."""
+        """Interrupt the main thread; if it does not stop in time, exit, because no agent is left to report to."""
         assert self._over_since is not None
         if now - self._over_since > _TO_FINISH + _TO_UNWIND:
             os._exit(70)
@@ -219,24 +219,24 @@ class Connections:
         self._end("torchrun has ended on the host of rank 0")
 
     def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        """Take over a connection that has shown the key: of a process that was launched, or of a new agent."""
+        """Take over an authenticated connection, of a launched process or of a new agent."""
         if "launch" in message:
             number = message["launch"]
             with self.changed:
                 launch = next((a.launches[number] for a in self.agents.values() if number in a.launches), None)
             if launch is None:
-                raise LookupError("nobody waits for it any more")
+                raise LookupError("no launch waits for this process any more")
             tune(connection, control=False)
             launch.connection = connection
             launch.complete()
             return
         agent = RemoteAgent(connection, message["agent"])
         if not 0 <= agent.rank < self.size:
-            raise ValueError("a rank that is none of this run")
+            raise ValueError("a rank outside this run")
         tune(connection, control=True)
         connection.settimeout(_SEND_TIMEOUT)
         if (before := self.agents.get(agent.rank)) is not None:
-            self._lose(before, "another has taken its place")
+            self._lose(before, "was replaced by another agent")
         self._selector.register(agent.connection, selectors.EVENT_READ, lambda: self._listen(agent))
         with self.changed:
             self.agents[agent.rank] = agent
@@ -297,7 +297,7 @@ class Connections:
     def _note_end(self, agent: RemoteAgent, process: int, code: int | None) -> None:
         call = agent.processes.pop(process, None)
         if call is None:
-            agent.exits[process] = code  # it died before the main thread could ask for it
+            agent.exits[process] = code  # it died before `watch` was called
         else:
             self._ended.append((call, code))
             with contextlib.suppress(BlockingIOError):
@@ -325,9 +325,9 @@ class Connections:
                 self._note_end(agent, process, None)
             self.changed.notify_all()
         if agent.told["final"] and not self._closing:
-            self._end(f"{name}, and {agent.told['launcher']} starts none again")
+            self._end(f"{name}, and {agent.told['launcher']} does not restart it")
         if how == _LEFT:
-            self._left.append(agent)  # it may wait for the end of the run, if that is near
+            self._left.append(agent)  # rank 0 still waits for the exit code
         else:
             shut(agent.connection)
             agent.connection.close()

@@ -1,12 +1,11 @@
-"""Authenticate two processes of a run to each other, before either believes a word: both prove that they have its key.
+"""Authenticate two processes of a run to each other: both prove that they have the key before they exchange messages.
 
-Everything here has a fixed size and is compared as bytes; nothing that a stranger sends is parsed. The key itself is never
-sent. What is shown holds for one connection only: it covers fresh random numbers of both sides, the run, and the address
-at which the driver listens, so that who stands in between and hands on what both say is no further.
+All messages have a fixed size and are compared as bytes. No data of an unauthenticated peer is parsed. The key itself is
+never sent. A proof holds for one connection only: it covers fresh random numbers of both sides, the run, and the driver's
+address. An attacker in the middle who relays the messages therefore gains nothing.
 
-The challenge of `multiprocessing.connection` would not do: its listener waits for each stranger in turn, without a deadline,
-so that one who says nothing keeps all agents out. Its proofs cover neither the run nor the address, and are HMAC-MD5 up to
-Python 3.11.
+The challenge of `multiprocessing.connection` is not enough: its listener waits for each peer in turn, without a deadline, so
+a silent peer keeps all agents out. Its proofs cover neither the run nor the address, and use HMAC-MD5 up to Python 3.11.
 """
 
 from __future__ import annotations
@@ -28,47 +27,47 @@ _PROOF = hashlib.sha256().digest_size
 
 
 class Stranger(Exception):
-    """The other end does not have the key of this run, or is no process of ours at all."""
+    """The peer does not have the key of this run, or does not follow the protocol."""
 
 
 class WrongKey(Stranger):
-    """The peer follows our protocol, but has another key."""
+    """The peer follows the protocol, but has another key."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The secret that all processes of a run know, and nobody else.
+    """The secret that only the processes of a run know.
 
     Attributes:
-        source: where it comes from, in words.
+        source: where the secret was found, in words.
     """
 
     secret: bytes = field(repr=False)
     source: str
 
     def of_run(self, run: str) -> Key:
-        """Return the key for one run only: a proof by it means nothing in another run of the same user."""
+        """Derive the key of one run. Its proofs are not valid in other runs of the same user."""
         return Key(self.proof(b"run", run.encode()), self.source)
 
     def proof(self, what: bytes, *parts: bytes) -> bytes:
-        """Prove that who has the key says `parts`, and means `what`."""
+        """Return the proof that an owner of the key sent `parts` for the purpose `what`."""
         said = b"".join(len(part).to_bytes(8, "big") + part for part in (what, *parts))
         return hmac.digest(self.secret, said, "sha256")
 
     def proves(self, proof: bytes, what: bytes, *parts: bytes) -> bool:
-        """Return whether `proof` is that of one who has the key."""
+        """Return whether an owner of the key made `proof`."""
         return hmac.compare_digest(proof, self.proof(what, *parts))
 
 
 def new_secret() -> bytes:
-    """Make a key that nobody has yet."""
+    """Return a new random secret."""
     return secrets.token_bytes(32)
 
 
 def endpoint(address: object) -> bytes:
-    """Return a socket's own address, or that of its peer, in one spelling for both ends."""
+    """Return the address of a socket, or of its peer, in a form that is equal on both ends."""
     if not isinstance(address, tuple):
-        return b""  # of a socket that has none
+        return b""  # the socket has no address
     number = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None:
         number = number.ipv4_mapped
@@ -76,15 +75,16 @@ def endpoint(address: object) -> bytes:
 
 
 def verify(key: Key, listens_at: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
-    """Prove on the side that listens, as a generator, so that one thread can listen to many.
+    """Authenticate on the listening side, as a generator, so that one thread can serve many connections.
 
-    Yields what is to be sent, and how many bytes the answer has; returns what is to be sent in the end.
+    Yields the bytes to send and the size of the expected answer; returns the last bytes to send.
 
     Args:
+        key: of the run.
         listens_at: `endpoint` of the connection's own address.
 
     Raises:
-        WrongKey: the other end does not have the key.
+        WrongKey: the peer does not have the key.
     """
     mine = secrets.token_bytes(_NONCE)
     answer = yield _GREETING + mine, _NONCE + _PROOF
@@ -95,17 +95,17 @@ def verify(key: Key, listens_at: bytes) -> Generator[tuple[bytes, int], bytes, b
 
 
 def present(connection: socket.socket, key: Key, timeout: float) -> None:
-    """Prove on the side that connects.
+    """Authenticate on the connecting side.
 
     Raises:
-        Stranger: the other end does not have the key.
-        OSError: it does not answer in time, or has closed the connection.
+        Stranger: the peer does not have the key.
+        OSError: the peer did not answer in time, or closed the connection.
     """
     deadline = time.monotonic() + timeout
     listens_at = endpoint(connection.getpeername())
     greeting = _read(connection, len(_GREETING) + _NONCE, deadline)
     if greeting[: len(_GREETING)] != _GREETING:
-        raise Stranger("it is no driver of this version of mgpu-check")
+        raise Stranger("it is not a driver of this version of mgpu-check")
     theirs = greeting[len(_GREETING) :]
     mine = secrets.token_bytes(_NONCE)
     connection.sendall(mine + key.proof(b"connects", listens_at, theirs, mine))
@@ -114,7 +114,7 @@ def present(connection: socket.socket, key: Key, timeout: float) -> None:
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Read exactly `count` bytes: what follows is for somebody else."""
+    """Read exactly `count` bytes, and leave later data for the next reader."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

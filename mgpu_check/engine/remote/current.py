@@ -1,4 +1,4 @@
-"""The driver that this process is, if it is one. Apart, because every pytest run asks, and few are launched."""
+"""Hold the driver of this process. Every pytest run imports this module, so it must not import the driver's modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _driver: Driver | None = None
 
 
 def become(one: Driver) -> None:
-    """Make this process `one`."""
+    """Set the driver of this process."""
     global _driver
     _driver = one
 
 
 def driver() -> Driver | None:
-    """Return what `become` was told last; None in a run that was not launched."""
+    """Return the driver of this process; None in a run without a launcher."""
     return _driver

@@ -1,4 +1,4 @@
-"""The driver: the pytest process of a run that a launcher has launched; how it comes to be, and what it knows."""
+"""The driver: the pytest process of a run that a launcher started. An agent starts it, and it connects to all agents."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _PATIENCE = 300.0
 def start_driver(
     launched: LaunchedProcess, listener: socket.socket, key: Key, trusting: str, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start the driver in a session of its own: torchrun ends this process with all of its group, to start it anew.
+    """Start the driver in its own session, so that it survives when torchrun kills this process's group to restart it.
 
     Args:
-        trusting: where everybody can read the key; empty where nobody can.
+        trusting: address of the store that shows the key to everybody; empty if the key is secret.
     """
     read, write = os.pipe()
-    # What becomes of this process says nothing; what becomes of torchrun does.
+    # The driver watches torchrun and not this process, because torchrun may restart this process.
     parent = os.pidfd_open(os.getppid()) if launched.launcher == "torchrun" else None
     passed = [read, listener.fileno(), *([] if parent is None else [parent])]
     told: dict[str, Any] = {"listener": listener.fileno(), "size": launched.size, "parent": parent}
@@ -63,7 +63,7 @@ def start_driver(
 
 
 def _command_of(launched: LaunchedProcess) -> list[str]:
-    """Return the words that launched this process, up to the name of this package."""
+    """Return the command line that launched this process, up to the name of this package."""
     plain = [sys.executable, "-m", "mgpu_check"]
     if launched.launcher == "srun":
         return ["srun", f"--ntasks={launched.size}", *plain]
@@ -73,7 +73,7 @@ def _command_of(launched: LaunchedProcess) -> list[str]:
         if not ends:
             return plain
         end = ends[0] + 1
-        start = 1 if os.path.basename(words[1]) == "torchrun" else 0  # its interpreter comes first
+        start = 1 if os.path.basename(words[1]) == "torchrun" else 0  # words[0] is torchrun's interpreter
         return [os.path.basename(words[1]) if start else words[0], *words[start + 1 : end]]
     return plain
 
@@ -83,11 +83,12 @@ class Driver:
     """The pytest process as driver of a launched run.
 
     Attributes:
-        size: how many ranks were launched.
-        environment: of this process as it started.
-        command: the words by which such a run is launched, on each host.
-        trusting: address of the store that holds the key of the run, for everybody to read; empty where nobody can.
-        exit_code: that of the run, when it is known.
+        size: number of launched ranks.
+        connections: to the agents.
+        environment: of this process at its start.
+        command: the command line that launches such a run on each host.
+        trusting: address of the store that shows the key of the run to everybody; empty if the key is secret.
+        exit_code: of the run, once it is known.
     """
 
     size: int
@@ -110,7 +111,7 @@ class Driver:
 
 
 def is_driver() -> bool:
-    """Return whether this process was started as one."""
+    """Return whether this process was started as a driver."""
     return _VARIABLE in os.environ
 
 
@@ -120,10 +121,10 @@ def take_over() -> Driver:
         told = json.load(file)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # it may be ignored here, as in what a script has in its background
+    )  # SIGINT is ignored in a process that a shell script started in its background
     key = Key(bytes.fromhex(told["key"]), "the agent of rank 0")
     connections = Connections(socket.socket(fileno=told["listener"]), key, told["size"], told["parent"], _PATIENCE)
-    terminal = os.dup(2)  # pytest will have taken the other
+    terminal = os.dup(2)  # pytest redirects descriptor 2 when it captures output
     connections.warn = lambda text: _print(terminal, text)
     connections.start()
     driver = Driver(told["size"], connections, dict(os.environ), tuple(told["command"]), told["trusting"])

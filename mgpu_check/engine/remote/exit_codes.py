@@ -1,9 +1,10 @@
-"""Turn the result of the run into the exit codes of many processes.
+"""Turn the result of the run into the exit codes of its processes.
 
-One process per host under torchrun, and the one of rank 0 elsewhere, exits with the code of the run; all others with 0,
-so that a launcher reports one failure and not as many as there are ranks. To torchrun every failure is a reason to start
-all processes again, as often as ``--max-restarts`` says: those then leave at once, with the code that they find where
-torchrun wants errors described.
+Under torchrun one process per host exits with the code of the run; elsewhere only rank 0 does. All other processes exit with
+0, so that a launcher reports one failure and not one per rank.
+
+torchrun restarts all processes after a failure, up to ``--max-restarts`` times. A restarted process finds the exit code in
+torchrun's error file, and exits at once with it.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ def _leads(launched: LaunchedProcess) -> bool:
 
 
 def leave(code: int, launched: LaunchedProcess, environment: Mapping[str, str]) -> None:
-    """Tell torchrun, and the processes that it may start next, why this one exits with `code`."""
+    """Write the exit code to torchrun's error file, for torchrun's report and for restarted processes."""
     name = environment.get(_VARIABLE)
     if name is None or not _leads(launched):
         return
-    text = f"mgpu-check: pytest has ended with exit code {code}; its report stands in the output of rank 0"
+    text = f"mgpu-check: pytest has ended with exit code {code}; its report is in the output of rank 0"
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), _KEY: code}
     try:
         Path(name).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
     except OSError:
-        pass  # then torchrun says less
+        pass  # torchrun then reports the exit code only
 
 
 def of_earlier_attempt(environment: Mapping[str, str]) -> int | None:
-    """Return the code with which this run has ended already, None if it has not."""
+    """Return the exit code of an earlier attempt of this run, None if no attempt has ended."""
     name = environment.get(_VARIABLE)
     if name is None or len(Path(name).parents) < 3:
         return None
@@ -54,5 +55,5 @@ def of_earlier_attempt(environment: Mapping[str, str]) -> int | None:
         try:
             return int(json.loads(path.read_text())["message"]["extraInfo"][_KEY])
         except (OSError, ValueError, LookupError, TypeError):
-            pass  # it says something else
+            pass  # another program's error file
     return None

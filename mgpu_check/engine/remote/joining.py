@@ -1,4 +1,4 @@
-"""Bring an agent to its driver: find the one that is announced, or, for rank 0, start one."""
+"""Connect an agent to its driver. Rank 0 starts the driver, and the other agents find its announcement in the store."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _KNOCK_TIMEOUT = 5.0
 
 
 class Refused(Exception):
-    """The announced driver is none of ours, or not for us. The text says what to do."""
+    """The announced driver belongs to another user or run. The text says what to do."""
 
 
 def connect(driver: Announced, attempts: int = 1) -> socket.socket:
-    """Connect to `driver`, with proof on both sides.
+    """Connect to `driver`, and authenticate both sides.
 
     Args:
-        attempts: more than one where nobody else would try again: strangers may be so many that one of ours is sent away.
+        attempts: how often to try. A driver with too many unauthenticated connections drops the oldest.
 
     Raises:
-        OSError, Stranger: it is gone, or another has its address.
+        OSError: the driver is gone.
+        Stranger: another process has its address.
     """
     connection = socket.create_connection((driver.address, driver.port), _CONNECT_TIMEOUT)
     try:
@@ -53,18 +54,20 @@ def connect(driver: Announced, attempts: int = 1) -> socket.socket:
 
 
 class Run:
-    """The run as one agent sees it.
+    """The run from the view of one agent.
 
     Attributes:
-        process: the driver, where this agent has started it.
-        driver: the one to join; to be asked for only after `join` has returned a connection.
+        process: the driver's process, if this agent has started it.
+        driver: the driver of the run; valid only after `join` has returned a connection.
     """
 
     def __init__(self, launched: LaunchedProcess, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
-        """Meet the others; rank 0 starts the driver, unless one is left from an earlier attempt.
+        """Connect to the store. Rank 0 also starts the driver, unless the driver of an earlier attempt still runs.
 
         Args:
-            key: of the user, None where the network is trusted.
+            launched: this process.
+            key: of the user; None with --trust-network.
+            arguments: command line of the driver.
             timeout: seconds to wait for the store, and for a driver.
 
         Raises:
@@ -85,7 +88,7 @@ class Run:
         return self._driver
 
     def _left(self) -> Announced | None:
-        """Find a driver that an earlier process has started, and that is still there."""
+        """Return the driver of an earlier attempt if it still runs."""
         try:
             announced = self._meeting.driver()
             if announced is not None:
@@ -106,15 +109,15 @@ class Run:
         return announced
 
     def join(self) -> socket.socket | End:
-        """Connect to the driver as soon as there is one; or say how the run has ended.
+        """Wait for the driver and connect to it; return the connection, or how the run has ended.
 
         Raises:
-            Refused: this process must not join what is announced.
-            StartupFailure: there is no driver in time.
+            Refused: this process must not join the announced driver.
+            StartupFailure: no driver was found in time.
         """
         deadline = time.monotonic() + self._timeout
         reason = "none was announced"
-        gone = ""  # name of the driver that was found to be gone
+        gone = ""  # name of a driver that has ended without a result
         while time.monotonic() < deadline:
             if self.process is not None and (code := self.process.poll()) is not None:
                 return End(code if code >= 0 else None)
@@ -125,13 +128,13 @@ class Run:
                 if end is not None and (end.code is not None or self._launched.final):
                     return end
                 if end is not None and gone != self._driver.name:
-                    # It may be that of an earlier attempt, and the next is about to be announced.
+                    # It may belong to an earlier attempt, and the next driver may be announced soon.
                     gone = self._driver.name
                     deadline = min(deadline, time.monotonic() + _GONE_TIMEOUT)
                 connected = self._connect(self._driver)
                 if not isinstance(connected, str):
                     return connected
-                reason = connected if end is None else "the one that was announced has ended without a word"
+                reason = connected if end is None else "the announced driver ended without a result"
             time.sleep(_RETRY)
         if gone:
             return End(None)
@@ -139,12 +142,12 @@ class Run:
         raise StartupFailure(f"no driver was found{at} within {self._timeout:g} s: {reason}")
 
     def _connect(self, driver: Announced) -> socket.socket | End | str:
-        """Connect to the driver; or say how the run has ended, or why there is no connection yet."""
+        """Connect to the driver; return the connection, or how the run has ended, or why there is no connection yet."""
         try:
             return connect(driver)
         except ConnectionRefusedError as error:
             if self._launched.rank == 0 and self.process is None:
-                return End(None)  # it was there a moment ago, and nobody but this agent would start another
+                return End(None)  # it ran a moment ago, and only this agent could start another
             return str(error)
         except (OSError, Stranger) as error:
             return str(error)
@@ -162,19 +165,19 @@ class Run:
             raise Refused(f"the driver {error}: start all processes of a run with the same options") from None
 
     def _knock(self) -> None:
-        """Have the driver see that somebody has another key: its user may look at the terminal of rank 0 only."""
+        """Make the driver warn about the other key, because its user may see only the terminal of rank 0."""
         claimed = self._meeting.claimed()
         if claimed is not None and self._own is not None:
             try:
                 with socket.create_connection(claimed, _KNOCK_TIMEOUT) as connection:
                     present(connection, self._own, _KNOCK_TIMEOUT)
             except (OSError, OverflowError, ValueError, Stranger):
-                pass  # who has announced it is no driver at all
+                pass  # there is no driver at the announced address
 
     def note_end(self, code: int | None) -> None:
-        """Tell those that come late how the run has ended, `code` None if the driver is gone without a word."""
+        """Note in the store, for late agents, how the run ended; `code` is None if the driver ended without a result."""
         if self._launched.rank == 0 and self._driver is not None:
             try:
                 self._meeting.end(self._driver, code)
             except RuntimeError:
-                pass  # the launcher has taken its store away
+                pass  # the launcher has closed its store

@@ -1,6 +1,6 @@
-"""The file with a user's key: whoever of a run comes first makes it, every process of the run reads it, and nobody else.
+"""The file with a user's key. The first process of a run makes it, and all processes of the run read it.
 
-As OpenSSH does with its keys: what others could have read, replaced or moved there is refused, with what to do.
+As in OpenSSH, a file that other users could have read or replaced is refused, with an error that names the remedy.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ __all__ = ["REMEDY", "UnusableKey", "default_path", "secret_in"]
 
 REMEDY = (
     "give all processes of the run one file that only their user can read, the same on all hosts, by --agent-key-file=FILE "
-    "or MGPU_CHECK_AGENT_KEY_FILE; make it by: (umask 077; openssl rand -hex 32 > FILE). Or, in a network of which you "
-    "trust everybody and every program, use --trust-network"
+    "or MGPU_CHECK_AGENT_KEY_FILE; make it by: (umask 077; openssl rand -hex 32 > FILE). Or, if you trust "
+    "every user and every program of the network, use --trust-network"
 )
 
 _NAME = Path("mgpu-check", "agent-key")
 _SHORTEST, _LONGEST = 32, 4096  # bytes
-_FEWEST = 8  # different bytes: a file of zeros is what a full disk or a sparse copy leaves
+_FEWEST = 8  # different bytes: a full disk or a sparse copy leaves a file of zeros
 _ATTEMPTS = 20
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnusableKey(Exception):
-    """No key exists that only this user knows. The text says why, and what to do."""
+    """There is no key that only this user knows. The text says why, and what to do."""
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Return the path of the key if no other is given. Hosts that share a home share it.
+    """Return the default path of the key file. Hosts with a shared home directory share it.
 
     Raises:
-        UnusableKey: this user has no home.
+        UnusableKey: this user has no home directory.
     """
     configuration = environment.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(configuration):
@@ -48,17 +48,18 @@ def default_path(environment: Mapping[str, str]) -> Path:
     with contextlib.suppress(OSError):
         if os.path.isabs(home) and os.stat(home).st_uid == os.geteuid():
             return Path(home, ".config", _NAME)
-    # Of another user, as sudo may leave it, or of none.
+    # HOME is unset, or is that of another user, as after sudo.
     with contextlib.suppress(KeyError):
         return Path(pwd.getpwuid(os.geteuid()).pw_dir, ".config", _NAME)
-    raise UnusableKey(f"user {os.geteuid()} has no home directory in which to have a key; {REMEDY}")
+    raise UnusableKey(f"user {os.geteuid()} has no home directory for a key file; {REMEDY}")
 
 
 def secret_in(path: Path, make_directory: bool) -> bytes:
-    """Read the key in the file at `path`, 32 bytes; make the file if it is not there.
+    """Return the 32-byte key from the file at `path`, and make the file if it does not exist.
 
     Args:
-        make_directory: make the directory, too.
+        path: of the key file.
+        make_directory: whether to make its directory, too.
 
     Raises:
         UnusableKey: the file cannot be made or read, or others could have read or replaced it.
@@ -66,7 +67,7 @@ def secret_in(path: Path, make_directory: bool) -> bytes:
     try:
         if make_directory:
             _make_directory(path.parent)
-        # From here on by its real name, of which nobody else can change a part.
+        # Use the real path from here on: no other user can change a part of it.
         real = _safe(path.parent) / path.name
         for _ in range(_ATTEMPTS):
             try:
@@ -86,7 +87,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _safe(directory: Path) -> Path:
-    """Return the real path of `directory`, in which nobody but this user and root can replace a file of this user."""
+    """Return the real path of `directory`, after a check that only this user and root can replace this user's files there."""
     real = Path(os.path.realpath(directory, strict=True))
     trusted = {0, os.geteuid(), _unmapped()}
     for one in (real, *real.parents):
@@ -105,8 +106,9 @@ def _safe(directory: Path) -> Path:
 
 
 def _unmapped() -> int | None:
-    """Return the id that stands for all users of the host, root included, that the user namespace of this process does
-    not have.
+    """Return the id that represents all host users, root included, that this process's user namespace does not map.
+
+    Return None in the host's own namespace.
     """
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
@@ -122,7 +124,7 @@ def _mode(found: os.stat_result) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        # A FIFO must not block, and no link is followed.
+        # Do not block on a FIFO, and do not follow a link.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -131,7 +133,7 @@ def _read(path: Path) -> bytes:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise UnusableKey(f"the key file {path} is no regular file; {REMEDY}")
+            raise UnusableKey(f"the key file {path} is not a regular file; {REMEDY}")
         if found.st_uid != os.geteuid():
             raise UnusableKey(
                 f"the key file {path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; {REMEDY}"
@@ -141,7 +143,7 @@ def _read(path: Path) -> bytes:
                 f"the key file {path} is open to others (mode {_mode(found)}), who may know it; remove it, and the next run "
                 "makes another, or copy a new one to all hosts, with mode 600"
             )
-        raw = os.read(fd, _LONGEST + 2)  # a newline may follow, and nothing else
+        raw = os.read(fd, _LONGEST + 2)  # one byte for a newline, and one to detect a longer file
     finally:
         os.close(fd)
     content = raw.strip()
@@ -154,7 +156,7 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Make the file, complete from its first moment; nothing if somebody was faster."""
+    """Make the file atomically, unless another process was faster."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -164,8 +166,8 @@ def _make(path: Path) -> None:
             if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
                 raise UnusableKey(
                     f"a file that this process, of user {os.geteuid()}, makes in {path.parent} belongs to user "
-                    f"{found.st_uid} and has mode {_mode(found)}: this file system keeps nothing from others (a share that "
-                    f"maps root to another user, or that knows no modes); {REMEDY}"
+                    f"{found.st_uid} and has mode {_mode(found)}: this file system does not keep it private (a share that "
+                    f"maps root to another user, or a file system without modes); {REMEDY}"
                 )
             file.write(secrets.token_hex(32) + "\n")
             file.flush()

@@ -1,4 +1,4 @@
-"""The launcher of a run beyond one machine: it has agents start the processes."""
+"""The launcher of a run on several hosts, which asks agents to start the processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mgpu_check.processes.rank_lists import intervals
 
 __all__ = ["AgentLauncher", "WrongLaunch"]
 
-_START_TIMEOUT = 300.0  # as on one machine: the fork server imports torch first
+_START_TIMEOUT = 300.0  # the agent's fork server imports torch first, which may take minutes from a network disk
 
 
 class WrongLaunch(Exception):
-    """The processes that were launched do not fit together, or are not there."""
+    """Launched processes are missing, or do not fit together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Host:
     """A host of the run.
 
     Attributes:
-        name: its own, with its index where another host has the same.
+        name: its own name, with the index of the host if another host has the same name.
         ranks: launched ranks there; slot `i` belongs to ``ranks[i]``.
     """
 
@@ -41,17 +41,18 @@ class Host:
 
 
 class AgentLauncher:
-    """Starts processes where agents are, and tells how they end."""
+    """Starts processes through agents, and reports how they end."""
 
     def __init__(
         self, connections: Connections, run: str, versions: Mapping[str, str], environment: Mapping[str, str]
     ) -> None:
-        """Begin without waiting for agents.
+        """Create the launcher without waiting for agents.
 
         Args:
-            run: prefix of all that this run keeps in the store.
-            versions: of what must be the same on all hosts, here.
-            environment: of this process when it started.
+            connections: to the agents.
+            run: prefix of this run's keys in the store.
+            versions: name -> version on this host, for the software that must be the same on all hosts.
+            environment: of this process at its start.
         """
         self.hosts: list[Host] = []
         self.connections = connections
@@ -62,10 +63,10 @@ class AgentLauncher:
         self._rank_at: dict[Slot, int] = {}
 
     def gather(self) -> list[Slot]:
-        """Wait for all agents; the slots that they have, in the order of hosts.
+        """Wait for all agents, and return their slots in the order of hosts.
 
         Raises:
-            WrongLaunch: one is missing, or does not fit.
+            WrongLaunch: an agent is missing, or has other versions.
         """
         connections = self.connections
         missing = connections.await_agents(range(connections.size), connections.patience)
@@ -75,7 +76,7 @@ class AgentLauncher:
             raise WrongLaunch(self._missing(missing))
         agents = [connections.agents[rank] for rank in range(connections.size)]
         self._compare(agents)
-        # Rank 0 itself may know the host as "localhost"; its neighbours on other hosts cannot.
+        # Rank 0 may know the store's host as "localhost", so take the address from an agent on another host.
         beyond = next((agent for agent in agents if agent.host != agents[0].host), agents[0])
         self._store = f"tcp://{beyond.told['address']}:{beyond.told['port']}"
         by_node: dict[object, list[RemoteAgent]] = {}
@@ -126,14 +127,14 @@ class AgentLauncher:
                     )
 
     def visible_on(self, host: int) -> int:
-        """Return how many real devices the first agent of a host sees."""
+        """Return the number of real devices that the first agent of a host sees."""
         return int(self.connections.agents[self.hosts[host].ranks[0]].told["devices"])
 
     def start(self) -> None:
-        """Do nothing: the agents have started their fork servers themselves."""
+        """Do nothing, because the agents start their fork servers themselves."""
 
     def launch(self, slots: Sequence[Slot], seeds_apart: bool = False) -> list[Process]:
-        # Each agent has a fork server of its own, and so a seed of its own.
+        # `seeds_apart` needs nothing here: each agent's fork server has its own seed.
         connections = self.connections
         wanted = [self._rank_at[slot] for slot in slots]
         self._await(wanted)
@@ -166,7 +167,7 @@ class AgentLauncher:
         """Wait until lost agents are back.
 
         Raises:
-            StartupFailure: they will not be, or are not in time.
+            StartupFailure: they are not back in time, or never will be.
         """
         connections = self.connections
         patience = 0.0 if self.lost_for_good() else connections.patience
@@ -178,16 +179,16 @@ class AgentLauncher:
             raise StartupFailure(f"{text}, and {why}")
 
     def lost_for_good(self) -> str | None:
-        """Return why agents that are lost will not come back; None where none is lost, or they may."""
+        """Return why lost agents cannot come back; None if they can."""
         connections = self.connections
         if connections.over is not None:
             return f"the run is over: {connections.over}"
         return None
 
     def call_context(self, here: CallContext) -> CallContext:
-        """Return what a rank takes over of `here`: what has changed since this process started.
+        """Return `here` with only those variables that changed since this process started.
 
-        It has the rest from its agent.
+        A rank has the other variables from its agent.
         """
         changed = {name: value for name, value in here.environment.items() if self._environment.get(name) != value}
         removed = frozenset(self._environment.keys() - here.environment.keys())
@@ -199,7 +200,7 @@ class AgentLauncher:
 
     def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
         if self.visible_on(slot.host) == 1 < len(here):
-            return 0, 1  # the launcher shows each of its processes one device
+            return 0, 1  # the launcher gave each of its processes one visible device
         return here.index(slot), len(here)
 
     def store(self, name: str) -> str:
@@ -215,9 +216,9 @@ class AgentLauncher:
         self.connections.collect()
 
     def ending(self) -> list[int]:
-        return []  # the devices are this run's own until it ends
+        return []  # no other run uses the devices until this one ends
 
     def close(self) -> None:
-        """Leave the agents to end what they have started when the run ends; until then they keep their fork servers."""
+        """Collect the last exits. The agents keep their fork servers, and end their processes when the run ends."""
         with contextlib.suppress(AgentGone):
             self.collect()

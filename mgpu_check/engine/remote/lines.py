@@ -1,8 +1,8 @@
-"""Exchange messages between agents and driver once they know each other: lines of JSON, never anything that can run.
+"""Exchange messages between authenticated agents and the driver: lines of JSON, never pickles, which could run code.
 
-From an agent: ``{"agent": {…}}`` first; then ``launched``, ``failed``, ``exit``, ``answer``, ``interrupt`` and
-``leaving``. From the driver: ``launch``, ``call`` and ``end``. A further connection of an agent says ``{"launch": id}``
-and belongs to the rank from then on.
+An agent first sends ``{"agent": {…}}``, then ``launched``, ``failed``, ``exit``, ``answer``, ``interrupt`` and ``leaving``.
+The driver sends ``launch``, ``call`` and ``end``. Each further connection of an agent sends ``{"launch": id}``, and belongs
+to the new rank from then on.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 __all__ = ["LONGEST", "Lines", "line", "shut", "tune"]
 
 LONGEST = 4 << 20
-"""Bytes of a line at most: no stacks or output of a rank are longer."""
+"""Maximum bytes of a line. The stacks and the kept output of a rank are shorter."""
 
 _IDLE, _INTERVAL, _PROBES = 15, 5, 4
 _UNANSWERED_MS = 35_000
 
 
 def tune(connection: socket.socket, control: bool) -> None:
-    """Send at once, and notice when the other host is gone, though it cannot say so.
+    """Disable send delays, and detect when the other host has disappeared without closing the connection.
 
     Args:
-        control: what is sent is short and read at once, so that data which nobody takes means the same. A rank may
-            well be stopped for longer than that.
+        control: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be stopped
+            for longer than that timeout.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -38,18 +38,18 @@ def tune(connection: socket.socket, control: bool) -> None:
 
 
 def line(message: dict[str, Any]) -> bytes:
-    """Encode `message` as it is sent."""
+    """Encode a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
 class Lines:
-    """Messages out of what arrives in pieces."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take what has arrived.
+        """Add received bytes.
 
         Raises:
             ValueError: a line is too long.
@@ -59,10 +59,10 @@ class Lines:
             raise ValueError(f"a line of more than {LONGEST} bytes")
 
     def next(self) -> dict[str, Any] | None:
-        """Return the next message, None as long as there is none.
+        """Return the next complete message, or None.
 
         Raises:
-            ValueError: it is no JSON object.
+            ValueError: the line is not a JSON object.
         """
         end = self._data.find(b"\n")
         if end < 0:
@@ -70,14 +70,14 @@ class Lines:
         try:
             message = json.loads(self._data[:end])
         except RecursionError:
-            raise ValueError("a line of brackets in brackets without end") from None
+            raise ValueError("a line with too deeply nested brackets") from None
         del self._data[: end + 1]
         if not isinstance(message, dict):
-            raise ValueError("a line that is no JSON object")
+            raise ValueError("a line that is not a JSON object")
         return message
 
 
 def shut(connection: socket.socket) -> None:
-    """End a connection in both directions, whoever else holds it."""
+    """Shut down a connection in both directions, even if other processes hold it, too."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

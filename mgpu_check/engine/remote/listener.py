@@ -1,4 +1,4 @@
-"""Accept connections from anybody, and let in only agents of this run."""
+"""Accept connections, and admit only processes that prove that they have the key of this run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _TIMEOUT = 20.0
 
 @dataclass
 class _Guest:
-    """A connection of which it is not known yet who it is.
+    """A connection that is not admitted yet.
 
     Attributes:
-        address: from which it comes.
-        proof: what it still has to show, None once it has.
-        wanted: bytes that the proof has.
+        address: of the peer.
+        proof: the pending authentication, None once it has succeeded.
+        wanted: bytes of the peer's proof.
+        deadline: for the proof and the first line.
+        data: the bytes received so far.
     """
 
     connection: socket.socket
@@ -38,9 +40,9 @@ class _Guest:
 
 
 class Listener:
-    """Accepts connections, has them show the key, and hands over those that have it, with the first line they say.
+    """Accepts and authenticates connections, and hands over the authenticated ones with their first line.
 
-    Nothing here blocks, and nothing that comes without the key is read further than a proof is long.
+    Nothing here blocks. From an unauthenticated peer it reads no more bytes than a proof has.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Listener:
         admit: Callable[[socket.socket, dict[str, Any]], None],
         refuse: Callable[[str], None],
     ) -> None:
-        """Listen as soon as somebody waits with `selector`, and call the data of what is ready.
+        """Register with `selector`, whose owner must call the data of each ready key.
 
         Args:
-            admit: takes over a connection; raises `LookupError`, `TypeError` or `ValueError` if what it says makes no
-                sense.
-            refuse: told the address of one that has another key.
+            listener: the listening socket.
+            key: of the run.
+            admit: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if the
+                message is invalid.
+            refuse: receives the address of a peer with another key.
         """
         listener.setblocking(False)
         self._listener = listener
@@ -68,13 +72,13 @@ class Listener:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def send_away_the_late(self) -> None:
-        """Let go of those that have not shown the key in time."""
+        """Close the connections that were not admitted in time."""
         now = time.monotonic()
         for guest in [one for one in self._guests if one.deadline < now]:
             self._send_away(guest)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop listening, and close the connections that are not admitted yet."""
         for guest in list(self._guests):
             self._send_away(guest)
         self._selector.unregister(self._listener)
@@ -105,9 +109,9 @@ class Listener:
         guest.connection.close()
 
     def _examine(self, guest: _Guest) -> None:
-        """Take what a guest says: exactly its proof, then one line."""
+        """Read from a guest: exactly its proof, then one line."""
         if guest not in self._guests:
-            return  # sent away by what was ready before it
+            return  # an earlier event of the same round has closed it
         try:
             data = guest.connection.recv(guest.wanted - len(guest.data) if guest.proof else LONGEST)
             if not data:

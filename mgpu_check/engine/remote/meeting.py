@@ -1,7 +1,7 @@
-"""Let agents find the driver: through the store of the launcher, or one that the agent of rank 0 has.
+"""Let agents find the driver, through the launcher's store or a store of the agent of rank 0.
 
-Whoever reaches the port of that store can read and write it: torch guards it with nothing. So what stands there is
-believed only if it was made with the key of the run, which does not stand there.
+torch's store has no authentication: any process that reaches its port can read and write it. So an entry is valid only with
+a proof made from the key of the run, which is not in the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PREFIX", "Announced", "End", "Meeting"]
 
 PREFIX = "mgpu-check"
-"""Of all keys in the store."""
+"""Prefix of all keys in the store."""
 
 _DRIVER, _END = "driver", "end"
 _LONGEST = 1 << 16
@@ -30,11 +30,12 @@ _LONGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Announced:
-    """A driver.
+    """A driver that was announced in the store.
 
     Attributes:
-        name: tells it from all others.
-        key: that of the run.
+        address, port: where it listens.
+        name: a random name, unique to this driver.
+        key: of the run.
     """
 
     address: str
@@ -45,26 +46,28 @@ class Announced:
 
 @dataclass(frozen=True)
 class End:
-    """The way in which a driver has ended.
+    """The end of a driver.
 
     Attributes:
-        code: exit code of the run, None where the driver has ended without a word.
+        code: exit code of the run, None if the driver ended without a result.
     """
 
     code: int | None
 
 
 class Meeting:
-    """The place in the store where the driver is announced, and how it has ended. Imports torch."""
+    """The entries of the store that announce the driver and its end. Imports torch."""
 
     def __init__(self, launched: LaunchedProcess, timeout: float, key: Key | None) -> None:
-        """Connect to the store; rank 0 makes it where the launcher has none.
+        """Connect to the store. Rank 0 makes the store if the launcher has none.
 
         Args:
-            key: of the user; None where the network is trusted, and the key stands in the store.
+            launched: this process.
+            timeout: of the store, in seconds.
+            key: of the user; None with --trust-network, where the store holds the key.
 
         Raises:
-            RuntimeError, OSError: it cannot be reached, or its port is taken.
+            RuntimeError, OSError: the store cannot be reached, or its port is taken.
         """
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -73,7 +76,7 @@ class Meeting:
         master = not launched.has_store and launched.rank == 0
         own = None
         if master and launched.port and is_loopback(launched.address):
-            # By itself the store listens at all addresses of the machine.
+            # By default the store would listen at all addresses of the machine.
             own = listen_at(launched.address, launched.port).detach()
         self._store: Store = PrefixStore(
             PREFIX,
@@ -88,7 +91,7 @@ class Meeting:
         )
 
     def announce(self, address: str, port: int) -> Announced:
-        """Say where the driver listens."""
+        """Announce the driver's address in the store."""
         opened = None if self._key is not None else new_secret()
         key = self._key if opened is None else self._opened(opened)
         assert key is not None
@@ -97,11 +100,11 @@ class Meeting:
         return Announced(address, port, name, key)
 
     def driver(self) -> Announced | None:
-        """Return the driver that was announced last, None if none was.
+        """Return the driver that was announced last, None without an announcement.
 
         Raises:
-            WrongKey: it was announced by one who has another key.
-            Stranger: by no process of this version of mgpu-check, or by one that has, or wants, no key file.
+            WrongKey: the announcement was made with another key.
+            Stranger: the announcement is invalid, or only one of both sides uses --trust-network.
         """
         found = self._read(_DRIVER)
         if found is None:
@@ -109,16 +112,16 @@ class Meeting:
         said, proof, opened = found
         if (opened is None) == (self._key is None):
             raise Stranger(
-                "is of a run without --trust-network, which this process was started with"
+                "was started without --trust-network, and this process with it"
                 if self._key is None
-                else "is of a run with --trust-network, which this process was started without"
+                else "was started with --trust-network, and this process without it"
             )
         key = self._key or self._opened(opened or b"")
         told = _told(key, _DRIVER, said, proof)
         return Announced(told["address"], told["port"], told["name"], key)
 
     def claimed(self) -> tuple[str, int] | None:
-        """Return the address that a driver with another key claims. Nobody has proven it."""
+        """Return the unauthenticated address of a driver with another key; None if the entry is invalid."""
         try:
             found = self._read(_DRIVER)
             told = json.loads(found[0]) if found is not None else {}
@@ -127,11 +130,11 @@ class Meeting:
             return None
 
     def end(self, driver: Announced, code: int | None) -> None:
-        """Note that a driver has ended, and with it, if there is a code, the run."""
+        """Note in the store that a driver has ended. With a `code` the run has ended, too."""
         self._say(_END, driver.key, {"name": driver.name, "code": code})
 
     def ended(self, driver: Announced) -> End | None:
-        """Return how `driver` has ended, None as long as it has not."""
+        """Return how `driver` has ended, None if no end is noted."""
         try:
             found = self._read(_END)
             if found is None:
@@ -150,7 +153,7 @@ class Meeting:
         self._store.set(name, json.dumps(value if opened is None else {**value, "key": opened.hex()}))
 
     def _read(self, name: str) -> tuple[str, bytes, bytes | None] | None:
-        """Read what stands in the store, its proof, and the key if that stands there, too."""
+        """Read an entry of the store: its text, its proof, and the key with --trust-network; None if there is no entry."""
         if not self._store.check([name]):
             return None
         text = self._store.get(name)
@@ -161,11 +164,11 @@ class Meeting:
             opened = value.get("key")
             return str(value["said"]), bytes.fromhex(value["proof"]), None if opened is None else bytes.fromhex(opened)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise Stranger("was announced by no process of this version of mgpu-check") from error
+            raise Stranger("was not announced by this version of mgpu-check") from error
 
 
 def _told(key: Key, name: str, said: str, proof: bytes) -> dict[str, Any]:
     if not key.proves(proof, name.encode(), said.encode()):
-        raise WrongKey("was announced by one who has another key")
-    told: dict[str, Any] = json.loads(said)  # made by one who has the key
+        raise WrongKey("was announced with another key")
+    told: dict[str, Any] = json.loads(said)  # safe: an owner of the key made it
     return told

@@ -1,4 +1,4 @@
-"""The agents of a run, as its driver holds them."""
+"""The driver's objects for the agents of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AgentGone(Exception):
 
 @dataclass(frozen=True)
 class Launched:
-    """A new process of an agent: its number there, and the connection to it."""
+    """A new process of an agent: its id on that host, and the connection to it."""
 
     pid: int
     connection: socket.socket
@@ -28,14 +28,14 @@ class Launched:
 
 @dataclass
 class Launch:
-    """A process that an agent is to start: it says so, and the process connects."""
+    """A pending process: it is complete once the agent has reported its pid and the process has connected."""
 
     future: Future[Launched] = field(default_factory=Future)
     pid: int | None = None
     connection: socket.socket | None = None
 
     def complete(self) -> None:
-        """Complete the future, if all is there."""
+        """Complete the future if pid and connection are known."""
         if self.pid is not None and self.connection is not None and not self.future.done():
             self.future.set_result(Launched(self.pid, self.connection))
 
@@ -48,16 +48,16 @@ class Launch:
 
 
 class RemoteAgent:
-    """An agent that has joined, as the driver knows it.
+    """An agent that has joined.
 
     Attributes:
         host: name of its host.
-        told: all that it said of itself.
-        gone: what its processes died of, if it is lost; None as long as it is not.
-        lines: what it says.
-        answers, launches: what it was asked for, by number.
-        processes: what to call, with an exit code, when one of its processes has ended; None if the agent is lost.
-        exits: exit codes of processes that nobody watches yet.
+        told: the agent's description of itself.
+        gone: the cause of death of its processes if the agent is lost; None while it is connected.
+        lines: the messages from it.
+        answers, launches: pending requests, by number.
+        processes: process number -> function to call with the exit code, or with None if the agent is lost.
+        exits: exit codes of processes without a watcher.
     """
 
     def __init__(self, connection: socket.socket, told: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class RemoteAgent:
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send a message. If the agent is lost, that shows where it is listened to."""
+        """Send a message. If the agent is lost, the thread that reads from it notices."""
         with self._sending:
             try:
                 if self.gone is None:

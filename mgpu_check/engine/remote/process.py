@@ -1,4 +1,4 @@
-"""A process of the pool that an agent holds, as the pytest process holds it: see `mgpu_check.engine.process.Process`."""
+"""A handle in the pytest process for a process on another host: see `mgpu_check.engine.process.Process`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOBODY_KNOWS = 75
 
 
 class RemoteProcess(Process):
-    """A process of another host: its agent answers what a local process finds in its files."""
+    """A process of another host. Its agent answers the requests that `Process` answers from local files."""
 
     def __init__(
         self, connections: Connections, agent: RemoteAgent, number: int, pid: int, connection: Channel
@@ -50,7 +50,7 @@ class RemoteProcess(Process):
     def cause(self) -> str:
         if self.lost is None:
             return super().cause()
-        self._connections.untold()  # the failure tells it
+        self._connections.untold()  # the caller's failure reports it
         return self.lost
 
     def mark_output(self) -> None:
@@ -88,7 +88,7 @@ class RemoteProcess(Process):
         return bool(self._ask("runnable", default=False))
 
     def halted(self) -> bool:
-        return False  # it is asked of idle processes between any two tests: not worth the way to another machine
+        return False  # checked for idle processes between tests, which is not worth a message to another host
 
     def kill(self) -> None:
         if self.exit_code is None and not self._closed:

@@ -1,4 +1,4 @@
-"""Read the variables of a launcher: which of how many processes this one is, and where they can meet."""
+"""Read a launcher's environment variables: rank and size of this process, and the address of the rendezvous."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Literal
 
 __all__ = ["LaunchedProcess", "first_host", "launched_process_of"]
 
-# Below the ports that Linux gives to outgoing connections, and above those of most services.
+# A range below Linux's ephemeral ports and above the ports of most services.
 _FIRST_PORT, _PORTS = 15_000, 16_000
 
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """One of the processes that were launched together, as the variables describe it.
+    """One process of a launched run, described by environment variables.
 
     Attributes:
-        rank: of this process; `size`: how many there are.
-        local_rank: rank on its host, None where nothing says it.
-        node: index of its host, None where nothing says it.
-        address, port: where all of them meet.
-        local_size: ranks on its host, None where nothing says it.
-        has_store: the launcher has a store at `address` and `port`; else rank 0 is to have it there.
-        final: the launcher will not start a lost process anew.
-        alone: all of the processes are on this machine.
-        run: what the launcher calls the run, empty where it has no name for it.
+        launcher: the launcher; "variables" if only RANK, WORLD_SIZE and MASTER_ADDR identify it.
+        rank: of this process.
+        size: number of processes.
+        local_rank: rank on its host, None if unknown.
+        local_size: number of processes on its host, None if unknown.
+        node: index of its host, None if unknown.
+        address, port: of the rendezvous.
+        has_store: whether the launcher has a store at `address` and `port`; otherwise rank 0 makes one there.
+        final: whether the launcher will not restart a lost process.
+        alone: whether all processes are on this machine.
+        run: the launcher's name for the run, empty if it has no name.
     """
 
     launcher: Literal["torchrun", "srun", "variables"]
@@ -44,15 +46,15 @@ class LaunchedProcess:
 
     @property
     def identity(self) -> str:
-        """Name of this run that tells it from others of a user, known to all its processes without asking anybody."""
+        """The name that distinguishes this run from other runs of a user. All processes derive the same name locally."""
         return f"{self.launcher} {self.run} {self.port} {self.size}"
 
 
 def launched_process_of(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return the launched process that `environment` describes; None for a process that is alone.
+    """Return the launched process that `environment` describes; None without a launcher, or for a run of one process.
 
     Raises:
-        ValueError: a variable is missing, or is no number.
+        ValueError: a variable is missing, is not a number, or is out of range.
     """
     variables = _Variables(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -64,7 +66,7 @@ def launched_process_of(environment: Mapping[str, str]) -> LaunchedProcess | Non
     else:
         return None
     if not 0 <= launched.rank < launched.size:
-        raise ValueError(f"rank {launched.rank} of {launched.size}: {launched.launcher} has set a rank that cannot be")
+        raise ValueError(f"rank {launched.rank} of {launched.size}: {launched.launcher} has set an impossible rank")
     return launched if launched.size > 1 else None
 
 
@@ -84,7 +86,7 @@ class _Variables:
             text = self.environment.get(name)
             if text is not None:
                 if not text.isdecimal():
-                    raise ValueError(f"environment variable {name}: {text!r} is no whole number")
+                    raise ValueError(f"environment variable {name}: {text!r} is not a whole number")
                 return int(text)
         return None
 
@@ -118,7 +120,7 @@ def _of_srun(variables: _Variables) -> LaunchedProcess:
         local_rank=variables.perhaps("SLURM_LOCALID"),
         local_size=None,
         node=variables.perhaps("SLURM_NODEID"),
-        # Not SLURM_LAUNCH_NODE_IPADDR: that is where srun was called, often a login node.
+        # SLURM_LAUNCH_NODE_IPADDR is no substitute: srun was called there, often on a login node.
         address=environment.get("MASTER_ADDR") or ("127.0.0.1" if alone or not nodes else first_host(nodes)),
         port=variables.perhaps("MASTER_PORT") or _FIRST_PORT + (31 * job + int(environment["SLURM_STEP_ID"])) % _PORTS,
         final=True,
@@ -141,7 +143,7 @@ def _of_classic_variables(variables: _Variables) -> LaunchedProcess:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as Slurm writes it: "node[03-07,9],login2" is node03, …"""
+    """Return the first host of a Slurm host list: "node03" for "node[03-07,9],login2"."""
     head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
     assert head is not None  # every part of the pattern may be empty
     prefix, numbers, suffix = head.groups()

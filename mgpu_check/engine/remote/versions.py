@@ -1,4 +1,4 @@
-"""Versions of what must be the same wherever a run has processes."""
+"""The versions of the software that must be the same on all hosts of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["versions"]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this process."""
+    """Return name -> version, as seen by this process."""
     return {
         "Python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
