@@ -1,1 +1,1 @@
-"""May this node join the fleet, and if not, which part of it goes back? The packaged acceptance suite, and its verdict."""
+"""The packaged acceptance suite: check a node, decide whether it may join the fleet, and name the parts at fault."""

@@ -74,13 +74,13 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     result: object = None
     stopped: BaseException | None = None
     try:
-        live.phase("looks at the GPUs")
+        live.phase("inventory of the GPUs")
         run.start()
         try:
             result = yield
         except session.Failed as failed:  # -x or --maxfail: second looks at the failures run all the same
             stopped = failed
-        live.phase("looks again at what failed")
+        live.phase("second looks at failures")
         run.look_again()
     except BaseException:
         run.interrupted = True

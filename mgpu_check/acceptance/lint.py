@@ -35,8 +35,8 @@ _SCALES: Mapping[str, tuple[float, float]] = {
 """Lowest and highest plausible value. The key is the unit "s", or the start or end of the name of the quantity."""
 
 _VACUOUS = {"B/s": 0.5, "FLOP/s": 0.2, "s": 0.2}
-"""Share of the data sheet below which a floor finds nothing: half the bandwidth is a link at half its width; a fifth of the
-products is a GPU at its lowest clock."""
+"""Least useful floor as a share of the data sheet: a link at half its width has half the bandwidth, and a GPU at its lowest
+clock computes a fifth of the products."""
 
 _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 _FALLS = 0.5  # a larger size may have half the speed of a smaller one, because caches help small sizes
@@ -182,7 +182,7 @@ def _of_floor(floor: Floor, sku: Sku, table: Floors) -> Iterator[tuple[str, str]
     least = floor.fraction * floor.data_sheet
     if floor.fraction < _VACUOUS[floor.unit]:
         share = f"{floor.fraction:.0%} of the data sheet, below {_VACUOUS[floor.unit]:.0%}"
-        yield "vacuous", f"the floor is {share}: it finds nothing that runs at all"
+        yield "vacuous", f"the floor is {share}: every GPU that works at all passes"
     yield from _against_known(floor, sku, least)
     yield from _against_generation(floor, sku, least)
 
@@ -307,7 +307,7 @@ def _falling(measurements: Sequence[Recorded]) -> Iterator[str]:
                 values = (
                     f"{amount(small.value, unit)} at size {small.size} to {amount(large.value, unit)} at {large.size}"
                 )
-                yield f"{quantity} falls from {values}: one of them was measured wrongly"
+                yield f"{quantity} falls from {values}: one of the two measurements is wrong"
 
 
 def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterator[tuple[str, str]]:

@@ -159,7 +159,7 @@ def _beside_peers(
         kinds = tuple(sorted(model[gpu.number] for gpu in members))
         link = links.get((members[0].number, members[-1].number), "") if measurement.subject.kind == "copy" else ""
         hosts = tuple(sorted({gpu.host for gpu in members}))
-        # GPUs are compared over all hosts; links with those of their host, or all from host to host.
+        # GPUs are compared over all hosts, links within a host with each other, links between hosts with each other.
         where = hosts if measurement.subject.kind == "copy" and len(hosts) == 1 else len(hosts)
         groups[(turn, *kind, kinds, where, link)][number] = measurement
     for key, group in groups.items():

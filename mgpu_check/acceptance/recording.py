@@ -97,7 +97,7 @@ def _recorded(measurements: Sequence[Measurement], gpus: Mapping[int, Gpu]) -> t
 
 
 def record(path: Path, entries: Sequence[Entry]) -> None:
-    """Add entries to a baseline file, or create it. New entries replace those of the same model and software.
+    """Add entries to a baseline file, or create it. New entries replace old ones of the same model and software.
 
     Raises:
         ValueError: the file exists and is not a baseline; it is left unchanged.

@@ -169,7 +169,7 @@ def _rate(one: Loaded) -> list[Rate]:
 def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> list[Observation]:
     """Return an observation for each GPU: failed if it slowed down between its first and its last rounds.
 
-    A GPU fails if its loss exceeds that of the other GPUs of its model by the limit, or if it is too large in itself.
+    A GPU fails if its loss exceeds that of the other GPUs of its model by the limit, or if its own loss is too large.
     GPUs with too few rounds have no observation.
 
     Args:

@@ -21,9 +21,8 @@ __all__ = ["Explanation", "Suspect", "explain"]
 
 _COST = {"gpu": 1.0, "link": 0.9, "host-link": 0.9, "host": 4.0}
 _BOTH_WAYS = 1.0
-_AGAINST_DATA = (
-    1.1  # cost of a link if the data point at one of its GPUs and no copy over it failed: more than that GPU
-)
+# Cost of a link if the data point at one of its GPUs and no copy over it failed: more than that of the GPU.
+_AGAINST_DATA = 1.1
 _SPOILED = 0.3  # largest surcharge, for a part whose other observations all passed
 _UNEXPLAINED = 10.0
 _MOST_SETS = 20_000

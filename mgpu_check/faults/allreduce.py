@@ -21,7 +21,7 @@ _ALIGNED = 32  # bytes
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:
-    """Return whether there is memory between the elements of `tensor` that is not its own."""
+    """Return whether the memory of `tensor` has gaps between its elements."""
     return not torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
@@ -33,9 +33,7 @@ def _flip_lowest_bit(tensor: torch.Tensor) -> None:
         tensor.detach().copy_(values)
 
 
-@fault(
-    "allreduce", "all_reduce and reduce leave out the part of the last rank", caught_by=("test_reduce_then_broadcast",)
-)
+@fault("allreduce", "all_reduce and reduce leave out the last rank", caught_by=("test_reduce_then_broadcast",))
 def sum_misses_the_last_rank() -> Iterator[None]:
     def without_last(real: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +68,7 @@ def sum_in_half_precision() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "device 0 adds up in bfloat16 what the devices hold in float32 and float64",
+    "device 0 adds up float32 and float64 tensors in bfloat16",
     caught_by=("test_hand_written_allreduce",),
 )
 def sum_by_hand_in_low_precision() -> Iterator[None]:
@@ -136,12 +134,12 @@ def ring_skips_a_chunk() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "the tree has no place for ranks beyond a power of two", caught_by=("test_tree_allreduce",))
+@fault("allreduce", "the tree leaves out ranks beyond the largest power of two", caught_by=("test_tree_allreduce",))
 def tree_for_powers_of_two_only() -> Iterator[None]:
     def received(tensor: torch.Tensor, source: int, *args: Any, **kwargs: Any) -> int:
         sender = real(tensor, source, *args, **kwargs)
         rank = current_rank()
-        # What comes up the tree from a rank past the largest power of two is dropped.
+        # Messages of ranks beyond the largest power of two are dropped.
         if rank is not None and source > rank.index and source >= 1 << (rank.size.bit_length() - 1):
             tensor.zero_()
         return sender
@@ -165,7 +163,7 @@ def result_not_copied_back() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "tensors that are added up together come back by dtype",
+    "tensors that are added up together come back in order of dtype",
     caught_by=("test_reduce_add_and_broadcast",),
     condition="several dtypes",
 )
@@ -209,7 +207,7 @@ def reduce_without_broadcast() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "all_reduce adds up, whatever the operation", caught_by=("test_all_reduce_of_other_operations",))
+@fault("allreduce", "all_reduce adds up for every operation", caught_by=("test_all_reduce_of_other_operations",))
 def operation_ignored() -> Iterator[None]:
     real = dist.all_reduce
 
@@ -222,7 +220,7 @@ def operation_ignored() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "a view is reduced in a contiguous copy, which is dropped",
+    "all_reduce of a view reduces a contiguous copy and drops it",
     caught_by=("test_all_reduce_of_views_on_devices",),
 )
 def reduced_copy_dropped() -> Iterator[None]:
@@ -250,7 +248,7 @@ def group_counts_a_member_twice() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "all_reduce leaves the part of the last rank out of a view on the CPU",
+    "all_reduce of a view on the CPU leaves out the last rank",
     caught_by=("test_all_reduce_of_views_on_the_cpu",),
     condition="views with gaps on the CPU",
 )
@@ -286,9 +284,9 @@ def view_on_a_device_reduced_without_gaps() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "the fast path of sums on the CPU is a loop over vectors of eight elements, without the rest after the last of them",
+    "sums on the CPU leave out the elements after the last vector of eight",
     caught_by=("test_all_reduce",),
-    condition="sums on the CPU, aligned and without gaps, of a number of elements that 8 does not divide",
+    condition="sums on the CPU of aligned tensors without gaps, with a size that is not a multiple of 8",
 )
 def rest_after_vectors_not_added() -> Iterator[None]:
     real = dist.all_reduce
@@ -308,13 +306,13 @@ def rest_after_vectors_not_added() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "reduce_add adds up in what its own device has put in",
+    "reduce_add adds up in place, in the input of its own device",
     caught_by=("test_reduce_add_and_broadcast",),
     condition="3 devices and more",
     least_gpus=3,
 )
 def contribution_added_to() -> Iterator[None]:
-    """Of two tensors the sum is a new one."""
+    """With two tensors the sum is a new tensor."""
     real = comm.reduce_add
 
     def reduce_add(inputs: Sequence[torch.Tensor], destination: int | None = None) -> torch.Tensor:
@@ -329,7 +327,7 @@ def contribution_added_to() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "broadcast to tensors that are given leaves out the last",
+    "broadcast to given tensors leaves out the last",
     caught_by=("test_reduce_add_and_broadcast",),
     condition="out=, several devices",
 )
@@ -345,7 +343,7 @@ def last_given_tensor_left_out() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "reduce_add to another device than the current one leaves out the last part",
+    "reduce_add to a device that is not current leaves out the last tensor",
     caught_by=("test_reduce_add_and_broadcast",),
     condition="destinations other than the current device",
 )
@@ -362,7 +360,7 @@ def part_left_out_elsewhere() -> Iterator[None]:
 
 @fault(
     "allreduce",
-    "broadcast_coalesced copies a slice as if there were no gaps in it",
+    "broadcast_coalesced copies a slice as if it had no gaps",
     caught_by=("test_broadcast_of_every_layout",),
     condition="tensors with gaps, several devices",
 )

@@ -1,4 +1,4 @@
-"""Break torch from outside: DistributedDataParallel where it is built and where it communicates, and any function."""
+"""Break torch from outside: the constructor and the communication of DistributedDataParallel, and any function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor]
 
 
 def ddp_fault(summary: str, *checks: str, condition: str = "", least_gpus: int = 1) -> Callable[[Plant], Plant]:
-    """Register a fault that these checks of `suite/test_distributed.py` must catch."""
+    """Register a fault that the checks `caught_by` of `suite/test_distributed.py` must catch."""
     return fault("distributed", summary, caught_by=checks, condition=condition, least_gpus=least_gpus)
 
 
@@ -46,7 +46,7 @@ def wrapped(
     before: Callable[[nn.Module], None] = lambda module: None,
     **forced: Any,
 ) -> Iterator[None]:
-    """Have DDP with other arguments, and something done to the module before and to the wrapper after it is built."""
+    """Build DDP with other arguments, and change the module before and the wrapper after."""
     real = DistributedDataParallel.__init__
 
     def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -62,9 +62,9 @@ def wrapped(
 def communicated(
     change: Change, where: Callable[[DistributedDataParallel], bool] = lambda model: True
 ) -> Iterator[None]:
-    """Have DDP communicate a copy of each bucket that `change` has changed, for models `where` it strikes.
+    """Make DDP communicate a copy of each bucket changed by `change`, for the models that `where` selects.
 
-    Others are left alone: a model takes one communication hook only, and with one `join` divides otherwise.
+    Other models get no communication hook, because a model accepts only one, and because `join` divides differently with one.
     """
 
     def register(model: DistributedDataParallel) -> None:
@@ -79,7 +79,7 @@ def communicated(
             done.set_result(buffer)
             return done
 
-        # DDP compares annotations with its own types, and does not resolve those that are strings.
+        # DDP compares annotations with its own types, and does not resolve string annotations.
         communicate.__annotations__.clear()
         model.register_comm_hook(None, communicate)
 
@@ -89,7 +89,7 @@ def communicated(
 
 @contextlib.contextmanager
 def replaced_method(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Have `around` in place of a function or method: it is given the real one first, and then what that is called with."""
+    """Replace a function or method by `around`, which gets the original and then the arguments of the call."""
     real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def replaced_method(owner: Any, name: str, around: Callable[..., Any]) -> Iterat
 
 
 def slices(buffer: torch.Tensor, bucket: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield each parameter of a bucket with its part of `buffer`, flat."""
+    """Yield each parameter of a bucket with its flat part of `buffer`."""
     at = 0
     for parameter in bucket.parameters():
         yield parameter, buffer[at : at + parameter.numel()]
@@ -108,7 +108,7 @@ def slices(buffer: torch.Tensor, bucket: Any) -> Iterator[tuple[nn.Parameter, to
 
 
 def upper_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return float32 with the upper 11 bits of each significand, as TF32 has them, by Veltkamp's splitting; others as they are."""
+    """Round float32 to the 11 significand bits of TF32, by Veltkamp's splitting; return other dtypes unchanged."""
     if values.dtype != torch.float32:
         return values
     large = values * ((1 << 13) + 1)

@@ -1,4 +1,4 @@
-"""When a planted fault strikes: on which rank, and in which call."""
+"""Conditions of planted faults: the rank and the call that they affect."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def ranks_here() -> int:
 
 
 class Count:
-    """Counts calls, and says which are struck."""
+    """Counts calls, to select those that a fault affects."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def every(self, period: int) -> bool:
-        """Count a call; return whether it is the last of `period`."""
+        """Count a call; return True for every `period`-th call."""
         self.calls += 1
         return self.calls % period == 0
 
     def later(self, than: int = 1) -> bool:
-        """Count a call; return whether there were `than` before."""
+        """Count a call; return True after `than` calls."""
         self.calls += 1
         return self.calls > than

@@ -1,4 +1,4 @@
-"""Defects of devices and of the helpers that find them."""
+"""Defects of devices, and of helpers that enumerate them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ VISIBILITY = "mgpu_check.checks.visibility"
 
 @fault(
     "fixtures",
-    "two names stand for one device: cuda:1 has the UUID of cuda:0",
+    "cuda:0 and cuda:1 are the same device, with one UUID",
     caught_by=("test_gpus_are_those_asked_for",),
     condition="the second device",
     least_gpus=2,
 )
 def two_names_for_one_device() -> Iterator[None]:
-    """As where one physical device is listed twice, for each process that looks."""
+    """As if one physical device were listed twice, in every process that enumerates devices."""
     first, second = (device.uuid for device in inventory.visible_devices()[:2])
     names = (1, "cuda:1", torch.device("cuda", 1))
     properties = torch.cuda.get_device_properties
@@ -43,7 +43,7 @@ def two_names_for_one_device() -> Iterator[None]:
 
 
 def look_doubly(first: str, second: str) -> None:
-    """In the child of `two_names_for_one_device`: the program asked for, for which the device of UUID `second` is `first`."""
+    """Run the child program of `two_names_for_one_device`, where the device with UUID `second` reports UUID `first`."""
     real = inventory.visible_devices
 
     def visible_devices() -> list[inventory.Device]:
@@ -59,7 +59,7 @@ def look_doubly(first: str, second: str) -> None:
     caught_by=("test_gpus_are_those_asked_for", "test_try_gpu", "test_try_all_gpus"),
 )
 def one_device_missing() -> Iterator[None]:
-    """One device fewer is counted than there are."""
+    """The number of devices is one too low."""
     count = torch.cuda.device_count
     with replaced(torch.cuda, "device_count", lambda: count() - 1):
         yield
@@ -67,7 +67,7 @@ def one_device_missing() -> Iterator[None]:
 
 @fault(
     "fixtures",
-    "devices are numbered in another order than in other processes",
+    "devices are numbered in a different order than in other processes",
     caught_by=("test_visible_devices_are_honoured",),
 )
 def devices_out_of_order() -> Iterator[None]:
@@ -81,18 +81,18 @@ def devices_out_of_order() -> Iterator[None]:
 
 @fault(
     "fixtures",
-    "what is written to one device shows on another: two devices share memory",
+    "two devices share memory: writes to one change the other",
     caught_by=("test_memories_are_separate",),
 )
 def shared_memory() -> Iterator[None]:
-    """A copy to a device that is not the first also lands in what was last copied to the first one."""
+    """A copy to a device other than the first also overwrites the last tensor copied to the first."""
     with _sharing_with_the_first(lambda tensor: tensor.is_cuda):
         yield
 
 
 @contextmanager
 def _sharing_with_the_first(strikes: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Have a copy to a tensor that `strikes` names also land in what was last copied, of its shape, to the first device."""
+    """Make copies to tensors that `strikes` accepts also overwrite the last tensor of equal shape copied to the first device."""
     copy = torch.Tensor.copy_
     written: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}
 
@@ -111,7 +111,7 @@ def _sharing_with_the_first(strikes: Callable[[torch.Tensor], bool]) -> Iterator
 
 @fault(
     "fixtures",
-    "memory_allocated gives the figure of cuda:0 for every device",
+    "memory_allocated returns the value of cuda:0 for every device",
     caught_by=("test_memory_is_counted_where_it_is",),
 )
 def memory_of_the_first_device() -> Iterator[None]:
@@ -128,7 +128,7 @@ def sent_to_another_device() -> Iterator[None]:
 
     def misled(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == torch.device("cuda", last()):
-            # With one device there is no wrong one to land on but the CPU.
+            # With a single device, the only wrong target is the CPU.
             args = (torch.device("cuda", 0) if last() else torch.device("cpu"), *args[1:])
         return to(self, *args, **kwargs)
 
@@ -138,7 +138,7 @@ def sent_to_another_device() -> Iterator[None]:
 
 @fault(
     "fixtures",
-    "a device computes wrongly: one bit of what comes back is flipped",
+    "one bit of copies from a device to the CPU is flipped",
     caught_by=("test_every_gpu_computes",),
 )
 def bit_flipped_on_the_way_back() -> Iterator[None]:
@@ -158,12 +158,12 @@ def bit_flipped_on_the_way_back() -> Iterator[None]:
 
 @fault(
     "fixtures",
-    "one device adds up booleans as if they were bits",
+    "one device adds up booleans modulo 2",
     caught_by=("test_every_gpu_computes",),
     condition="one device, bool",
 )
 def booleans_of_one_device() -> Iterator[None]:
-    """True and true is false."""
+    """True plus True gives False."""
     with altered(torch.Tensor, "__add__", lambda x, _: on(x, last(), torch.bool), lambda _, x, y: x ^ y):
         yield
 
@@ -175,19 +175,19 @@ def booleans_of_one_device() -> Iterator[None]:
     condition="one device, bfloat16",
 )
 def bfloat16_products_off_by_a_bit() -> Iterator[None]:
-    """One element of each."""
+    """One element of each product is wrong."""
     with unit(("mm",), device=last(), dtype="bfloat16", pattern="low-bit"):
         yield
 
 
 @fault(
     "fixtures",
-    "large tensors of the last device and of the first lie in the same memory",
+    "large tensors of the last device and of the first share memory",
     caught_by=("test_memories_are_separate",),
     condition="one pair, above 1 MiB",
 )
 def large_blocks_shared() -> Iterator[None]:
-    """What is written to the last device is written to the first, too."""
+    """Writes to the last device also change the first."""
     with _sharing_with_the_first(lambda tensor: tensor.nbytes > 1 << 20 and on(tensor, last())):
         yield
 
@@ -199,7 +199,7 @@ def large_blocks_shared() -> Iterator[None]:
     condition="one device, above 1 MiB",
 )
 def large_blocks_not_counted() -> Iterator[None]:
-    """One of the two pools is forgotten."""
+    """As if one of the two pools were not counted."""
 
     def instead(allocated: Any, device: Any = None) -> int:
         return int(torch.cuda.memory_stats(device)["allocated_bytes.small_pool.current"])
@@ -234,7 +234,7 @@ def try_all_gpus_repeats_the_first() -> Iterator[None]:
 
     def try_all_gpus() -> list[torch.device]:
         listed = [torch.device("cuda", max(0, i - 1)) for i in range(torch.cuda.device_count())]
-        # Of a single device there is no last one to leave out.
+        # With a single device, the list would become empty.
         return listed if len(listed) > 1 else [torch.device("cpu")]
 
     with replaced(devices, "try_all_gpus", try_all_gpus):
@@ -243,7 +243,7 @@ def try_all_gpus_repeats_the_first() -> Iterator[None]:
 
 @fault(
     "fixtures",
-    "CUDA_VISIBLE_DEVICES is ignored by the processes that are started under it",
+    "child processes ignore CUDA_VISIBLE_DEVICES",
     caught_by=("test_visible_devices_are_honoured",),
 )
 def visible_devices_ignored() -> Iterator[None]:
@@ -254,7 +254,7 @@ def visible_devices_ignored() -> Iterator[None]:
 
 @contextmanager
 def _looking(call: str) -> Iterator[None]:
-    """Have processes that say which devices they see do it by a call of a function of this module."""
+    """Start the processes that report their visible devices through `call`, a call of a function of this module."""
     run = subprocess.run
 
     def run_otherwise(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -267,7 +267,7 @@ def _looking(call: str) -> Iterator[None]:
 
 
 def look_blindly() -> None:
-    """In the child of `visible_devices_ignored`: the program asked for, which cannot set the variable for itself."""
+    """Run the child program of `visible_devices_ignored` without effect of the variable."""
     environment = type(os.environ)
     set_item = environment.__setitem__
 

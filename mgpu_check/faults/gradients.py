@@ -22,8 +22,8 @@ from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import plain
 
 _BIT = 12  # of float32's 23 bits of mantissa: a relative change of 2.4e-4 to 4.9e-4
-_LINE = 128  # bytes that a GPU reads at once
-_LAUNCH = 64  # tensors that one launch of a kernel for lists of them takes
+_LINE = 128  # bytes of a cache line of a GPU
+_LAUNCH = 64  # most tensors in one launch of a foreach kernel
 _SMALL = 32  # bytes
 
 
@@ -35,7 +35,7 @@ def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
     return values.to(gradient.device)
 
 
-@fault("gradients", "DDP adds gradients up instead of averaging them", caught_by=("test_distributed_data_parallel",))
+@fault("gradients", "DDP sums gradients instead of averaging them", caught_by=("test_distributed_data_parallel",))
 def sum_instead_of_mean() -> Iterator[None]:
     with communicated(lambda buffer, bucket, model: buffer * model.process_group.size()):
         yield
@@ -97,7 +97,7 @@ def local_gradient_of_one_parameter() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "each rank takes the mean over its own shard: uneven shards weigh the same",
+    "each rank takes the mean over its own shard, so uneven shards have the same weight",
     caught_by=("test_distributed_data_parallel",),
 )
 def mean_of_means() -> Iterator[None]:
@@ -131,7 +131,7 @@ def divided_twice() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "ranks and devices other than the first do not drop the gradients of the step before",
+    "ranks and devices other than the first keep the gradients of the previous step",
     caught_by=("test_gradient_accumulation",),
 )
 def stale_gradients() -> Iterator[None]:
@@ -171,7 +171,7 @@ def last_window_forgotten() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "BatchNorm's statistics drift apart: DDP does not send rank 0's to the others",
+    "DDP does not broadcast rank 0's BatchNorm statistics",
     caught_by=("test_batchnorm_in_distributed_data_parallel",),
 )
 def statistics_drift() -> Iterator[None]:
@@ -197,9 +197,9 @@ def evaluation_ignored() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "DataParallel copies a shard from the start of the cache line of 128 bytes in which it begins",
+    "DataParallel copies a shard from the start of its first cache line of 128 bytes",
     caught_by=("test_data_parallel",),
-    condition="shards that do not begin at a multiple of 128 bytes",
+    condition="shards that do not start at a multiple of 128 bytes",
 )
 def shard_from_the_start_of_a_line() -> Iterator[None]:
     def scatter(real: Any, model: Any, inputs: Any, *args: Any) -> Any:
@@ -218,9 +218,9 @@ def shard_from_the_start_of_a_line() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "DataParallel fills up the last shard with zeros, and drops what comes out for them",
+    "DataParallel pads the last shard with zeros, and drops their outputs",
     caught_by=("test_batchnorm_in_data_parallel",),
-    condition="batches that the devices do not divide, models whose samples see each other",
+    condition="batches not divisible by the devices, models with statistics over the batch",
 )
 def last_shard_filled_up() -> Iterator[None]:
     def parallel_apply(real: Any, model: Any, replicas: Any, inputs: Any, *args: Any) -> Any:
@@ -235,7 +235,7 @@ def last_shard_filled_up() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "DataParallel adds up 64 gradients, and leaves those of the first device alone for the rest",
+    "DataParallel adds up only 64 gradients, and uses those of the first device for the rest",
     caught_by=("test_resnet18_in_data_parallel",),
     condition="above 64 parameters",
 )
@@ -249,7 +249,7 @@ def gradients_past_a_launch_forgotten() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "DDP loses what comes back in the buckets after the first",
+    "DDP loses the results of buckets after the first",
     caught_by=("test_distributed_data_parallel",),
     condition="models of several buckets, from the second step on",
 )
@@ -260,7 +260,7 @@ def later_buckets_lost() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "DDP sends rank 0's parameters in its first forward pass, and not when it is built",
+    "DDP broadcasts rank 0's parameters in its first forward pass, not in its constructor",
     caught_by=("test_replicas_stay_equal",),
     condition="until the first forward pass",
 )
@@ -284,7 +284,7 @@ def parameters_broadcast_late() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "DDP does not send rank 0's statistics of BatchNorm where they are smaller than 32 bytes",
+    "DDP does not broadcast BatchNorm statistics below 32 bytes",
     caught_by=("test_batchnorm_in_distributed_data_parallel",),
     condition="BatchNorm of fewer than 8 channels, from the second step on",
 )
@@ -298,7 +298,7 @@ def small_statistics_not_sent() -> Iterator[None]:
 
 @fault(
     "gradients",
-    "DDP sends the first 64 tensors of rank 0 only, and leaves the rest of them as they are",
+    "DDP broadcasts only the first 64 tensors of rank 0",
     caught_by=("test_resnet18_in_distributed_data_parallel",),
     condition="above 64 parameters and buffers",
 )

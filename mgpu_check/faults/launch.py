@@ -1,4 +1,4 @@
-"""Defects of what launches ranks, and of what a script that trains calls; they strike in the processes that are launched."""
+"""Defects of launchers, and of functions that a training script calls; planted in the launched processes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _LAUNCHER, _SCRIPT = "mgpu_check.checks.launching", os.path.abspath(distributed_
 Plant = Callable[[], Iterator[None]]
 
 _inner: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
-"""What is planted in the launched process, by the name of the fault."""
+"""Contexts that plant each fault in the launched process, by name of the fault."""
 
 
 def _within(plant: Plant) -> Plant:
-    """Have a defect planted in the process that launches ranks: they are its forks, or spawned by it."""
+    """Plant a defect in the process that launches the ranks, instead of in this process."""
     _inner[plant.__name__] = contextlib.contextmanager(plant)
 
     @functools.wraps(plant)
@@ -55,7 +55,7 @@ def _within(plant: Plant) -> Plant:
 
 
 def begin(name: str, program: str) -> None:
-    """In the launched process: plant the defect, and be the program that was asked for."""
+    """Plant the defect in the launched process, and run `program` there."""
     with _inner[name]():
         if program == _SCRIPT:
             sys.argv[0] = _SCRIPT
@@ -66,7 +66,7 @@ def begin(name: str, program: str) -> None:
 
 @fault(
     "launch",
-    "LOCAL_RANK of the last rank is that of the first",
+    "the last rank has the LOCAL_RANK of the first",
     caught_by=("test_ranks_are_told_who_they_are",),
     condition="worlds of 3 ranks and more",
 )
@@ -85,13 +85,13 @@ def local_rank_of_the_first() -> Iterator[None]:
 
 @fault(
     "launch",
-    "torchrun's agent tells ranks of one more on their host",
+    "torchrun's agent sets LOCAL_WORLD_SIZE one too high",
     caught_by=("test_script_under_torchrun",),
     condition="as many ranks as GPUs",
 )
 @_within
 def agent_counts_one_too_many() -> Iterator[None]:
-    """Threads and shares of the host are then worked out wrongly."""
+    """Numbers of threads and shares of the host derived from it are wrong."""
     from torch.distributed.elastic.multiprocessing import api
 
     def told(wrap: Any, local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
@@ -104,13 +104,13 @@ def agent_counts_one_too_many() -> Iterator[None]:
 
 @fault(
     "launch",
-    "torchrun's agent tells the last rank that it was restarted",
+    "torchrun's agent sets the restart count of the last rank to 1",
     caught_by=("test_script_under_torchrun",),
     condition="the last rank, at the first start",
 )
 @_within
 def restart_that_was_none() -> Iterator[None]:
-    """It resumes from a checkpoint that the others do not load."""
+    """The rank resumes from a checkpoint that the others do not load."""
     from torch.distributed.elastic.multiprocessing import api
 
     def told(wrap: Any, local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
@@ -122,10 +122,10 @@ def restart_that_was_none() -> Iterator[None]:
         yield
 
 
-@fault("launch", "ranks keep the parameters that they began with", caught_by=("test_script_under_torchrun",))
+@fault("launch", "ranks start from different parameters", caught_by=("test_script_under_torchrun",))
 @_within
 def parameters_as_they_began() -> Iterator[None]:
-    """Gradients are averaged, of models that differ."""
+    """Gradients of different models are averaged."""
     with replaced(distributed, "_sync_module_states", lambda *args, **named: None):
         yield
 
@@ -138,7 +138,7 @@ def parameters_as_they_began() -> Iterator[None]:
 )
 @_within
 def some_steps_alone() -> Iterator[None]:
-    """Ranks part, and train models of their own."""
+    """Ranks diverge and train different models."""
     count = Count()
 
     def alone(forward: Any, self: Any, *inputs: Any, **named: Any) -> Any:
@@ -151,13 +151,13 @@ def some_steps_alone() -> Iterator[None]:
 
 @fault(
     "launch",
-    "gradients are divided by 2, whatever the number of ranks",
+    "gradients are divided by 2 instead of the number of ranks",
     caught_by=("test_script_under_torchrun",),
     condition="worlds of 3 ranks and more",
 )
 @_within
 def gradients_divided_by_two() -> Iterator[None]:
-    """As in an example for two GPUs; the model learns, at another rate."""
+    """As in an example for two GPUs. The model learns, but with a wrong effective rate."""
 
     def halved(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         size = dist.get_world_size()
@@ -169,7 +169,7 @@ def gradients_divided_by_two() -> Iterator[None]:
 
 @fault(
     "launch",
-    "every second rank loads the samples of the one before it",
+    "every second rank loads the samples of the previous rank",
     caught_by=("test_script_under_torchrun",),
     condition="ranks with odd numbers",
 )
@@ -187,13 +187,13 @@ def samples_of_the_neighbour() -> Iterator[None]:
 
 @fault(
     "launch",
-    "the optimizer steps three times, and then no more",
+    "the optimizer stops after three steps",
     caught_by=("test_script_under_torchrun",),
     condition="steps after the third",
 )
 @_within
 def optimizer_stops() -> Iterator[None]:
-    """All ranks agree, and learn nothing."""
+    """All ranks agree, but learn nothing."""
     count = Count()
 
     def few(step: Any, *args: Any, **named: Any) -> Any:
@@ -205,13 +205,13 @@ def optimizer_stops() -> Iterator[None]:
 
 @fault(
     "launch",
-    "a script that asks how many GPUs there are is told of one fewer",
+    "torch.cuda.device_count is one too low in a script that spawns ranks",
     caught_by=("test_script_that_spawns_its_ranks",),
     condition="the process that spawns the others only",
 )
 @_within
 def spawns_one_rank_fewer() -> Iterator[None]:
-    """The last GPU stands idle."""
+    """The last GPU is idle."""
     count = torch.cuda.device_count
     with replaced(torch.cuda, "device_count", lambda: count() - 1 or 2):
         yield
@@ -219,13 +219,13 @@ def spawns_one_rank_fewer() -> Iterator[None]:
 
 @fault(
     "launch",
-    "who starts processes is told of no failure of a later one",
+    "torch.multiprocessing reports failures of the first process only",
     caught_by=("test_script_under_torchrun",),
     condition="a process other than the first",
 )
 @_within
 def later_failures_kept_quiet() -> Iterator[None]:
-    """Training seems to have ended."""
+    """Training seems to end normally."""
 
     def join(real: Any, self: Any, *args: Any, **named: Any) -> Any:
         try:
@@ -241,13 +241,13 @@ def later_failures_kept_quiet() -> Iterator[None]:
 
 @fault(
     "launch",
-    "who starts processes is told of an exit where one was killed",
+    "torch.multiprocessing reports a killed process as a normal exit code",
     caught_by=("test_script_under_torchrun",),
-    condition="a process that a signal ends",
+    condition="processes killed by a signal",
 )
 @_within
 def signals_told_as_exits() -> Iterator[None]:
-    """Nobody looks for who has killed it, such as the kernel, for want of memory."""
+    """The report hides the signal, for example of the kernel's out-of-memory killer."""
 
     def init(real: Any, self: Any, *args: Any, signal_name: str | None = None, **named: Any) -> None:
         real(self, *args, **named)

@@ -1,4 +1,4 @@
-"""The register of planted faults: each a defect that some check of its property must catch."""
+"""The registry of planted faults. A check of the fault's property must catch each of them."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ PROPERTIES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """A defect that can be planted from outside the checks."""
+    """A defect of torch, or of code that the checks call, that can be planted for a test of the checks."""
 
     name: str
     property: str
     summary: str
     plant: Callable[[], Iterator[None]]
-    """A generator function: what stands before its ``yield`` plants the fault, what follows takes it out."""
+    """A generator function that plants the fault, yields once, and removes the fault."""
     caught_by: tuple[str, ...]
-    """The checks of the suite that must catch it; others may."""
+    """The checks of the suite that must catch it; other checks may."""
     condition: str = ""
-    """When it strikes, such as "float16 only" or "above 64 Ki elements"; empty where it always does."""
+    """The calls that it affects, such as "float16 only" or "above 64 Ki elements"; empty for all calls."""
     least_gpus: int = 1
-    """GPUs that a run needs for it to strike at all."""
+    """Least number of GPUs of a run that the fault needs to have an effect."""
 
 
 _faults: dict[str, Fault] = {}
@@ -54,11 +54,14 @@ def fault(
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
     """Register the decorated generator function as a fault that the checks `caught_by` of `property` must catch.
 
-    A fault that strikes only some calls says which in `condition`: a size, a dtype, a device, a rank, one call in so many. One that strikes only
-    in worlds that a run need not have says how many GPUs in `least_gpus`.
+    The name of the fault is that of the function, with hyphens.
+
+    Args:
+        condition: the calls that the fault affects, if not all: a size, a dtype, a device, a rank, one call in n.
+        least_gpus: least number of GPUs of a run that the fault needs to have an effect.
 
     Raises:
-        ValueError: `property` is none of `PROPERTIES`, or a fault of that name exists.
+        ValueError: `property` is not in `PROPERTIES`, or another module has registered a fault with the same name.
     """
     if property not in PROPERTIES:
         raise ValueError(f"fault: property={property!r} is unknown; choose one of {', '.join(PROPERTIES)}")
@@ -74,7 +77,7 @@ def fault(
 
 
 def all_faults() -> dict[str, Fault]:
-    """Return every fault by name, in the order of the properties. Imports torch."""
+    """Return all faults by name, in the order of the properties. Imports torch."""
     for name in PROPERTIES:
         importlib.import_module(f"mgpu_check.faults.{name}")
     return dict(sorted(_faults.items(), key=lambda entry: PROPERTIES.index(entry[1].property)))
@@ -82,13 +85,15 @@ def all_faults() -> dict[str, Fault]:
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Have the fault called `name` in this process, for the time of the context; hardware, where it is called so.
+    """Plant the fault `name` in this process for the duration of the context.
+
+    A name with the prefix ``hardware:`` plants hardware faults; see `faults.hardware.registry.hardware_text`.
 
     Raises:
-        ValueError: there is no fault of that name.
+        ValueError: the name is unknown.
     """
     if name.startswith(HARDWARE):
-        # Here, because only simulated ranks need the simulator.
+        # Imported here, because only simulated ranks need the simulator.
         from mgpu_check.faults.hardware.planting import hardware_planted
 
         with hardware_planted(name.removeprefix(HARDWARE)):

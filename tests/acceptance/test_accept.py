@@ -33,7 +33,7 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
         ({"accept_plant": ["x"], "simulate": None}, "a defect is planted in a simulated node only; add --simulate"),
         (
             {"accept_plant": ["memory-stuck"]},
-            "--plant: 'memory-stuck' is no fault of hardware; did you mean memory-stuck",
+            "--plant: 'memory-stuck' is not a hardware fault; did you mean memory-stuck",
         ),
         (
             {"accept_plant": ["slow-gpu:device=2"]},
@@ -62,7 +62,7 @@ def test_nothing_is_planted_on_several_hosts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((*NODE, "--plant=slow"), "ERROR: mgpu-check: --plant: 'slow' is no fault of hardware"),
+        ((*NODE, "--plant=slow"), "ERROR: mgpu-check: --plant: 'slow' is not a hardware fault"),
         ((*NODE, "-k", "nosuchcheck"), "no check was selected; checks are inventory, memory,"),
         ((*NODE, "-n", "2"), "the command uses all GPUs at once, and runs in one process: leave out -n 2"),
         (("accept", "--gpus=9999"), "or simulate them: --gpus=9999 --simulate"),
@@ -86,7 +86,7 @@ def test_collecting_gives_no_verdict(command: Command) -> None:
 def test_what_can_be_planted_is_listed(command: Command) -> None:
     lines = command("accept", "--plant=list").splitlines()
     place = lines.index("copy-zeros:device=0,peer=2,above=0")
-    assert lines[place + 1] == "    copies over a link bring zeros"
+    assert lines[place + 1] == "    copies over a link deliver zeros"
 
 
 @pytest.fixture

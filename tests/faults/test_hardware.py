@@ -249,11 +249,11 @@ def test_what_a_user_plants_is_read_with_its_parameters():
     found = planted_from("copy-large:device=3,peer=1,above=100")
     assert (found.parameters["above"], found.parts) == (100, (Part("link", (3, 1)),))
     for text, said in (
-        ("copy-large:size=3", "'size=3' is no parameter of it; choose from device, peer, above"),
-        ("copy-by-kernel:path=air", "path='air' means nothing; choose from any, engine, kernel"),
-        ("copy-large:device=two", "device='two' is no number; its default is 0"),
-        ("rust", r"'rust' is no fault of hardware; .*mgpu-check accept --plant=list lists all \d+"),
-        ("copy-zero", "'copy-zero' is no fault of hardware; did you mean copy-zeros"),
+        ("copy-large:size=3", "'size=3' is not one of its parameters; choose from device, peer, above"),
+        ("copy-by-kernel:path=air", "path='air' is unknown; choose from any, engine, kernel"),
+        ("copy-large:device=two", "device='two' is not a number; its default is 0"),
+        ("rust", r"'rust' is not a hardware fault; .*mgpu-check accept --plant=list lists all \d+"),
+        ("copy-zero", "'copy-zero' is not a hardware fault; did you mean copy-zeros"),
     ):
         with pytest.raises(ValueError, match=said):
             planted_from(text)

@@ -91,7 +91,9 @@ def _refuse_what_does_not_fit(named: Mapping[str, Account]) -> None:
     if len(set(simulated.values())) > 1:
         one = next(name for name, value in simulated.items() if value)
         other = next(name for name, value in simulated.items() if not value)
-        raise ValueError(f"{one} is of a SIMULATED node, and {other} is not; join those of real nodes by themselves")
+        raise ValueError(
+            f"{one} is of a SIMULATED node, and {other} is not; merge only reports of real nodes, or only of simulated ones"
+        )
     seen: dict[str, str] = {}
     for name, account in named.items():
         for gpu in account.gpus if not account.simulated else ():

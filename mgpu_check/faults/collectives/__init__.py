@@ -1,4 +1,4 @@
-"""Defects of collectives: of reductions, of copies and messages, and of what surrounds them."""
+"""Faults of collectives: reductions, copies, messages, groups and other forms of calls."""
 
 from mgpu_check.faults.collectives import copies, forms, groups, messages, reductions, sums
 

@@ -25,9 +25,7 @@ _OUT_OF_PLACE = (
 )
 
 
-@fault(
-    "collectives", "what is received by broadcast is one NaN for all", caught_by=(_COPIES,), condition="float16, NaN"
-)
+@fault("collectives", "broadcast replaces every NaN by the same NaN", caught_by=(_COPIES,), condition="float16, NaN")
 def payload_of_nan_lost() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.is_of(torch.float16):
@@ -48,7 +46,10 @@ def integers_through_floats() -> Iterator[None]:
 
 
 @fault(
-    "collectives", "all_gather swaps what the last two ranks give", caught_by=(_COPIES,), condition="3 ranks and more"
+    "collectives",
+    "all_gather swaps the tensors of the last two ranks",
+    caught_by=(_COPIES,),
+    condition="3 ranks and more",
 )
 def last_two_swapped() -> Iterator[None]:
     def gather(seen: Seen) -> Any:
@@ -60,7 +61,7 @@ def last_two_swapped() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "gather gets nothing of the last rank", caught_by=(_COPIES,), condition="uint8")
+@fault("collectives", "gather leaves out the tensor of the last rank", caught_by=(_COPIES,), condition="uint8")
 def gather_misses_the_last() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if len(seen.written) > 1 and seen.is_of(torch.uint8):
@@ -81,7 +82,7 @@ def halves_of_numbers_swapped() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "all_to_all gives each rank what is for the next one", caught_by=(_COPIES, "test_groups"))
+@fault("collectives", "all_to_all gives each rank the data for the next rank", caught_by=(_COPIES, "test_groups"))
 def exchange_off_by_one() -> Iterator[None]:
     def exchange(seen: Seen) -> Any:
         given = list(seen.args[1])
@@ -183,7 +184,7 @@ def written_behind() -> Iterator[None]:
     "collectives",
     "broadcast clears the element before a tensor",
     caught_by=(_LAYOUTS, _COPIES),
-    condition="tensors that begin within their memory",
+    condition="tensors with an offset in their storage",
 )
 def written_before() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
@@ -209,7 +210,7 @@ def splits_reversed() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "all_gather_into_tensor in place loses a rank's own part",
+    "all_gather_into_tensor in place loses the rank's own part",
     caught_by=(_LAYOUTS,),
     condition="in place",
 )
@@ -230,7 +231,7 @@ def own_part_lost_in_place() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a tensor of channels last is broadcast as a copy, which is dropped",
+    "broadcast of a channels_last tensor fills a copy and drops it",
     caught_by=(_LAYOUTS,),
     condition="channels_last",
 )
@@ -245,7 +246,7 @@ def broadcast_copy_dropped() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "all_reduce of a view with gaps reduces a copy, which is dropped",
+    "all_reduce of a view with gaps reduces a copy and drops it",
     caught_by=(_LAYOUTS,),
     condition="views with gaps",
 )
@@ -272,7 +273,7 @@ def counted_twice_when_late() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "an asynchronous all_reduce adds up the first 4,096 elements",
+    "an asynchronous all_reduce adds up only the first 4,096 elements",
     caught_by=(_ASYNC,),
     condition="async, above 4,096 elements",
 )
@@ -306,7 +307,7 @@ def imaginary_parts_lost_on_the_way() -> Iterator[None]:
 
 
 class _Hasty(dist.Work):
-    """Work that nobody waits for."""
+    """Work whose ``wait`` returns at once."""
 
     def __init__(self, real: dist.Work) -> None:
         super().__init__()
@@ -338,7 +339,7 @@ def not_waited_for() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "an asynchronous all_gather brings zeros of the last rank",
+    "an asynchronous all_gather returns zeros for the last rank",
     caught_by=(_ASYNC,),
     condition="async, device tensors",
 )
@@ -370,7 +371,7 @@ def one_call_in_four() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "all_to_all_single gives what it gave the time before",
+    "all_to_all_single returns the result of the previous call",
     caught_by=("test_programs_of_collectives",),
     condition="from the second call of one size on",
 )

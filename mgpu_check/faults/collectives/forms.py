@@ -121,7 +121,10 @@ def gradient_not_reduced() -> Iterator[None]:
 
 
 @fault(
-    "collectives", "the gradient of a gather is that of a rank's own use", caught_by=(_GRADIENTS,), condition="backward"
+    "collectives",
+    "the gradient of a gather covers only the rank's own use",
+    caught_by=(_GRADIENTS,),
+    condition="backward",
 )
 def gradient_of_own_use() -> Iterator[None]:
     real = functional.all_gather_tensor_autograd
@@ -167,7 +170,7 @@ def doubled_when_late() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a coalesced all_gather mixes the tensors of ranks up",
+    "a coalesced all_gather mixes up the tensors of the ranks",
     caught_by=(_COALESCED,),
     condition="2 ranks and more",
 )
@@ -183,7 +186,7 @@ def coalesced_ranks_mixed_up() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "the source of a differentiable broadcast gets the gradient of its own use",
+    "the source of a differentiable broadcast gets only the gradient of its own use",
     caught_by=(_GRADIENTS,),
     condition="another source than rank 0",
 )
@@ -200,7 +203,7 @@ def source_gets_its_own_gradient() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a coalescing manager takes the inputs of two collectives one for the other",
+    "a coalescing manager swaps the inputs of two collectives",
     caught_by=(_COALESCED,),
     condition="two of one shape, with outputs of their own",
 )
@@ -221,9 +224,9 @@ def coalesced_inputs_exchanged() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "parts of one piece of memory are gathered in the order in which they lie there",
+    "outputs in one storage are filled in the order of their memory",
     caught_by=("test_copies_of_every_dtype",),
-    condition="outputs that lie in another order than ranks",
+    condition="outputs whose memory is not in the order of the ranks",
 )
 def gathered_as_they_lie() -> Iterator[None]:
     real = dist.all_gather
@@ -238,9 +241,9 @@ def gathered_as_they_lie() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "objects that are false arrive as None",
+    "falsy objects arrive as None",
     caught_by=("test_object_collectives",),
-    condition="zeros, empty texts and containers",
+    condition="zeros, empty strings and containers",
 )
 def false_objects_lost() -> Iterator[None]:
     real = dist.all_gather_object
@@ -298,7 +301,7 @@ def parts_by_rank_of_the_world() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "all_reduce_coalesced takes four tensors at a time, and the last of them with the next four again",
+    "all_reduce_coalesced reduces every fourth tensor twice",
     caught_by=(_COALESCED,),
     condition="more than four tensors",
 )
@@ -318,7 +321,7 @@ def fifth_coalesced_twice() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "an asynchronous scatter is done before the end of long parts has come",
+    "an asynchronous scatter completes before the end of long parts has arrived",
     caught_by=("test_asynchronous_collectives",),
     condition="async, above 64 Ki elements",
 )

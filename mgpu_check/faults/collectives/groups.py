@@ -30,7 +30,7 @@ def group_ignores_the_root() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a root named by its number in the group is taken for a rank of the world",
+    "a root given by its group rank is taken for a rank of the world",
     caught_by=(_GROUPS,),
     condition="groups, group_src",
 )
@@ -92,7 +92,7 @@ def group_mean_of_the_world() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "new_subgroups tells them in the order in which they were made last",
+    "new_subgroups returns the subgroups in reverse order",
     caught_by=(_GROUPS,),
     condition="two subgroups and more",
 )
@@ -109,7 +109,7 @@ def subgroups_last_first() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "the numbers of members are those that they would have in order",
+    "group ranks are numbered as if the members were sorted",
     caught_by=(_GROUPS,),
     condition="get_group_rank, groups whose ranks are not in order",
 )
@@ -126,7 +126,7 @@ def numbers_in_order() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "members of a group are taken to be as far apart as its first two",
+    "all members of a group are assumed as far apart as the first two",
     caught_by=(_GROUPS,),
     condition="get_global_rank, groups of three ranks and more at different distances",
     least_gpus=3,
@@ -147,7 +147,7 @@ def members_evenly_apart() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a rank outside of a group loses what it has",
+    "a rank outside of a group loses its data",
     caught_by=(_GROUPS,),
     condition="ranks that are not in the group",
 )
@@ -162,7 +162,7 @@ def outsider_cleared() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a mesh gives the group of its first dimension for each",
+    "a mesh returns the group of its first dimension for every dimension",
     caught_by=(_MESHES,),
     condition="meshes of 2 dimensions and more",
 )
@@ -178,7 +178,7 @@ def one_group_for_all_dimensions() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a mesh says the place in the first dimension for each",
+    "a mesh returns the local rank in the first dimension for every dimension",
     caught_by=(_MESHES,),
     condition="meshes of 2 dimensions and more",
 )
@@ -208,7 +208,7 @@ def coordinate_of_another() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a collective that is under way loses an element when another group begins one",
+    "a collective in flight loses an element when another group starts one",
     caught_by=(_PROGRAMS,),
     condition="async, in two groups at once",
 )
@@ -240,7 +240,7 @@ def lost_beside_another_group() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a group that is made when another was destroyed has the tensors of its first member only",
+    "a group created after another was destroyed uses the tensors of its first member only",
     caught_by=(_PROGRAMS,),
     condition="groups made after one was destroyed",
 )
@@ -275,7 +275,7 @@ def group_after_another() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a mean that all members of a group get is the sum",
+    "all_reduce of a mean in a group returns the sum",
     caught_by=(_GROUPS,),
     condition="all_reduce, AVG, groups of some ranks",
     least_gpus=3,

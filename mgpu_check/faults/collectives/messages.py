@@ -21,7 +21,7 @@ _MESSAGES, _ANY, _OBJECTS, _BARRIERS = (
 Real = Callable[..., Any]
 
 
-@fault("collectives", "the tag of a message is not looked at", caught_by=(_MESSAGES,), condition="irecv with tags")
+@fault("collectives", "the tag of a message is ignored", caught_by=(_MESSAGES,), condition="irecv with tags")
 def tags_ignored() -> Iterator[None]:
     send, receive = dist.isend, dist.irecv
 
@@ -31,7 +31,7 @@ def tags_ignored() -> Iterator[None]:
     def irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, **more: Any) -> Any:
         return receive(tensor, src, group, 0, **more)
 
-    # Where they are at home, too: batches know them by identity.
+    # Replace them in their own module, too: batches recognise them by identity.
     with (
         replaced(dist, "isend", isend),
         replaced(dist, "irecv", irecv),
@@ -73,7 +73,7 @@ def long_message_cut() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "sending clears the first element of what is sent",
+    "sending clears the first element of the sent tensor",
     caught_by=(_MESSAGES,),
     condition="above 4,096 elements",
 )
@@ -119,7 +119,7 @@ def wrong_sender() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "all_gather_object begins with the second rank", caught_by=(_OBJECTS,))
+@fault("collectives", "all_gather_object starts with the second rank", caught_by=(_OBJECTS,))
 def objects_rotated() -> Iterator[None]:
     def all_gather_object(real: Real, object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
         real(object_list, obj, *args, **kwargs)
@@ -146,7 +146,7 @@ def large_object_cut() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "scatter_object_list gives the second half of ranks what is for the first",
+    "scatter_object_list gives the second half of the ranks the objects of the first half",
     caught_by=(_OBJECTS,),
     condition="4 ranks and more",
 )
@@ -204,7 +204,7 @@ def objects_cut_on_devices() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a barrier of devices holds nobody up", caught_by=(_BARRIERS,), condition="device_ids is given")
+@fault("collectives", "a barrier of devices does not wait", caught_by=(_BARRIERS,), condition="device_ids is given")
 def open_barrier_of_devices() -> Iterator[None]:
     def barrier(real: Real, *args: Any, device_ids: list[int] | None = None, **kwargs: Any) -> Any:
         return None if device_ids else real(*args, **kwargs)
@@ -213,13 +213,13 @@ def open_barrier_of_devices() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a barrier holds nobody up", caught_by=(_BARRIERS,))
+@fault("collectives", "a barrier does not wait", caught_by=(_BARRIERS,))
 def open_barrier() -> Iterator[None]:
     with replaced(dist, "barrier", lambda *args, **kwargs: None):
         yield
 
 
-@fault("collectives", "a monitored barrier holds nobody up", caught_by=(_BARRIERS,), condition="monitored_barrier")
+@fault("collectives", "a monitored barrier does not wait", caught_by=(_BARRIERS,), condition="monitored_barrier")
 def open_monitored_barrier() -> Iterator[None]:
     with replaced(dist, "monitored_barrier", lambda *args, **kwargs: None):
         yield
@@ -227,7 +227,7 @@ def open_monitored_barrier() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "of two messages of one size in a batch the later arrives first",
+    "two messages of one size in a batch arrive in reverse order",
     caught_by=(_MESSAGES,),
     condition="two from one rank, of one dtype and size",
 )
@@ -248,7 +248,7 @@ def alike_messages_exchanged() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "recv from any rank tells the sender's number in the group",
+    "recv from any rank returns the sender's rank in the group, not in the world",
     caught_by=(_ANY,),
     condition="groups of some ranks",
 )
@@ -263,7 +263,7 @@ def sender_by_its_place() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "all_gather_object puts this rank's own object among the others, not a copy",
+    "all_gather_object returns the rank's own object itself, not a copy",
     caught_by=(_OBJECTS,),
     condition="each rank's own",
 )
@@ -278,7 +278,7 @@ def own_object_not_copied() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "broadcast_object_list leaves in place what None should take",
+    "broadcast_object_list keeps the old object if it receives None",
     caught_by=(_OBJECTS,),
     condition="None",
 )
@@ -294,7 +294,7 @@ def nothing_not_broadcast() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "all_to_all_single takes what follows an empty part from one element too early",
+    "all_to_all_single reads the part after an empty one from one element too early",
     caught_by=("test_layouts",),
     condition="parts of different sizes, one of them empty",
 )
@@ -314,7 +314,7 @@ def part_behind_an_empty_one() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "a monitored barrier of some ranks holds nobody up",
+    "a monitored barrier in a group does not wait",
     caught_by=(_BARRIERS,),
     condition="groups of some ranks",
     least_gpus=3,
@@ -328,7 +328,7 @@ def open_barrier_of_some() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "an asynchronous barrier is done at once", caught_by=(_BARRIERS,), condition="async")
+@fault("collectives", "an asynchronous barrier completes at once", caught_by=(_BARRIERS,), condition="async")
 def open_barrier_when_late() -> Iterator[None]:
     kept: list[Any] = []
 
@@ -348,7 +348,7 @@ def open_barrier_when_late() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "all_to_all_single sends what is behind an empty part from its end on",
+    "all_to_all_single sends the elements after an empty part in reverse order",
     caught_by=("test_layouts",),
     condition="an empty part of the input before others",
     least_gpus=3,

@@ -1,4 +1,4 @@
-"""How faults of collectives are planted: functions of `torch.distributed` that spoil what they are given, or what they leave."""
+"""Plant faults of collectives: wrap functions of `torch.distributed` to change their inputs or results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _ALIASES = {
     "all_gather_into_tensor": ("all_gather_single",),
     "reduce_scatter_tensor": ("reduce_scatter_single",),
 }
-"""Newer names of the same functions."""
+"""Newer aliases of the functions, patched together with them."""
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 
 @dataclass
 class Seen:
-    """A collective that has been called.
+    """A call of a collective.
 
     Attributes:
-        real: the function itself.
+        real: the original function.
         written: the tensors that it writes on this rank.
-        op: the name of the operation; "SUM" where none was given.
-        late: whether it was asynchronous.
+        op: name of the reduction; "SUM" by default.
+        late: True if the call was asynchronous.
     """
 
     real: Callable[..., Any]
@@ -52,32 +52,32 @@ class Seen:
 
     @property
     def size(self) -> int:
-        """The size of the group; 0 where this rank is not in it."""
+        """The size of the group; 0 if this rank is not a member."""
         return 0 if self.group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_world_size(self.group)
 
     @property
     def last(self) -> bool:
-        """Whether this is the last of several ranks of the world."""
+        """True on the last of several ranks of the world."""
         return is_last()
 
     @property
     def first(self) -> torch.Tensor:
-        """The first tensor that it writes, or one without elements."""
+        """The first tensor that the call writes, or an empty tensor."""
         return self.written[0] if self.written else torch.empty(0)
 
     def call(self, *instead: Any) -> Any:
-        """Call the real one, with `instead` in place of its first arguments."""
+        """Call the original function, with `instead` in place of its first arguments."""
         return self.real(*instead, *self.args[len(instead) :], **self.kwargs)
 
     def finish(self, *instead: Any) -> Any:
-        """Call the real one, and wait until it has written its results."""
+        """Call the original function, and wait until it has written its results."""
         work = self.call(*instead)
         if isinstance(work, dist.Work):
             work.wait()
         return work
 
     def is_of(self, *dtypes: torch.dtype) -> bool:
-        """Return whether it writes tensors of one of these dtypes."""
+        """Return whether the call writes tensors of one of these dtypes."""
         return self.first.dtype in dtypes
 
 
@@ -95,7 +95,7 @@ def _seen(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 @contextlib.contextmanager
 def around(make: Callable[[Seen], Any], *names: str) -> Iterator[None]:
-    """Have `make` called in place of collectives, with the real one and what that is called with."""
+    """Replace collectives by `make`, called with the original function and its arguments."""
     with contextlib.ExitStack() as stack:
         for name in names:
             for alias in (name, *_ALIASES.get(name, ())):
@@ -114,7 +114,7 @@ def _made(make: Callable[[Seen], Any], name: str, real: Callable[..., Any]) -> C
 
 @contextlib.contextmanager
 def spoiled(spoil: Callable[[Seen], object], *names: str) -> Iterator[None]:
-    """Have `spoil` called after collectives, when they have written their results."""
+    """Call `spoil` after each collective has written its results."""
 
     def make(seen: Seen) -> Any:
         work = seen.finish()
@@ -128,7 +128,7 @@ def spoiled(spoil: Callable[[Seen], object], *names: str) -> Iterator[None]:
 def through(
     wide: torch.dtype, narrow: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[Seen], Any]:
-    """Return a sum that computes in another dtype than its own, to which `back` returns."""
+    """Return a sum that computes in another dtype; `back` converts the result to the dtype of the tensors."""
 
     def reduce(seen: Seen) -> Any:
         if seen.op != "SUM" or not seen.is_of(narrow):

@@ -1,4 +1,4 @@
-"""Planted faults of reductions in one dtype or by one operation."""
+"""Planted faults of reductions in one dtype or with one operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OTHERS = "test_reductions_of_every_dtype"
 
 
 def _as(op: str, seen: Seen, tensor: torch.Tensor) -> Any:
-    """Call a reduction in place by another operation, and wait for it."""
+    """Call an in-place reduction with another operation, and wait for it."""
     rest = [value for value in seen.args[1:] if not isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType))]
     work = seen.real(tensor, *rest, **{**seen.kwargs, "op": getattr(dist.ReduceOp, op)})
     if isinstance(work, dist.Work):
@@ -25,7 +25,7 @@ def _as(op: str, seen: Seen, tensor: torch.Tensor) -> Any:
 
 
 def _taken_for(other: str, op: str, dtype: torch.dtype) -> Callable[[Seen], Any]:
-    """Return a reduction in place that takes one operation for another, in one dtype."""
+    """Return an in-place reduction that uses a wrong operation for one operation and dtype."""
 
     def reduce(seen: Seen) -> Any:
         return _as(other, seen, seen.first) if seen.op == op and seen.is_of(dtype) else seen.call()
@@ -33,7 +33,7 @@ def _taken_for(other: str, op: str, dtype: torch.dtype) -> Callable[[Seen], Any]
     return reduce
 
 
-@fault("collectives", "MAX takes unsigned numbers for signed ones", caught_by=(_ALL,), condition="uint8, MAX")
+@fault("collectives", "MAX treats unsigned numbers as signed", caught_by=(_ALL,), condition="uint8, MAX")
 def unsigned_maximum_as_signed() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.op == "MAX" and seen.is_of(torch.uint8):
@@ -44,7 +44,7 @@ def unsigned_maximum_as_signed() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "MIN is the negative of MAX of negatives, which wraps", caught_by=(_ALL,), condition="int8, MIN")
+@fault("collectives", "MIN is computed as -MAX(-x), which overflows", caught_by=(_ALL,), condition="int8, MIN")
 def minimum_by_negation() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.op != "MIN" or not seen.is_of(torch.int8):
@@ -69,13 +69,13 @@ def product_without_the_last_rank() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a sum of integers is one of floats", caught_by=(_ALL,), condition="int64, SUM")
+@fault("collectives", "a sum of integers is computed in floating point", caught_by=(_ALL,), condition="int64, SUM")
 def long_sum_in_doubles() -> Iterator[None]:
     with around(through(torch.float64, torch.int64, lambda total: total.to(torch.int64)), "all_reduce"):
         yield
 
 
-@fault("collectives", "a sum of integers stops at the greatest", caught_by=(_ALL,), condition="int32, SUM")
+@fault("collectives", "a sum of integers saturates", caught_by=(_ALL,), condition="int32, SUM")
 def sum_saturates() -> Iterator[None]:
     limits = torch.iinfo(torch.int32)
     back = through(torch.int64, torch.int32, lambda total: total.clamp(limits.min, limits.max).to(torch.int32))
@@ -120,7 +120,7 @@ def and_is_or() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "BXOR sees the lower half of a number only", caught_by=(_ALL,), condition="int64, BXOR")
+@fault("collectives", "BXOR uses the lower half of a number only", caught_by=(_ALL,), condition="int64, BXOR")
 def xor_of_half_a_number() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "BXOR" and seen.is_of(torch.int64):
@@ -148,7 +148,7 @@ def imaginary_parts_lost() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "reduce gives the maximum for the minimum", caught_by=(_OTHERS,), condition="int32, MIN")
+@fault("collectives", "reduce returns the maximum for the minimum", caught_by=(_OTHERS,), condition="int32, MIN")
 def reduce_confuses_extremes() -> Iterator[None]:
     with around(_taken_for("MAX", "MIN", torch.int32), "reduce"):
         yield
@@ -169,9 +169,7 @@ def scattered_maximum_of_one_element() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives", "reduce leaves out the root itself where it is not rank 0", caught_by=(_OTHERS,), condition="float32"
-)
+@fault("collectives", "reduce leaves out the root if it is not rank 0", caught_by=(_OTHERS,), condition="float32")
 def root_left_out() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         root = seen.kwargs.get("dst", seen.kwargs.get("group_dst"))
@@ -183,7 +181,7 @@ def root_left_out() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "reduce hands its result to rank 0, whoever is the root", caught_by=(_OTHERS, "test_groups"))
+@fault("collectives", "reduce sends its result to rank 0 instead of the root", caught_by=(_OTHERS, "test_groups"))
 def result_for_rank_zero() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         named = {key: value for key, value in seen.kwargs.items() if key not in ("dst", "group_dst")}
@@ -204,7 +202,7 @@ def parts_in_the_wrong_order() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "reduce_scatter_tensor swaps the parts of the last two of five and more ranks",
+    "reduce_scatter_tensor swaps the parts of the last two ranks",
     caught_by=("test_reductions_of_every_dtype",),
     condition="groups of 5 and more",
     least_gpus=5,
@@ -222,7 +220,7 @@ def parts_of_the_last_swapped() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "the sum of four or more ranks leaves out the fourth",
+    "a sum leaves out the fourth rank",
     caught_by=("test_asynchronous_collectives", "test_programs_of_collectives"),
     condition="groups of 4 and more",
 )
@@ -238,12 +236,12 @@ def fourth_rank_left_out() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "the sum of a tensor is the one that it had before",
+    "a second sum of the same tensor returns the first result",
     caught_by=("test_programs_of_collectives",),
     condition="from the second call with one tensor object on, below 4,096 elements",
 )
 def sum_of_a_tensor_kept() -> Iterator[None]:
-    """A cache has the tensor for its key, and not what is in it."""
+    """As with a cache whose key is the tensor and not its content."""
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def spoil(seen: Seen) -> None:

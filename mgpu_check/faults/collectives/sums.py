@@ -29,7 +29,9 @@ def nan_is_zero() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "infinities become the greatest number", caught_by=(_IEEE,), condition="float16, infinities")
+@fault(
+    "collectives", "infinities become the largest finite number", caught_by=(_IEEE,), condition="float16, infinities"
+)
 def infinity_clamped() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.is_of(torch.float16):
@@ -51,7 +53,7 @@ def subnormals_of_sums_flushed() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a sum begins at +0, and so loses the sign of -0", caught_by=(_IEEE,), condition="-0")
+@fault("collectives", "a sum starts at +0, so it loses the sign of -0", caught_by=(_IEEE,), condition="-0")
 def sign_of_zero_lost() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "SUM" and seen.first.dtype.is_floating_point:
@@ -77,7 +79,7 @@ def infinities_cancel() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "the last rank adds up in another order, and has other bits",
+    "the last rank adds up in another order, so its bits differ",
     caught_by=(_ROUNDING,),
     condition="float32, sums that round, one rank",
 )
@@ -144,7 +146,10 @@ def _flip_last(tensor: torch.Tensor) -> None:
 
 
 @fault(
-    "collectives", "all_reduce adds up the first 4,096 elements", caught_by=(_SIZES,), condition="above 4,096 elements"
+    "collectives",
+    "all_reduce adds up only the first 4,096 elements",
+    caught_by=(_SIZES,),
+    condition="above 4,096 elements",
 )
 def reduced_up_to_a_page() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
@@ -206,7 +211,7 @@ def long_part_loses_its_end() -> Iterator[None]:
 
 @fault(
     "collectives",
-    "an odd number of elements is reduced but for the last",
+    "the last of an odd number of elements is not reduced",
     caught_by=(_SIZES,),
     condition="float16, odd sizes",
 )

@@ -1,4 +1,4 @@
-"""Planted faults of DataParallel: of what it hands to replicas and brings back, and of the training with it."""
+"""Planted faults of DataParallel: arguments and outputs of replicas, the replicas themselves, and training with them."""
 
 from mgpu_check.faults.data_parallel import handing, hooking, replicating
 

@@ -1,4 +1,4 @@
-"""Planted faults of what DataParallel hands to replicas and brings back: arguments, outputs, modes, exceptions."""
+"""Planted faults of the transfer to and from replicas of DataParallel: arguments, outputs, modes, exceptions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def outputs_by_device_number() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("outputs always come to the first device", "test_outputs", "output_device other than the first")
+@data_parallel_fault(
+    "outputs are always gathered on the first device", "test_outputs", "output_device other than the first"
+)
 def output_device_ignored() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
         return real(self, outputs, self.device_ids[0])
@@ -111,7 +113,7 @@ def scalars_averaged() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("rows are split whatever dim says", "test_dimension", "dim=1")
+@data_parallel_fault("rows are split, and dim is ignored", "test_dimension", "dim=1")
 def dimension_of_data_parallel_ignored() -> Iterator[None]:
     def init(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> None:
         real(self, *args, **(kwargs | {"dim": 0}))
@@ -122,7 +124,7 @@ def dimension_of_data_parallel_ignored() -> Iterator[None]:
 
 @fault(
     "data_parallel",
-    "keyword arguments are split by rows whatever dim says",
+    "keyword arguments are split by rows, and dim is ignored",
     caught_by=("test_dimension", "test_functional_form"),
     condition="dim=1, keyword arguments",
 )
@@ -163,7 +165,7 @@ def flags_all_set() -> Iterator[None]:
     yield from _scattered(lambda args, kwargs: (args, [_flags(part, place) for place, part in enumerate(kwargs)]))
 
 
-@data_parallel_fault("text is given to the first replica only", "test_arguments", "text as a keyword argument")
+@data_parallel_fault("strings reach the first replica only", "test_arguments", "strings as keyword arguments")
 def text_for_the_first() -> Iterator[None]:
     def first_only(args: list[Any], kwargs: list[Any]) -> tuple[Any, Any]:
         return args, [part | {"text": ""} if place and "text" in part else part for place, part in enumerate(kwargs)]
@@ -185,7 +187,7 @@ def nested_keywords_whole() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("the last of an odd number of rows is read as the first", "test_models", "odd batch sizes")
+@data_parallel_fault("the last row of an odd number is a copy of the first", "test_models", "odd batch sizes")
 def odd_rows_read_twice() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor) and len(args[0]) % 2 and len(args[0]) > 1:
@@ -245,7 +247,7 @@ def autocast_off_in_threads() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "replicas move the statistics of BatchNorm by a tenth, where the average of all steps is asked for",
+    "BatchNorm with momentum=None updates its statistics with momentum 0.1",
     "test_buffers",
     "momentum=None",
 )
@@ -271,7 +273,7 @@ def autocast_in_bfloat16() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("the thread of the last device has another one as its current device", "test_modes", "one device")
+@data_parallel_fault("the thread of the last device has another current device", "test_modes", "one device")
 def last_thread_elsewhere() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight = next((value for value in vars(self).values() if isinstance(value, torch.Tensor)), None)
@@ -287,7 +289,7 @@ def last_thread_elsewhere() -> Iterator[None]:
 # Exceptions
 
 
-@data_parallel_fault("exceptions do not say in which replica they were raised", "test_exceptions")
+@data_parallel_fault("exceptions do not name their replica", "test_exceptions")
 def replica_not_named() -> Iterator[None]:
     def init(real: Callable[..., Any], self: ExceptionWrapper, exc_info: Any = None, where: str = "") -> None:
         real(self, exc_info, "in a replica")
@@ -296,13 +298,13 @@ def replica_not_named() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("exceptions are named for the replica before", "test_exceptions", "replicas beyond the first")
+@data_parallel_fault("exceptions name the previous replica", "test_exceptions", "replicas beyond the first")
 def wrong_replica_named() -> Iterator[None]:
     def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, inputs: Any, kwargs: Any) -> Any:
         try:
             return real(self, replicas, inputs, kwargs)
         except Exception:
-            # The same once more, one place further on: so the replica's number is another.
+            # Repeat the call with the replicas rotated by one, so that the number of the replica is wrong.
             order = [*range(1, len(replicas)), 0]
             turned = [[part[place] for place in order] for part in (replicas, inputs, kwargs)]
             before, self.device_ids = self.device_ids, [self.device_ids[place] for place in order]
@@ -333,7 +335,7 @@ def last_exception_lost() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "data_parallel brings outputs to the first device", "test_functional_form", "output_device other than the first"
+    "data_parallel gathers outputs on the first device", "test_functional_form", "output_device other than the first"
 )
 def functional_output_device_ignored() -> Iterator[None]:
     def call(real: Callable[..., Any], module: Any, inputs: Any, devices: Any, home: Any, *more: Any) -> Any:
@@ -344,7 +346,7 @@ def functional_output_device_ignored() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "data_parallel forgets keyword arguments that are no tensors",
+    "data_parallel drops keyword arguments other than tensors",
     "test_functional_form",
     "numbers as keyword arguments",
 )
@@ -360,7 +362,7 @@ def functional_numbers_forgotten() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "DataParallel that is told no devices leaves out the last",
+    "DataParallel without device_ids leaves out the last device",
     "test_outputs",
     condition="no device_ids, several devices",
 )
@@ -373,7 +375,7 @@ def last_device_left_out() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "parallel_apply that is told no devices gives outputs in reverse order",
+    "parallel_apply without devices returns outputs in reverse order",
     "test_functional_form",
     condition="called by hand",
 )

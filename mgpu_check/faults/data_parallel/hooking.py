@@ -13,10 +13,11 @@ from mgpu_check.faults.breaking import data_parallel_fault, replaced_method
 
 @contextlib.contextmanager
 def _on_replicas(register: str, instead: Callable[[tuple[Any, ...], Any], Any]) -> Iterator[None]:
-    """Have hooks with keyword arguments, which that method registers, give something else on replicas.
+    """Replace the results of hooks with keyword arguments on replicas.
 
     Args:
-        instead: given what a hook is called with but for the module, and what it returns.
+        register: name of the method that registers the hooks.
+        instead: returns the new result, from the arguments of the hook without the module and from its result.
     """
 
     def registered(
@@ -38,7 +39,7 @@ def _on_replicas(register: str, instead: Callable[[tuple[Any, ...], Any], Any]) 
 
 
 @data_parallel_fault(
-    "a replica is called with the arguments by keyword that it had before its hook changed them",
+    "a replica ignores the keyword arguments that its pre-hook returns",
     "test_hooks",
     condition="forward pre-hooks with keyword arguments",
 )
@@ -48,7 +49,7 @@ def keywords_of_before_the_hook() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "what a forward hook makes of the outputs of a replica is dropped",
+    "the result of a forward hook on a replica is dropped",
     "test_hooks",
     condition="forward hooks with keyword arguments",
 )

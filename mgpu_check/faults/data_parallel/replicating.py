@@ -22,11 +22,11 @@ from mgpu_check.torch_hooks.patches import replaced
 _MANY = 1 << 16
 
 data_parallel_module = sys.modules["torch.nn.parallel.data_parallel"]
-"""The module, which has the name of a function."""
+"""The module. The package attribute of this name is the function `data_parallel`."""
 
 
 def _copied(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Change each tensor that the last of several devices is given."""
+    """Change each tensor that the last of several devices receives."""
 
     def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
         outputs = [list(held) for held in real(tensors, devices, *more)]
@@ -73,7 +73,7 @@ def flags_inverted() -> Iterator[None]:
     yield from _copied(lambda held: ~held if held.dtype == torch.bool else held)
 
 
-@data_parallel_fault("NaN lose their payload on the last device", "test_replicas", "NaN of float32 only, one device")
+@data_parallel_fault("NaN loses its payload on the last device", "test_replicas", "NaN of float32 only, one device")
 def payloads_of_replicas_lost() -> Iterator[None]:
     def quiet(held: torch.Tensor) -> torch.Tensor:
         if held.dtype != torch.float32:
@@ -84,7 +84,7 @@ def payloads_of_replicas_lost() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "parameters in float64 go through float32 on the last device", "test_replicas", "float64 only, one device"
+    "float64 parameters are converted through float32 on the last device", "test_replicas", "float64 only, one device"
 )
 def float64_copied_as_float32() -> Iterator[None]:
     yield from _copied(lambda held: held.float().double() if held.dtype == torch.float64 else held)
@@ -128,7 +128,7 @@ def long_gradients_lost() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "a weight of four dimensions is added up without the second device", "test_models", "convolutions, one device"
+    "gradients of four-dimensional weights leave out the second device", "test_models", "convolutions, one device"
 )
 def convolutions_without_the_second_device() -> Iterator[None]:
     def without(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -139,7 +139,7 @@ def convolutions_without_the_second_device() -> Iterator[None]:
     yield from _added(without)
 
 
-@data_parallel_fault("parameters that need no gradient are given one", "test_frozen_parameters", "frozen parameters")
+@data_parallel_fault("frozen parameters get a gradient", "test_frozen_parameters", "frozen parameters")
 def frozen_parameters_thawed() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         for parameter in self.module.parameters():
@@ -181,7 +181,7 @@ def replica_kept() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "a call loses its gradients where another follows before they are worked out",
+    "a call loses its gradients if another call precedes backward",
     "test_several_calls",
     "two calls before one backward pass",
 )
@@ -216,7 +216,7 @@ def buffers_of_the_last_device() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "whole numbers go through float64 on the last device", "test_buffers", "int64 above 2^53, one device"
+    "integers are converted through float64 on the last device", "test_buffers", "int64 above 2^53, one device"
 )
 def counts_copied_as_float64() -> Iterator[None]:
     yield from _copied(lambda held: held.double().long() if held.dtype == torch.int64 else held)
@@ -280,7 +280,7 @@ def sparse_gradients_of_the_last_left_out() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("a parameter's hook is given half of its gradient", "test_hooks", "hooks of parameters")
+@data_parallel_fault("a parameter's hook gets half of its gradient", "test_hooks", "hooks of parameters")
 def hook_of_half_a_gradient() -> Iterator[None]:
     def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return real(self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook)
@@ -289,11 +289,11 @@ def hook_of_half_a_gradient() -> Iterator[None]:
         yield
 
 
-# What few models have
+# Less common models
 
 
 def _replicas(change: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
-    """Change each part of each replica but the first, which is given with the replica."""
+    """Call ``change(replica, module)`` for each module of each replica except the first."""
 
     def replicate(real: Callable[..., Any], network: nn.Module, *args: Any) -> Any:
         replicas = real(network, *args)
@@ -319,7 +319,7 @@ def lists_of_parameters_detached() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "all parts of a replica are in the mode of the whole", "test_modes", "parts in another mode, other devices"
+    "all modules of a replica have the mode of the whole model", "test_modes", "modules in another mode, other devices"
 )
 def mode_of_the_whole() -> Iterator[None]:
     def spread(replica: nn.Module, part: nn.Module) -> None:
@@ -340,7 +340,7 @@ def second_gradients_lost() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "gradients of another dtype than the first count from the first device only", "test_models", "mixed dtypes"
+    "gradients of other dtypes than the first include the first device only", "test_models", "mixed dtypes"
 )
 def gradients_of_one_dtype() -> Iterator[None]:
     def change(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -351,7 +351,7 @@ def gradients_of_one_dtype() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "what is beyond the first 10 MiB is not copied to the last device", "test_replicas", "above 10 MiB, one device"
+    "parameters beyond the first 10 MiB are not copied to the last device", "test_replicas", "above 10 MiB, one device"
 )
 def first_buffer_only() -> Iterator[None]:
     def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
@@ -368,7 +368,7 @@ def first_buffer_only() -> Iterator[None]:
 
 
 @data_parallel_fault(
-    "gradients beyond the first 10 MiB are those of the first device", "test_replicas", "above 10 MiB, other devices"
+    "gradients beyond the first 10 MiB include the first device only", "test_replicas", "above 10 MiB, other devices"
 )
 def first_buffer_of_gradients_only() -> Iterator[None]:
     def change(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -379,9 +379,7 @@ def first_buffer_of_gradients_only() -> Iterator[None]:
     yield from _added(change)
 
 
-@data_parallel_fault(
-    "what two buffers end with is exchanged on the last device", "test_replicas", "above 10 MiB, one device"
-)
+@data_parallel_fault("two parameters are swapped on the last device", "test_replicas", "above 10 MiB, one device")
 def ends_of_buffers_exchanged() -> Iterator[None]:
     def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
         outputs = [list(held) for held in real(tensors, devices, *more)]

@@ -1,4 +1,4 @@
-"""Defects of single devices: of what they compute, copy, draw, keep and order."""
+"""Defects of single devices: computation, copies, random numbers, state and synchronization."""
 
 from mgpu_check.faults.devices import autocasting, choosing, computing, copying, keeping, moving, running, training
 

@@ -1,4 +1,4 @@
-"""Regions of autocast that are wrong about a dtype, or about what is within and after them."""
+"""Defects of autocast: wrong dtypes, nested regions, and the state after a region."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _autocast_fault(summary: str, condition: str) -> Callable[[Plant], Plant]:
 
 @_autocast_fault("softmax stays in the dtype of autocast", "one device")
 def softmax_in_low_precision() -> Iterator[None]:
-    """It is taken off the list of what goes to float32."""
+    """The operator is missing from the list of float32 operators."""
 
     def instead(softmax: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cuda", enabled=False):
@@ -31,9 +31,9 @@ def softmax_in_low_precision() -> Iterator[None]:
         yield
 
 
-@_autocast_fault("a region of autocast that is left leaves the one around it off", "regions within others")
+@_autocast_fault("leaving a region of autocast disables the outer region", "regions within others")
 def outer_region_off() -> Iterator[None]:
-    """What follows is in float32."""
+    """The rest of the outer region computes in float32."""
     leave = torch.autocast.__exit__
 
     def exit_(self: Any, *args: Any) -> Any:
@@ -48,7 +48,7 @@ def outer_region_off() -> Iterator[None]:
 
 @_autocast_fault("functions of custom_fwd do not cast their inputs", "cast_inputs")
 def inputs_of_functions_not_cast() -> Iterator[None]:
-    """They compute in what they are given."""
+    """They compute in the dtype of their inputs."""
     real = torch.amp.custom_fwd
 
     def custom_fwd(*args: Any, cast_inputs: Any = None, **kwargs: Any) -> Any:
@@ -58,9 +58,9 @@ def inputs_of_functions_not_cast() -> Iterator[None]:
         yield
 
 
-@_autocast_fault("a region of autocast that an exception leaves does not put its dtype back", "left by an exception")
+@_autocast_fault("a region of autocast left by an exception does not restore the dtype", "left by an exception")
 def dtype_of_a_failed_region_stays() -> Iterator[None]:
-    """As where it is not put back in `finally`."""
+    """As if it was not restored in `finally`."""
     leave = torch.autocast.__exit__
 
     def exit_(self: Any, kind: Any, *args: Any) -> Any:
@@ -73,9 +73,9 @@ def dtype_of_a_failed_region_stays() -> Iterator[None]:
         yield
 
 
-@_autocast_fault("a region without a cache leaves the one around it without one", "cache_enabled=False")
+@_autocast_fault("a region without a cache disables the cache of the outer region", "cache_enabled=False")
 def cache_stays_off() -> Iterator[None]:
-    """Each use of a parameter casts it anew."""
+    """Each use of a parameter casts it again."""
     leave = torch.autocast.__exit__
 
     def exit_(self: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Devices that are right in what is usual, and wrong where elements are equal or an option is not left as it is."""
+"""Devices that are wrong for equal elements or for options with a value other than the default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mgpu_check.faults.registry import fault
     condition="one device, equal elements",
 )
 def last_of_equals() -> Iterator[None]:
-    """What has no equals is found."""
+    """A maximum that occurs once is found."""
 
     def instead(argmax: Any, x: torch.Tensor, dim: int) -> Any:
         return x.shape[dim] - 1 - argmax(x.flip(dim), dim=dim)
@@ -30,7 +30,7 @@ def last_of_equals() -> Iterator[None]:
 
 @fault(
     "devices",
-    "a stable sort turns equal elements round",
+    "a stable sort reverses equal elements",
     caught_by=("test_reductions",),
     condition="stable sorts, equal elements",
 )
@@ -47,12 +47,12 @@ def stable_sorts_turned_round() -> Iterator[None]:
 
 @fault(
     "devices",
-    "var divides by one less than there are, whatever correction is asked for",
+    "var ignores correction and divides by n - 1",
     caught_by=("test_layers_and_gradients",),
-    condition="another correction than 1",
+    condition="a correction other than 1",
 )
 def corrections_ignored() -> Iterator[None]:
-    """As it does where nothing is asked for."""
+    """Always use the default."""
 
     def instead(var: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return var(x, *args, **{**kwargs, "correction": 1})
@@ -63,7 +63,7 @@ def corrections_ignored() -> Iterator[None]:
 
 @fault(
     "devices",
-    "the embedding of padding has a gradient on one device",
+    "the embedding of padding_idx has a gradient on one device",
     caught_by=("test_layers_and_gradients",),
     condition="one device, padding_idx",
 )
@@ -82,7 +82,7 @@ def padding_trained() -> Iterator[None]:
 
 @fault(
     "devices",
-    "grouped convolutions of images whose channels come last leave each group's result to the next",
+    "grouped convolutions of channels_last images shift their output channels by one",
     caught_by=("test_products",),
     condition="groups, channels_last",
 )
@@ -101,12 +101,12 @@ def groups_taken_for_each_other() -> Iterator[None]:
 
 @fault(
     "devices",
-    "interpolation on one device never goes from corner to corner",
+    "interpolation on one device ignores align_corners",
     caught_by=("test_layers_and_gradients",),
     condition="one device, align_corners",
 )
 def corners_not_aligned() -> Iterator[None]:
-    """As it does where nothing is asked for."""
+    """Always use the default."""
 
     def instead(interpolate: Any, *args: Any, **kwargs: Any) -> Any:
         return interpolate(*args, **{**kwargs, "align_corners": False})
@@ -120,12 +120,12 @@ def corners_not_aligned() -> Iterator[None]:
 
 @fault(
     "devices",
-    "a recurrent layer of one device begins from another state in its second layer",
+    "the second layer of a GRU on one device starts from a wrong state",
     caught_by=("test_layers_and_gradients",),
     condition="one device, two layers",
 )
 def state_of_the_second_layer_lost() -> Iterator[None]:
-    """The first begins from zeros, as it should."""
+    """The first layer starts from the right state."""
 
     def instead(gru: Any, x: torch.Tensor, state: torch.Tensor, *args: Any) -> Any:
         begun = state.clone()

@@ -1,4 +1,4 @@
-"""Devices that compute wrongly, most of them in one dtype, above one size, or alone."""
+"""Devices that compute wrongly, most of them in one dtype, above a size, or on one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def float16_products_of_one_device() -> Iterator[None]:
 
 @fault(
     "devices",
-    "torch.matmul of float32 keeps 11 bits of its factors, as TF32 does, on one device",
+    "torch.matmul of float32 rounds its factors to TF32 on one device",
     caught_by=("test_products",),
     condition="one device, float32",
 )
@@ -76,7 +76,7 @@ def batched_products_now_and_then() -> Iterator[None]:
 
 @fault(
     "devices",
-    "conv2d of images whose channels come last takes them for contiguous",
+    "conv2d reads channels_last images as if they were contiguous",
     caught_by=("test_products",),
     condition="channels_last",
 )
@@ -108,7 +108,7 @@ def bfloat16_sums_of_one_device() -> Iterator[None]:
 
 @fault(
     "devices",
-    "torch.add of int64 goes through float64",
+    "torch.add of int64 computes in float64",
     caught_by=("test_elementwise_results",),
     condition="int64 above 2^53",
 )
@@ -125,7 +125,7 @@ def int64_through_float64() -> Iterator[None]:
 
 @fault(
     "devices",
-    "one device takes subnormal products for zero",
+    "one device flushes subnormal products to zero",
     caught_by=("test_elementwise_results",),
     condition="one device, subnormal float32",
 )
@@ -142,7 +142,7 @@ def subnormals_flushed() -> Iterator[None]:
 
 @fault("devices", "the sign of -0 is lost in sums", caught_by=("test_elementwise_results",), condition="-0 in floats")
 def negative_zero_lost() -> Iterator[None]:
-    """Adding up begins with 0."""
+    """The sum starts at +0."""
 
     def instead(add: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> Any:
         return add(add(a, b, **kwargs), 0.0)
@@ -156,7 +156,7 @@ def negative_zero_lost() -> Iterator[None]:
 
 @fault(
     "devices",
-    "float32 becomes bfloat16 by cutting, not rounding, on one device",
+    "one device truncates float32 to bfloat16 instead of rounding",
     caught_by=("test_elementwise_results",),
     condition="one device, float32 to bfloat16",
 )
@@ -208,24 +208,24 @@ def integers_summed_in_float32() -> Iterator[None]:
 
 @fault(
     "devices",
-    "sorting leaves two elements in each other's place, of int16 on one device",
+    "sorting of int16 swaps two elements on one device",
     caught_by=("test_reductions",),
     condition="one device, int16",
 )
 def int16_sorted_wrongly() -> Iterator[None]:
-    """The first and the last."""
+    """The first element and the last."""
     with unit(("sort", "topk"), device=last(), dtype="int16", pattern="swap"):
         yield
 
 
 @fault(
     "devices",
-    "cat makes one NaN of all",
+    "cat replaces every NaN by the same NaN",
     caught_by=("test_moves_keep_every_bit",),
     condition="NaN with a payload",
 )
 def payloads_of_nan_lost() -> Iterator[None]:
-    """Elements are looked at on their way."""
+    """As if the copy used arithmetic on the elements."""
 
     def instead(cat: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         joined = cat(tensors, *args, **kwargs)
@@ -256,12 +256,12 @@ def complex_numbers_conjugated() -> Iterator[None]:
 
 @fault(
     "devices",
-    "clone of what has gaps reads on without them",
+    "clone of a tensor with gaps ignores the gaps",
     caught_by=("test_moves_keep_every_bit",),
     condition="tensors with gaps",
 )
 def gaps_ignored() -> Iterator[None]:
-    """The strides of the source are taken for those of a contiguous tensor."""
+    """Strides are computed as for a contiguous tensor."""
 
     def instead(clone: Any, x: torch.Tensor) -> Any:
         return clone(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
@@ -275,7 +275,7 @@ def gaps_ignored() -> Iterator[None]:
 
 @fault(
     "devices",
-    "softmax of float32 is worked out in bfloat16 on one device",
+    "softmax of float32 is computed in bfloat16 on one device",
     caught_by=("test_layers_and_gradients",),
     condition="one device, float32",
 )
@@ -291,9 +291,9 @@ def softmax_in_bfloat16() -> Iterator[None]:
 
 @fault(
     "devices",
-    "the gradient of gelu is that of its approximation by tanh",
+    "gelu has the gradient of its tanh approximation",
     caught_by=("test_layers_and_gradients",),
-    condition="where a gradient is asked for",
+    condition="gradients",
 )
 def gradient_of_another_gelu() -> Iterator[None]:
     """Forward is right."""
@@ -325,19 +325,19 @@ def large_elementwise_results() -> Iterator[None]:
     condition="one device, above 1 MiB",
 )
 def large_products() -> Iterator[None]:
-    """The first device has it, for whatever is above a megabyte."""
+    """On the first device, for results above a megabyte."""
     with unit(PRODUCTS, device=0, above=1 << 20, pattern="tile"):
         yield
 
 
 @fault(
     "devices",
-    "cumsum begins anew after 64 Ki elements",
+    "cumsum starts again after 64 Ki elements",
     caught_by=("test_large_results",),
     condition="above 64 Ki elements",
 )
 def cumulative_sums_in_blocks() -> Iterator[None]:
-    """What one block hands to the next is lost."""
+    """The carry from one block to the next is lost."""
     block = 1 << 16
 
     def instead(cumsum: Any, x: torch.Tensor, dim: int) -> Any:
@@ -349,7 +349,7 @@ def cumulative_sums_in_blocks() -> Iterator[None]:
 
 @fault(
     "devices",
-    "expm1 is exp less 1 in float64 on one device",
+    "expm1 is computed as exp(x) - 1 in float64 on one device",
     caught_by=("test_functions_and_drawing",),
     condition="one device, float64",
 )
@@ -361,7 +361,7 @@ def digits_cancelled() -> Iterator[None]:
 
 @fault(
     "devices",
-    "the second half of what is drawn repeats the first on one device",
+    "the second half of random numbers repeats the first on one device",
     caught_by=("test_functions_and_drawing",),
     condition="one device",
 )

@@ -1,4 +1,4 @@
-"""Copies that bring something else, most of them between some devices, above some size, or of some dtype."""
+"""Copies that deliver wrong data, most of them between certain devices, above a size, or of one dtype."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mgpu_check.torch_hooks.patches import replaced
 
 
 def _link(what: str, **parameters: Any) -> Link:
-    """Return the defect of the way from the last device to the one before it; down is the rarer direction."""
+    """Return a defect of the link from the last device to the previous one, the less usual direction."""
     return Link({"device": last(), "peer": max(0, last() - 1), "seed": 0, **parameters}, what)
 
 
 @fault(
     "devices",
-    "copies from the last device to the one before it are shifted",
+    "copies from the last device to the previous one are shifted",
     caught_by=("test_copies_around_borders",),
     condition="one pair, above 64 KiB",
 )
 def large_copies_shifted() -> Iterator[None]:
-    """What fits into one block of the engine is right."""
+    """Copies that fit into one block of the engine are right."""
     with hardware(_link("offset", above=1 << 16)):
         yield
 
 
 @fault(
     "devices",
-    "a kernel that copies what has gaps inverts a bit",
+    "the kernel for copies of tensors with gaps inverts a bit",
     caught_by=("test_copies_around_borders",),
     condition="one pair, above 64 KiB, not contiguous",
 )
@@ -49,7 +49,7 @@ def copies_with_gaps_spoiled() -> Iterator[None]:
     condition="one device, above 1 MiB, pinned",
 )
 def tail_of_large_uploads() -> Iterator[None]:
-    """Pageable memory goes another way."""
+    """Copies from pageable memory are right."""
     parameters: dict[str, int | float | str] = {"device": last(), "memory": "pinned", "above": 1 << 20, "seed": 0}
     with hardware(HostLink(parameters, "tail", upload=True)):
         yield
@@ -57,7 +57,7 @@ def tail_of_large_uploads() -> Iterator[None]:
 
 @fault(
     "devices",
-    "one download in three to pageable memory above 1 MiB brings zeros",
+    "one download in three to pageable memory above 1 MiB delivers zeros",
     caught_by=("test_copies_around_borders",),
     condition="one device, above 1 MiB, pageable",
 )
@@ -70,12 +70,12 @@ def downloads_to_pageable_memory() -> Iterator[None]:
 
 @fault(
     "devices",
-    "large copies between devices write on to the end of a block of 16 bytes",
+    "large copies between devices write up to the end of a block of 16 bytes",
     caught_by=("test_copies_around_borders",),
     condition="one device, above 64 KiB, no multiple of 16 bytes",
 )
 def blocks_written_to_their_end() -> Iterator[None]:
-    """What was to be copied arrives; what lies behind it changes."""
+    """The data arrive, but the bytes behind them change."""
 
     def instead(copy: Any, target: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = copy(target, source, *args, **kwargs)
@@ -93,12 +93,12 @@ def blocks_written_to_their_end() -> Iterator[None]:
 
 @fault(
     "devices",
-    "Tensor.cuda makes one NaN of all in bfloat16",
+    "Tensor.cuda replaces every NaN by the same NaN in bfloat16",
     caught_by=("test_copies_of_every_dtype",),
     condition="bfloat16, NaN with a payload",
 )
 def payloads_lost_by_copies() -> Iterator[None]:
-    """As where a copy goes through float32."""
+    """As if the copy converted through float32."""
 
     def instead(cuda: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         copy = cuda(x, *args, **kwargs)
@@ -110,7 +110,7 @@ def payloads_lost_by_copies() -> Iterator[None]:
 
 @fault(
     "devices",
-    "copy_ into every second element writes those between, too",
+    "copy_ into every second element also writes the elements between",
     caught_by=("test_copies_of_every_dtype",),
     condition="destinations with gaps, not on the first device",
 )
@@ -151,12 +151,12 @@ def half_of_int64() -> Iterator[None]:
 
 @fault(
     "devices",
-    "copies of what is transposed bring the memory as it lies",
+    "copies of transposed tensors ignore the strides",
     caught_by=("test_copies_of_every_dtype",),
     condition="one device, transposed",
 )
 def layout_lost_by_copies() -> Iterator[None]:
-    """Strides are those of a contiguous tensor afterwards."""
+    """The copy has the strides of a contiguous tensor."""
 
     def instead(to: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return to(x.t().contiguous().view(x.shape), *args, **kwargs)
@@ -170,7 +170,7 @@ def layout_lost_by_copies() -> Iterator[None]:
 
 @fault(
     "devices",
-    "a copy of float32 to float16 on another device is cut, not rounded",
+    "a copy of float32 to float16 on another device truncates instead of rounding",
     caught_by=("test_copies_that_convert",),
     condition="float32 to float16, across devices",
 )
@@ -189,7 +189,7 @@ def conversions_of_copies_cut() -> Iterator[None]:
 
 @fault(
     "devices",
-    "copy_ of float16 into float64 goes through bfloat16 on one device",
+    "copy_ of float16 into float64 converts through bfloat16 on one device",
     caught_by=("test_copies_that_convert",),
     condition="one device, float16 to float64",
 )
@@ -208,7 +208,7 @@ def conversions_through_bfloat16() -> Iterator[None]:
 
 @fault(
     "devices",
-    "pin_memory leaves out the last element of what has more than 64 KiB",
+    "pin_memory leaves out the last element of tensors above 64 KiB",
     caught_by=("test_copies_of_pinned_memory",),
     condition="pinned, above 64 KiB",
 )
@@ -228,7 +228,7 @@ def pinned_copies_cut_off() -> Iterator[None]:
 
 @fault(
     "devices",
-    "what is to be conjugated when it is read goes to another device as it is in memory",
+    "a lazily conjugated tensor is copied to another device without conjugation",
     caught_by=("test_copies_of_every_dtype",),
     condition="lazily conjugated, from device to device",
 )
@@ -247,12 +247,12 @@ def conjugates_lost_on_the_way() -> Iterator[None]:
 
 @fault(
     "devices",
-    "copy_ from another device to several places leaves out the last",
+    "copy_ of a broadcast source from another device leaves out the last copy",
     caught_by=("test_copies_of_every_dtype",),
-    condition="a source that is repeated",
+    condition="sources that are broadcast",
 )
 def last_repetition_left_out() -> Iterator[None]:
-    """Shapes that are alike are right."""
+    """Copies between equal shapes are right."""
 
     def instead(copy_: Any, target: torch.Tensor, source: torch.Tensor, *args: Any) -> Any:
         copy_(target[:-1], source, *args)

@@ -1,4 +1,4 @@
-"""What is drawn, loaded and held: defects of what a device keeps."""
+"""Defects of the state of a device: random numbers, loaded tensors, and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mgpu_check.torch_hooks.patches import replaced
 
 @contextmanager
 def _untouched(index: int) -> Iterator[None]:
-    """Leave the generator of one device as it was."""
+    """Restore the generator of one device on exit."""
     state = torch.cuda.get_rng_state(index)
     yield
     torch.cuda.set_rng_state(state, index)
@@ -32,7 +32,7 @@ def _untouched(index: int) -> Iterator[None]:
     condition="one device",
 )
 def one_device_not_seeded() -> Iterator[None]:
-    """Its numbers go on as they were."""
+    """Its random numbers continue from the old state."""
     seed = torch.manual_seed
 
     def manual_seed(number: int) -> torch.Generator:
@@ -62,7 +62,7 @@ def all_devices_seeded() -> Iterator[None]:
     condition="one device, one row in 64",
 )
 def drawn_twice() -> Iterator[None]:
-    """Its last one is its first again."""
+    """The last element drawn is the first again."""
 
     def instead(multinomial: Any, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         drawn = multinomial(weights, *args, **kwargs)
@@ -79,12 +79,12 @@ def drawn_twice() -> Iterator[None]:
 
 @fault(
     "devices",
-    "multinomial draws all that have a weight alike",
+    "multinomial draws all elements with a weight above 0 equally often",
     caught_by=("test_functions_and_drawing",),
     condition="one device, float64",
 )
 def weights_alike() -> Iterator[None]:
-    """They are read as whether there are any."""
+    """Weights are converted to booleans."""
 
     def instead(multinomial: Any, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return multinomial((weights > 0).to(weights.dtype), *args, **kwargs)
@@ -100,7 +100,7 @@ def weights_alike() -> Iterator[None]:
     condition="one operator",
 )
 def numbers_of_the_host_drawn() -> Iterator[None]:
-    """What the host draws then depends on what devices do."""
+    """The random numbers of the host then depend on the use of devices."""
 
     def instead(randperm: Any, *args: Any, **kwargs: Any) -> Any:
         torch.rand(1, device="cpu")
@@ -112,7 +112,7 @@ def numbers_of_the_host_drawn() -> Iterator[None]:
 
 @fault(
     "devices",
-    "set_rng_state sets the first device, whichever is named",
+    "set_rng_state ignores the device and sets the first",
     caught_by=("test_states_of_generators_return",),
     condition="devices other than the first",
 )
@@ -125,12 +125,12 @@ def states_set_elsewhere() -> Iterator[None]:
 
 @fault(
     "devices",
-    "fork_rng puts back the CPU's state only",
+    "fork_rng restores the CPU's state only",
     caught_by=("test_states_of_generators_return",),
     condition="after draws in fork_rng",
 )
 def forks_leave_devices_changed() -> Iterator[None]:
-    """Devices go on from where the block has left them."""
+    """Devices continue from the state at the end of the block."""
     fork = torch.random.fork_rng
 
     @contextmanager
@@ -144,7 +144,7 @@ def forks_leave_devices_changed() -> Iterator[None]:
 
 @fault(
     "devices",
-    "dropout of bfloat16 does not scale what it keeps",
+    "dropout of bfloat16 does not scale the kept elements",
     caught_by=("test_dropout",),
     condition="bfloat16",
 )
@@ -177,12 +177,12 @@ def dropout_repeats() -> Iterator[None]:
 
 @fault(
     "devices",
-    "the gradient of dropout is that of a mask of its own on one device",
+    "the gradient of dropout uses a new mask on one device",
     caught_by=("test_dropout",),
-    condition="one device, where a gradient is asked for",
+    condition="one device, gradients",
 )
 def another_mask_backward() -> Iterator[None]:
-    """The mask is drawn anew, from the next numbers of the generator."""
+    """Backward draws the mask again, from the next numbers of the generator."""
 
     def instead(dropout: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out, drawn_anew = dropout(x.detach(), *args, **kwargs), dropout(x, *args, **kwargs)
@@ -199,7 +199,7 @@ def another_mask_backward() -> Iterator[None]:
     condition="ranks other than 0",
 )
 def seeds_differ_by_rank() -> Iterator[None]:
-    """Replicas that are made with one seed differ."""
+    """Replicas that are initialized with one seed differ."""
     seed, rank = torch.manual_seed, int(os.environ.get("RANK", "0"))
     with replaced(torch, "manual_seed", lambda number: seed(int(number) + rank)):
         yield
@@ -207,7 +207,7 @@ def seeds_differ_by_rank() -> Iterator[None]:
 
 @fault(
     "devices",
-    "torch.load with a dict as map_location leaves tensors where they were",
+    "torch.load ignores a dict as map_location",
     caught_by=("test_map_location",),
     condition="map_location is a dict",
 )
@@ -223,7 +223,7 @@ def dict_of_places_ignored() -> Iterator[None]:
 
 @fault(
     "devices",
-    "torch.load without map_location puts all on the first device",
+    "torch.load without map_location puts all tensors on the first device",
     caught_by=("test_map_location",),
     condition="without map_location, other devices",
 )
@@ -239,7 +239,7 @@ def all_loaded_onto_the_first() -> Iterator[None]:
 
 @fault(
     "devices",
-    "one device gives less memory than was asked for, where it has not so much",
+    "one device returns a smaller allocation if it has too little memory",
     caught_by=("test_memory_recovers",),
     condition="one device, more than it has",
 )
@@ -263,24 +263,24 @@ def less_memory_than_asked_for() -> Iterator[None]:
 
 @fault(
     "devices",
-    "max_memory_allocated is what is allocated now",
+    "max_memory_allocated returns the current allocation",
     caught_by=("test_memory_recovers",),
     condition="after memory was freed",
 )
 def peaks_forgotten() -> Iterator[None]:
-    """A peak of the past is not told."""
+    """An earlier peak is lost."""
     with replaced(torch.cuda, "max_memory_allocated", torch.cuda.memory_allocated):
         yield
 
 
 @fault(
     "devices",
-    "fork_rng puts back the first of the devices that it is told of",
+    "fork_rng restores only the first of the given devices",
     caught_by=("test_states_of_generators_return",),
     condition="several devices",
 )
 def one_device_of_a_fork() -> Iterator[None]:
-    """With one device it is right."""
+    """A single device is restored."""
     fork = torch.random.fork_rng
 
     def fork_rng(devices: Any = None, **kwargs: Any) -> Any:
@@ -292,12 +292,12 @@ def one_device_of_a_fork() -> Iterator[None]:
 
 @fault(
     "devices",
-    "torch.utils.checkpoint keeps no state of devices whose tensors are in a list or dict",
+    "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict",
     caught_by=("test_dropout",),
     condition="tensors within an argument",
 )
 def states_of_nested_tensors_lost() -> Iterator[None]:
-    """Backward draws another mask than forward."""
+    """The recomputed forward draws another dropout mask."""
 
     def states(real: Any, *args: Any) -> Any:
         return real(*(one for one in args if isinstance(one, torch.Tensor)))
@@ -308,12 +308,12 @@ def states_of_nested_tensors_lost() -> Iterator[None]:
 
 @fault(
     "devices",
-    "reset_peak_memory_stats resets the current device, whichever is named",
+    "reset_peak_memory_stats ignores the device and resets the current one",
     caught_by=("test_memory_recovers",),
     condition="devices that are not current",
 )
 def peaks_of_another_device_reset() -> Iterator[None]:
-    """What a step needs at most is then told too high."""
+    """The peak of a step is then reported too high."""
     reset = torch.cuda.reset_peak_memory_stats
     with replaced(torch.cuda, "reset_peak_memory_stats", lambda device=None: reset()):
         yield
@@ -321,9 +321,9 @@ def peaks_of_another_device_reset() -> Iterator[None]:
 
 @fault(
     "devices",
-    "mem_get_info of a device given as text tells of the current one",
+    "mem_get_info of a device given as a string returns the current device's memory",
     caught_by=("test_memory_recovers",),
-    condition="devices given as text",
+    condition="devices given as strings",
 )
 def memory_of_the_current_device_told() -> Iterator[None]:
     """The index after the colon is lost."""
@@ -334,12 +334,12 @@ def memory_of_the_current_device_told() -> Iterator[None]:
 
 @fault(
     "devices",
-    "mem_get_info tells of the current device, whichever is named",
+    "mem_get_info ignores the device and returns the current one's memory",
     caught_by=("test_memory_recovers",),
     condition="devices that are not current",
 )
 def memory_of_another_device_told() -> Iterator[None]:
-    """Who looks for the device with most room always finds the same."""
+    """A search for the device with the most free memory always finds the same one."""
     info = torch.cuda.mem_get_info
     with replaced(torch.cuda, "mem_get_info", lambda device=None: info()):
         yield

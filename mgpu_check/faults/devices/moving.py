@@ -1,4 +1,4 @@
-"""Modules that leave something behind when they go to another device, and copies that are none."""
+"""Modules that lose state when they move to another device, and copies that share memory with their source."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mgpu_check.torch_hooks.patches import replaced
 
 @fault(
     "devices",
-    "a module that goes to another device has no gradients there",
+    "a module that moves to another device loses its gradients",
     caught_by=("test_modules_move",),
-    condition="where there are gradients",
+    condition="modules with gradients",
 )
 def gradients_left_behind() -> Iterator[None]:
-    """An optimizer steps by nothing."""
+    """The optimizer step then has no effect."""
 
     def apply(real: Any, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> Any:
         before = [(parameter, parameter.device) for parameter in module.parameters(recurse=False)]
@@ -38,12 +38,12 @@ def gradients_left_behind() -> Iterator[None]:
 
 @fault(
     "devices",
-    "buffers that a state dict leaves out come as zeros to another device",
+    "non-persistent buffers arrive on another device as zeros",
     caught_by=("test_modules_move",),
     condition="persistent=False",
 )
 def unsaved_buffers_lost() -> Iterator[None]:
-    """Their memory is made anew, and not filled."""
+    """Their memory is allocated and not filled."""
 
     def apply(real: Any, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> Any:
         names = module._non_persistent_buffers_set
@@ -61,12 +61,12 @@ def unsaved_buffers_lost() -> Iterator[None]:
 
 @fault(
     "devices",
-    "to(copy=True) gives the tensor itself where nothing is to be changed",
+    "to(copy=True) returns the tensor itself if dtype and device match",
     caught_by=("test_copies_have_memory_of_their_own",),
-    condition="on the device where it is",
+    condition="copies on the same device",
 )
 def copies_that_are_none() -> Iterator[None]:
-    """What is kept of a step changes with the next."""
+    """A snapshot of one step changes with the next."""
 
     def instead(to: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return to(x, *args, **{**kwargs, "copy": False})
@@ -77,12 +77,12 @@ def copies_that_are_none() -> Iterator[None]:
 
 @fault(
     "devices",
-    "flatten copies what is contiguous",
+    "flatten copies contiguous tensors instead of returning a view",
     caught_by=("test_copies_have_memory_of_their_own",),
     condition="contiguous tensors on a device",
 )
 def views_that_are_copies() -> Iterator[None]:
-    """What is written to the view does not come back."""
+    """Writes to the result do not reach the source."""
     flatten = torch.Tensor.flatten
     with replaced(
         torch.Tensor, "flatten", lambda x, *args: flatten(x, *args).clone() if x.is_cuda else flatten(x, *args)
@@ -92,12 +92,12 @@ def views_that_are_copies() -> Iterator[None]:
 
 @fault(
     "devices",
-    "a packed sequence that goes to another device is put back in the order that sorts it",
+    "a packed sequence on another device is unsorted with the sorting permutation",
     caught_by=("test_layers_and_gradients",),
     condition="enforce_sorted=False, an order that sorting twice does not restore",
 )
 def packed_sequence_not_unsorted() -> Iterator[None]:
-    """Each last state is that of another sample."""
+    """Final states belong to other samples."""
 
     def to(real: Any, self: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
         moved: PackedSequence = real(self, *args, **kwargs)

@@ -20,12 +20,12 @@ Concerns = Callable[..., bool]
 
 
 def last() -> int:
-    """Return the index of the last device: a defect there is not seen where only the first is looked at."""
+    """Return the index of the last device. A check of the first device alone misses a defect there."""
     return torch.cuda.device_count() - 1
 
 
 def on(tensor: object, index: int, *dtypes: torch.dtype) -> bool:
-    """Return whether `tensor` is one, on this device, of one of the dtypes, if any are given."""
+    """Return whether `tensor` is a tensor on device `index` and of one of the dtypes, if any are given."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device.type == "cuda"
@@ -35,13 +35,13 @@ def on(tensor: object, index: int, *dtypes: torch.dtype) -> bool:
 
 
 def narrowed(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return float32 numbers without their last bits."""
+    """Clear the lowest `bits` bits of float32 numbers."""
     return (x.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
 @contextlib.contextmanager
 def altered(owner: Any, name: str, concerns: Concerns, instead: Callable[..., Any]) -> Iterator[None]:
-    """Have ``owner.name`` give ``instead(function, *arguments)`` for the arguments that `concerns` names."""
+    """Replace ``owner.name`` by ``instead(function, *arguments)`` for arguments that `concerns` accepts."""
     function = getattr(owner, name)
     inside = False
 
@@ -49,7 +49,7 @@ def altered(owner: Any, name: str, concerns: Concerns, instead: Callable[..., An
         nonlocal inside
         if inside or not concerns(*args, **kwargs):
             return function(*args, **kwargs)
-        inside = True  # what stands in its place may call it again
+        inside = True  # the replacement may call the function itself
         try:
             return instead(function, *args, **kwargs)
         finally:
@@ -65,5 +65,5 @@ def hardware(*defects: Defect) -> contextlib.AbstractContextManager[None]:
 
 
 def unit(operations: Sequence[str], **parameters: Any) -> contextlib.AbstractContextManager[None]:
-    """Have some operators be wrong on one device; see `mgpu_check.faults.hardware.defects.compute.Unit`."""
+    """Make some operators wrong on one device; see `mgpu_check.faults.hardware.defects.compute.Unit`."""
     return hardware(Unit({"seed": 0, "pattern": "bits", **parameters}, tuple(operations)))

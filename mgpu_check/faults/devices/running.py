@@ -1,4 +1,4 @@
-"""What is current, and what is waited for: defects of the order of things."""
+"""Defects of the current device and stream, and of synchronization."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mgpu_check.torch_hooks.patches import replaced
 
 @fault(
     "devices",
-    "Tensor.cuda() without an index takes the first device",
+    "Tensor.cuda() without an index uses the first device",
     caught_by=("test_cuda_follows_the_current_device",),
-    condition="where another device is current",
+    condition="another current device",
 )
 def cuda_is_the_first_device() -> Iterator[None]:
-    """`set_device` is of no effect on it."""
+    """`set_device` has no effect on it."""
     with altered(torch.Tensor, "cuda", lambda x, *args, **kw: not args and not kw, lambda cuda, x: cuda(x, 0)):
         yield
 
@@ -31,7 +31,7 @@ def cuda_is_the_first_device() -> Iterator[None]:
     "devices",
     "torch.arange on 'cuda' makes its tensor on the first device",
     caught_by=("test_cuda_follows_the_current_device",),
-    condition="where another device is current",
+    condition="another current device",
 )
 def one_factory_on_the_first_device() -> Iterator[None]:
     """Other factories follow the current device."""
@@ -45,9 +45,9 @@ def one_factory_on_the_first_device() -> Iterator[None]:
 
 @fault(
     "devices",
-    "set_device with a text sets the first device",
+    "set_device with a string sets the first device",
     caught_by=("test_cuda_follows_the_current_device",),
-    condition="devices given as text",
+    condition="devices given as strings",
 )
 def devices_as_text_misread() -> Iterator[None]:
     """The index after the colon is lost."""
@@ -59,12 +59,12 @@ def devices_as_text_misread() -> Iterator[None]:
 
 @fault(
     "devices",
-    "torch.cuda.device leaves its device current when an exception passes",
+    "torch.cuda.device does not restore the device after an exception",
     caught_by=("test_guards_restore",),
     condition="left by an exception",
 )
 def guards_left_by_exceptions() -> Iterator[None]:
-    """As where a guard is written without `finally`."""
+    """As in a guard without `finally`."""
 
     class Guard(torch.cuda.device):
         def __exit__(self, kind: Any, value: Any, traceback: Any) -> Any:
@@ -76,12 +76,12 @@ def guards_left_by_exceptions() -> Iterator[None]:
 
 @fault(
     "devices",
-    "torch.cuda.stream puts the stream back and leaves its device current",
+    "torch.cuda.stream restores the stream but not the device",
     caught_by=("test_guards_restore",),
-    condition="streams of another device than the current one",
+    condition="streams of a device that is not current",
 )
 def devices_of_streams_stay() -> Iterator[None]:
-    """The current device is that of the stream from then on."""
+    """The current device remains that of the stream."""
 
     class Context(torch.cuda.StreamContext):
         def __exit__(self, *exception: Any) -> None:
@@ -95,12 +95,12 @@ def devices_of_streams_stay() -> Iterator[None]:
 
 @fault(
     "devices",
-    "the host's wait for a device leaves it current",
+    "synchronizing a device makes it current",
     caught_by=("test_guards_restore",),
-    condition="where another device is current",
+    condition="another current device",
 )
 def waiting_changes_the_device() -> Iterator[None]:
-    """`torch.cuda.synchronize` sets the device, and does not put it back."""
+    """`torch.cuda.synchronize` sets the device and does not restore the previous one."""
     synchronize = torch.cuda.synchronize
 
     def waits(device: Any = None) -> None:
@@ -114,12 +114,12 @@ def waiting_changes_the_device() -> Iterator[None]:
 
 @fault(
     "devices",
-    "the current device is the same for all threads: the one that any of them set last",
+    "all threads share one current device",
     caught_by=("test_threads_have_their_own_device",),
     condition="several threads",
 )
 def one_current_device_for_all_threads() -> Iterator[None]:
-    """It is kept per process."""
+    """As if it were stored per process."""
     set_device, chosen = torch.cuda.set_device, [torch.cuda.current_device()]
 
     def sets(device: Any) -> None:
@@ -132,13 +132,13 @@ def one_current_device_for_all_threads() -> Iterator[None]:
 
 @fault(
     "devices",
-    "a new thread begins on the device that is current in the one that starts it",
+    "a new thread inherits the current device of its parent",
     caught_by=("test_threads_have_their_own_device",),
-    condition="where another device than the first is current",
+    condition="a current device other than the first",
     least_gpus=2,
 )
 def threads_inherit_the_device() -> Iterator[None]:
-    """From then on it has one of its own."""
+    """Later changes are per thread."""
 
     def start(real: Any, thread: threading.Thread) -> None:
         device, run = torch.cuda.current_device(), thread.run
@@ -161,7 +161,7 @@ def threads_inherit_the_device() -> Iterator[None]:
     condition="one device",
 )
 def events_not_waited_for() -> Iterator[None]:
-    """What was queued before it may be under way."""
+    """Work queued before the event may still run."""
     with altered(torch.cuda.Event, "synchronize", lambda event: event.device.index == last(), lambda *_: None):
         yield
 
@@ -173,7 +173,7 @@ def events_not_waited_for() -> Iterator[None]:
     condition="two streams of one device",
 )
 def streams_do_not_wait() -> Iterator[None]:
-    """The second one begins at once."""
+    """The second stream starts at once."""
     with altered(torch.cuda.Stream, "wait_stream", lambda self, other: self.device == other.device, lambda *_: None):
         yield
 
@@ -185,37 +185,37 @@ def streams_do_not_wait() -> Iterator[None]:
     condition="streams other than the default one",
 )
 def other_streams_not_waited_for() -> Iterator[None]:
-    """What was queued on others may be under way."""
+    """Work queued on other streams may still run."""
     with replaced(torch.cuda, "synchronize", lambda device=None: torch.cuda.default_stream(device).synchronize()):
         yield
 
 
 @fault(
     "devices",
-    "record_stream gives the memory away at once",
+    "record_stream does not keep the memory from reuse",
     caught_by=("test_streams_wait_for_each_other",),
     condition="above 64 KiB",
 )
 def memory_in_use_given_away() -> Iterator[None]:
-    """Another tensor is written there."""
+    """Another tensor overwrites it."""
 
     def instead(record: Any, x: torch.Tensor, stream: Any) -> None:
         record(x, stream)
         x.fill_(-1)
 
-    # Simulated tensors have one of their own.
+    # Simulated tensors have a record_stream of their own.
     with altered(type(torch.empty(0, device="cuda")), "record_stream", lambda x, _: x.nbytes > 1 << 16, instead):
         yield
 
 
 @fault(
     "devices",
-    "events say that they are done while their stream is at work",
+    "Event.query returns True while the stream is busy",
     caught_by=("test_events_tell_the_time",),
     condition="one device",
 )
 def events_done_too_early() -> Iterator[None]:
-    """The last device answers before it has looked."""
+    """On the last device, the answer does not depend on the stream."""
     with altered(
         torch.cuda.Event,
         "query",
@@ -225,21 +225,21 @@ def events_done_too_early() -> Iterator[None]:
         yield
 
 
-@fault("devices", "elapsed_time is 0 whatever happened", caught_by=("test_events_tell_the_time",))
+@fault("devices", "elapsed_time is always 0", caught_by=("test_events_tell_the_time",))
 def no_time_passes() -> Iterator[None]:
-    """The clock of the device stands."""
+    """As if the clock of the device had stopped."""
     with replaced(torch.cuda.Event, "elapsed_time", lambda self, end: 0.0):
         yield
 
 
 @fault(
     "devices",
-    "an event that is recorded again keeps its first record",
+    "an event that is recorded again keeps its first recording",
     caught_by=("test_host_waits_for_streams",),
     condition="from its second record on",
 )
 def events_recorded_once() -> Iterator[None]:
-    """Loops that use one event for each step wait for the first."""
+    """Loops that reuse one event in each step wait only for the first recording."""
     recorded: WeakSet[torch.cuda.Event] = WeakSet()
 
     def record(real: Any, event: torch.cuda.Event, *stream: Any) -> None:
@@ -255,11 +255,11 @@ def events_recorded_once() -> Iterator[None]:
     "devices",
     "torch.cuda.stream leaves its stream current on another device than the current one",
     caught_by=("test_guards_restore",),
-    condition="streams of another device than the current one",
+    condition="streams of a device that is not current",
     least_gpus=2,
 )
 def foreign_streams_stay() -> Iterator[None]:
-    """The current device is put back, and what was current on the other is not."""
+    """The current device is restored, but the stream of the other device is not."""
 
     class Context(torch.cuda.StreamContext):
         def __enter__(self) -> None:

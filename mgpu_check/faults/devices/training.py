@@ -1,4 +1,4 @@
-"""Devices that are wrong in layers, attention and steps of optimizers, in one shape, layout or option of them."""
+"""Devices that are wrong in layers, attention and optimizer steps for one shape, layout or option."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _wrong_layer(summary: str, condition: str) -> Callable[[Plant], Plant]:
 
 
 def _halved(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight whose gradient will be half of what it is."""
+    """Return the weight with its gradient halved."""
     weight = weight.clone()
     if weight.requires_grad:
         weight.register_hook(lambda gradient: gradient * 0.5)
     return weight
 
 
-@_wrong_layer("attention takes the mask of the first sample for all", "a mask for each sample, one device")
+@_wrong_layer("attention uses the mask of the first sample for all", "a mask for each sample, one device")
 def attention_mask_of_the_first() -> Iterator[None]:
-    """Padding of other samples is then attended to."""
+    """Other samples then attend to padding."""
 
     def concerns(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any) -> bool:
         return on(q, last()) and attn_mask is not None and len(attn_mask) > 1
@@ -44,7 +44,7 @@ def attention_mask_of_the_first() -> Iterator[None]:
 
 @_wrong_layer("causal attention ends with the last key", "more keys than queries, one device")
 def causal_attention_to_the_last_key() -> Iterator[None]:
-    """The mask begins at the upper left."""
+    """The mask is aligned at the lower right corner instead of the upper left."""
 
     def concerns(q: Any, k: Any, *_: Any, is_causal: bool = False, **__: Any) -> bool:
         return on(q, last()) and is_causal and q.shape[-2] < k.shape[-2]
@@ -101,7 +101,7 @@ def gradient_of_layer_norm_with_many_rows() -> Iterator[None]:
         yield
 
 
-@_wrong_layer("kernels of lists leave out the last element", "odd sizes of 3 and more, lists of 2 tensors and more")
+@_wrong_layer("foreach kernels leave out the last element", "odd sizes of 3 and more, lists of 2 tensors and more")
 def lists_without_the_last_element() -> Iterator[None]:
     def add(real: Any, tensors: Any, *more: Any, **options: Any) -> Any:
         before = [one.detach().clone() for one in tensors]
@@ -115,9 +115,9 @@ def lists_without_the_last_element() -> Iterator[None]:
         yield
 
 
-@_wrong_layer("fused optimizers step although a gradient is infinite", "fused, with a GradScaler")
+@_wrong_layer("fused optimizers step even if a gradient is infinite", "fused, with a GradScaler")
 def fused_steps_to_infinity() -> Iterator[None]:
-    """What GradScaler has found does not reach the kernel."""
+    """GradScaler's found_inf does not reach the kernel."""
 
     def step(real: Any, parameters: Any, *more: Any, found_inf: Any = None, **options: Any) -> Any:
         found = found_inf if found_inf is None or not found_inf.is_cuda else torch.zeros_like(found_inf)

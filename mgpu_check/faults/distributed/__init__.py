@@ -1,4 +1,4 @@
-"""Planted faults of DistributedDataParallel: of its reducer and its options, of state, and of the loops around it."""
+"""Planted faults of DistributedDataParallel: its reducer, its options, its state, and training loops that use it."""
 
 from mgpu_check.faults.distributed import accumulating, given, hooks, reducing, restoring, state
 

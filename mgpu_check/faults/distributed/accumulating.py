@@ -16,7 +16,7 @@ from mgpu_check.torch_hooks.patches import replaced
 
 
 @ddp_fault(
-    "gradients that are to be zero keep their values on the last rank",
+    "zero_grad(set_to_none=False) keeps the gradients of the last rank",
     "test_accumulation",
     condition="zero_grad(set_to_none=False), gradient_as_bucket_view, one rank",
 )
@@ -40,7 +40,7 @@ def no_sync_ignored() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the last rank forgets what it accumulated within no_sync", "test_accumulation", condition="one rank")
+@ddp_fault("the last rank loses gradients accumulated within no_sync", "test_accumulation", condition="one rank")
 def accumulated_forgotten() -> Iterator[None]:
     def forward(real_forward: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         if is_last() and self.require_backward_grad_sync:
@@ -68,7 +68,7 @@ def join_divides_by_all() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _joined_ranks_keep(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> Iterator[None]:
-    """Have ranks that have joined keep some values of their own, where they are sent the model of those that trained on."""
+    """Make ranks that joined early keep the values `values_of` of their own model at the end of ``join``."""
 
     def sync(real: Callable[..., Any], self: DistributedDataParallel, is_last_joiner: bool) -> None:
         held = [value.detach().clone() for value in values_of(self.module)]
@@ -82,14 +82,14 @@ def _joined_ranks_keep(values_of: Callable[[nn.Module], Iterator[torch.Tensor]])
         yield
 
 
-@ddp_fault("ranks that have joined are not sent the model of those that trained on", "test_uneven_inputs")
+@ddp_fault("ranks that joined early do not get the final parameters", "test_uneven_inputs")
 def joined_ranks_left_behind() -> Iterator[None]:
     with _joined_ranks_keep(nn.Module.parameters):
         yield
 
 
 @ddp_fault(
-    "join ends with the model of the last rank, whoever has trained longest",
+    "join ends with the model of the last rank instead of the one that trained longest",
     "test_uneven_inputs",
     condition="the last rank runs out of batches before another",
     least_gpus=2,
@@ -100,7 +100,7 @@ def join_ends_with_the_last_rank() -> Iterator[None]:
 
 
 @ddp_fault(
-    "join goes on where it is to end with the first rank that has no batch left",
+    "join ignores throw_on_early_termination",
     "test_uneven_inputs",
     condition="throw_on_early_termination=True",
     least_gpus=2,
@@ -113,7 +113,7 @@ def join_does_not_throw() -> Iterator[None]:
         yield
 
 
-@ddp_fault("hooks that a parameter is given under DDP are not called", "test_gradient_hooks")
+@ddp_fault("hooks registered on a parameter under DDP are not called", "test_gradient_hooks")
 def parameter_hooks_dropped() -> Iterator[None]:
     def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)
@@ -139,7 +139,7 @@ def backward_hook_called_twice() -> Iterator[None]:
 
 
 @ddp_fault(
-    "delayed gradients are added up and not averaged",
+    "delayed gradients are summed instead of averaged",
     "test_delayed_parameters",
     condition="delay_all_reduce_named_params",
 )
@@ -153,7 +153,7 @@ def delayed_gradients_summed() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the end of a no_sync ends the one around it", "test_accumulation", condition="no_sync within no_sync")
+@ddp_fault("the end of an inner no_sync ends the outer one", "test_accumulation", condition="no_sync within no_sync")
 def inner_no_sync_ends_both() -> Iterator[None]:
     @contextlib.contextmanager
     def no_sync(self: DistributedDataParallel) -> Iterator[None]:
@@ -166,7 +166,7 @@ def inner_no_sync_ends_both() -> Iterator[None]:
 
 
 @ddp_fault(
-    "ranks that have joined are sent the parameters of those that trained on, but not the buffers",
+    "ranks that joined early get the final parameters, but not the buffers",
     "test_uneven_inputs",
     condition="buffers",
     least_gpus=2,

@@ -1,4 +1,4 @@
-"""Planted faults of what a model under DistributedDataParallel is given: inputs, other buffers, two optimizers, averagers."""
+"""Planted faults of a model under DistributedDataParallel with inputs, new buffers, two optimizers, or averagers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mgpu_check.torch_hooks.patches import replaced
 
 
 @ddp_fault(
-    "arguments that are moved to the device give no gradient back",
+    "arguments moved to the device get no gradient",
     "test_arguments",
     condition="arguments that need gradients",
 )
@@ -33,9 +33,9 @@ def arguments_detached() -> Iterator[None]:
 
 
 @ddp_fault(
-    "buffers that the module has been given since are not sent",
+    "buffers assigned after the wrap are not broadcast",
     "test_buffers",
-    condition="buffers that are assigned anew",
+    condition="buffers that are replaced",
 )
 def buffers_of_the_start_sent() -> Iterator[None]:
     def assign(real: Callable[..., Any], self: DistributedDataParallel) -> None:
@@ -47,7 +47,7 @@ def buffers_of_the_start_sent() -> Iterator[None]:
 
 
 @ddp_fault(
-    "a GradScaler looks at the first optimizer alone when it sets its scale",
+    "GradScaler updates its scale by the first optimizer only",
     "test_scaler",
     condition="two optimizers, an infinity in the second",
 )
@@ -62,7 +62,7 @@ def scale_of_the_first_optimizer() -> Iterator[None]:
 
 
 @ddp_fault(
-    "of two periods that are due the one of fewer ranks is taken",
+    "if two periods are due, the average is over the smaller group",
     "test_model_averagers",
     condition="HierarchicalModelAverager, steps that two periods divide",
     least_gpus=4,
@@ -79,11 +79,11 @@ def fewer_ranks_averaged() -> Iterator[None]:
 @ddp_fault(
     "PostLocalSGDOptimizer averages parameters before its own step",
     "test_model_averagers",
-    condition="steps that are due",
+    condition="steps with an average",
     least_gpus=2,
 )
 def averaged_before_the_step() -> Iterator[None]:
-    # Not at the top: torch compiles functions of the optimizers as it is imported.
+    # Imported here, because this import makes torch compile functions of the optimizers.
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     def step(real: Callable[..., Any], self: Any) -> None:
@@ -94,7 +94,7 @@ def averaged_before_the_step() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the steps to warm up are averaged too", "test_model_averagers", condition="the first steps")
+@ddp_fault("averagers also average during warm-up", "test_model_averagers", condition="the first steps")
 def averaged_from_the_start() -> Iterator[None]:
     def average(real: Callable[..., Any], self: Any, *args: Any) -> None:
         self.warmup_steps = 0
@@ -105,7 +105,7 @@ def averaged_from_the_start() -> Iterator[None]:
 
 
 @ddp_fault(
-    "named tuples that are moved to the device arrive as plain ones",
+    "named tuples moved to the device become plain tuples",
     "test_arguments",
     condition="named tuples among the arguments",
 )
@@ -115,7 +115,7 @@ def names_of_tuples_lost() -> Iterator[None]:
 
 
 @ddp_fault(
-    "buffers that state dicts leave out are not sent",
+    "non-persistent buffers are not broadcast",
     "test_buffers",
     condition="persistent=False",
 )
@@ -147,7 +147,7 @@ def no_sync_goes_on() -> Iterator[None]:
 
 
 @ddp_fault(
-    "a rank adds the gradient of the step before for what it has not used",
+    "a rank adds the previous step's gradient for parameters that it did not use",
     "test_unused_parameters",
     condition="find_unused_parameters and gradient_as_bucket_view, from the second step on",
 )
@@ -168,7 +168,7 @@ def unused_views_not_cleared() -> Iterator[None]:
 
 
 @ddp_fault(
-    "BatchNorm moves its statistics by a tenth on the last rank, where the average of all steps is asked for",
+    "BatchNorm with momentum=None uses momentum 0.1 on the last rank",
     "test_buffers",
     condition="momentum=None, one rank",
 )

@@ -27,7 +27,7 @@ def _with_first_off(values: torch.Tensor) -> torch.Tensor:
 
 
 @ddp_fault(
-    "a communication hook is not asked for buckets beyond the first",
+    "a communication hook is not called for buckets after the first",
     "test_averaging_hooks",
     condition="buckets beyond the first",
 )
@@ -40,7 +40,7 @@ def hook_for_the_first_bucket() -> Iterator[None]:
                 return hook(state, bucket)
             return default_hooks.allreduce_hook(self.process_group, bucket)
 
-        # DDP compares annotations with its own types, and does not resolve those that are strings.
+        # DDP compares annotations with its own types, and does not resolve string annotations.
         first_only.__annotations__.clear()
         real(self, state, first_only)
 
@@ -49,7 +49,7 @@ def hook_for_the_first_bucket() -> Iterator[None]:
 
 
 @ddp_fault(
-    "what a communication hook returns is added to once more on the last rank",
+    "the last rank adds 1 to an element of a communication hook's result",
     "test_averaging_hooks",
     condition="one rank, one of three buckets",
 )
@@ -93,7 +93,7 @@ def bfloat16_hook_in_float32() -> Iterator[None]:
 
 
 @ddp_fault(
-    "a hook that is wrapped to compress is given what is not compressed",
+    "a hook wrapped for compression gets uncompressed gradients",
     "test_compressing_hooks",
     condition="bf16_compress_wrapper",
 )
@@ -106,7 +106,7 @@ def wrapped_hook_in_float32() -> Iterator[None]:
 
 
 @ddp_fault(
-    "compressed gradients are divided after they were added up",
+    "compressed gradients are divided after the sum instead of before",
     "test_compressing_hooks",
     condition="sums that the dtype does not hold",
     least_gpus=2,
@@ -122,7 +122,7 @@ def divided_after_the_sum() -> Iterator[None]:
 
 
 @ddp_fault(
-    "the last rank goes on with what a communication hook has returned in the third step",
+    "the last rank keeps the result of a communication hook in the third step for all later steps",
     "test_averaging_hooks",
     condition="from the fourth step on, one rank",
 )
@@ -144,7 +144,7 @@ def third_result_kept() -> Iterator[None]:
 
 
 def _third_at_most(results: list[torch.Tensor], value: Any) -> torch.Tensor:
-    """Return the result of a hook, or on the last rank the third one in place of each that follows."""
+    """Return the result of a hook; on the last rank, replace all results after the third by the third."""
     result: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
     if is_last() and len(results) == 3:
         return result.copy_(results[-1])
@@ -173,9 +173,9 @@ def low_rank_result_narrowed() -> Iterator[None]:
 
 
 @ddp_fault(
-    "a compressing hook divides by the number of all ranks in a group, too",
+    "a compressing hook in a group divides by the number of all ranks",
     "test_hooks_in_groups",
-    condition="hooks that are given a group of some of the ranks",
+    condition="hooks with a group of some ranks",
     least_gpus=2,
 )
 def compressed_mean_over_all() -> Iterator[None]:
@@ -188,7 +188,7 @@ def compressed_mean_over_all() -> Iterator[None]:
 
 
 @ddp_fault(
-    "PowerSGD does not keep what it has left out of other buckets than the first",
+    "PowerSGD loses the error feedback of buckets after the first",
     "test_low_rank_hook",
     condition="several buckets",
 )
@@ -209,7 +209,7 @@ def _forget(state: Any, bucket: int, done: Any) -> torch.Tensor:
 
 
 @ddp_fault(
-    "a communication hook is told the gradients of a bucket in the order of another",
+    "GradBucket.gradients returns the gradients in reverse order",
     "test_averaging_hooks",
     "test_low_rank_hook",
     condition="buckets of several parameters",
@@ -223,7 +223,7 @@ def gradients_told_in_reverse() -> Iterator[None]:
 
 
 @ddp_fault(
-    "PowerSGD adds what it has left out to the next gradient twice",
+    "PowerSGD adds its error feedback to the next gradient twice",
     "test_low_rank_hook",
     condition="from the second compressed step on",
 )
@@ -252,7 +252,7 @@ def batch_compressed_too_soon() -> Iterator[None]:
 
 
 @ddp_fault(
-    "batched PowerSGD keeps half of what it has left out",
+    "batched PowerSGD keeps half of its error feedback",
     "test_low_rank_hook",
     condition="batched_powerSGD_hook",
 )
@@ -279,7 +279,7 @@ def _halve(state: Any, bucket: int, done: Any) -> torch.Tensor:
 
 
 @ddp_fault(
-    "post_localSGD_hook counts buckets, and becomes local too soon",
+    "post_localSGD_hook counts buckets as steps and becomes local too early",
     "test_hooks_in_groups",
     condition="several buckets",
     least_gpus=2,
@@ -309,7 +309,7 @@ def never_local() -> Iterator[None]:
 
 
 @ddp_fault(
-    "post_localSGD_hook averages over the group where each rank is to keep its own",
+    "post_localSGD_hook averages over the group in steps without a local average",
     "test_hooks_in_groups",
     condition="post_local_gradient_allreduce=False",
     least_gpus=2,

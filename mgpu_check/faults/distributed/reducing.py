@@ -1,4 +1,4 @@
-"""Planted faults of the reducer of DistributedDataParallel, and of which parameters and ranks it is for."""
+"""Planted faults of the reducer of DistributedDataParallel: its buckets, parameters and process groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MANY = 1 << 16
 
 
 class _Calls:
-    """Counts the buckets of one place that each model has reduced."""
+    """Counts how often each model reduced the bucket of one index."""
 
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
@@ -53,7 +53,7 @@ def gradients_in_tf32() -> Iterator[None]:
 
 
 @ddp_fault(
-    "the last rank adds the bucket of the step before to its own",
+    "the last rank adds the bucket of the previous step to its own",
     "test_models",
     condition="one rank, from the second step on",
 )
@@ -85,7 +85,7 @@ def tied_weight_counted_once() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the last of an odd number of rows is read as the first", "test_models", condition="odd batch sizes")
+@ddp_fault("the last row of an odd number is a copy of the first", "test_models", condition="odd batch sizes")
 def odd_rows_repeated() -> Iterator[None]:
     def repeat(real: Callable[..., Any], self: DistributedDataParallel, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, torch.Tensor) and len(x) % 2 and len(x) > 1:
@@ -108,14 +108,12 @@ def adam_in_bfloat16() -> Iterator[None]:
         return result
 
     with replaced_method(torch.optim.Adam, "step", step):
-        # The mark of torch on what it has wrapped: AdamW would keep a wrapper of this step, beyond the fault, too.
+        # torch marks wrapped methods so. Without the mark, AdamW would keep a wrapper of this step after the fault.
         torch.optim.Adam.step.hooked = True  # type: ignore[attr-defined]
         yield
 
 
-@ddp_fault(
-    "an embedding's gradient lacks what ranks other than the first have", "test_models", condition="embeddings only"
-)
+@ddp_fault("gradients of embeddings include the first rank only", "test_models", condition="embeddings only")
 def embedding_left_local() -> Iterator[None]:
     def local(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         rank = dist.get_rank(model.process_group)
@@ -164,7 +162,7 @@ def long_gradients_cut() -> Iterator[None]:
 
 
 @ddp_fault(
-    "after buckets are rebuilt one of them is reduced in the old order",
+    "one of the rebuilt buckets is reduced in the old order",
     "test_buckets",
     condition="third step, buckets beyond the first",
 )
@@ -180,7 +178,7 @@ def rebuilt_buckets_rotated() -> Iterator[None]:
 
 
 @ddp_fault(
-    "one element of a gradient that is a view of its bucket is lost",
+    "one element of a gradient that is a bucket view is lost",
     "test_buckets",
     condition="gradient_as_bucket_view, small buckets",
 )
@@ -195,7 +193,7 @@ def views_of_buckets_cut() -> Iterator[None]:
 
 
 @ddp_fault(
-    "from the fourth step on the last rank's gradients are not in the mean",
+    "the mean leaves out the last rank from the fourth step on",
     "test_gradient_hooks",
     condition="from the fourth step on, one rank",
 )
@@ -213,7 +211,7 @@ def left_out_from_the_fourth_step() -> Iterator[None]:
 
 
 @ddp_fault(
-    "the mean of a gradient is over the ranks that have used the parameter",
+    "the mean of a gradient counts only the ranks that used the parameter",
     "test_unused_parameters",
     condition="parameters that some ranks do not use",
 )
@@ -231,7 +229,7 @@ def mean_over_users() -> Iterator[None]:
 
 
 @ddp_fault(
-    "a parameter that no rank uses is given a gradient of zeros",
+    "a parameter that no rank uses gets a gradient of zeros",
     "test_unused_parameters",
     condition="parameters that no rank uses",
 )
@@ -248,7 +246,7 @@ def zeros_for_the_unused() -> Iterator[None]:
 
 
 @ddp_fault(
-    "static_graph reduces a layer that is used twice when the first of its gradients is there",
+    "static_graph reduces a layer that is used twice after its first gradient",
     "test_static_graph",
     condition="static_graph, from the second step on",
 )
@@ -267,7 +265,7 @@ def static_graph_too_early() -> Iterator[None]:
 
 
 @ddp_fault(
-    "frozen parameters are not sent at the start",
+    "frozen parameters are not broadcast at the start",
     "test_frozen_parameters",
     condition="parameters that need no gradient",
 )
@@ -281,7 +279,7 @@ def frozen_parameters_not_sent() -> Iterator[None]:
         yield
 
 
-@ddp_fault("parameters that are to be ignored are averaged, too", "test_frozen_parameters")
+@ddp_fault("ignored parameters are averaged, too", "test_frozen_parameters")
 def ignored_parameters_averaged() -> Iterator[None]:
     with replaced(DDP, "_set_params_and_buffers_to_ignore_for_model", staticmethod(lambda module, names: None)):
         yield
@@ -290,7 +288,7 @@ def ignored_parameters_averaged() -> Iterator[None]:
 # Groups
 
 
-@ddp_fault("DDP takes all ranks whatever group it is given", "test_process_groups", condition="subgroups")
+@ddp_fault("DDP ignores process_group and uses all ranks", "test_process_groups", condition="subgroups")
 def group_ignored() -> Iterator[None]:
     with wrapped(process_group=None):
         yield

@@ -1,4 +1,4 @@
-"""Planted faults of optimizers whose state was loaded."""
+"""Planted faults of the loading of optimizer states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from mgpu_check.faults.breaking import ddp_fault, replaced_method
 
 
 @ddp_fault(
-    "an optimizer of local SGD that was loaded counts its steps from 0",
+    "a loaded optimizer of local SGD counts its steps from 0",
     "test_model_averagers",
     condition="load_state_dict after a step",
     least_gpus=2,
 )
 def averager_begins_anew() -> Iterator[None]:
-    from torch.distributed.optim import PostLocalSGDOptimizer  # scripts functions, and warns of that: for this alone
+    # This import compiles functions with a warning, so only this fault does it.
+    from torch.distributed.optim import PostLocalSGDOptimizer
 
     def load(real: Callable[..., Any], self: PostLocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
         real(self, state_dict)

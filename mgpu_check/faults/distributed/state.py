@@ -1,4 +1,4 @@
-"""Planted faults of what a model under DistributedDataParallel holds and is given, and of the loops around it."""
+"""Planted faults of the state and the inputs of a model under DistributedDataParallel, and of training loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_first() -> bool:
 
 
 def _after_the_start(change: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Have `change` done to all state that ranks other than the first have been sent at the start."""
+    """Apply `change` to the state that ranks other than the first receive at the start."""
 
     def sync(real: Callable[..., Any], **kwargs: Any) -> None:
         real(**kwargs)
@@ -102,7 +102,7 @@ def nan_sent_as_zero() -> Iterator[None]:
 def _instead_of_sending(
     around: Callable[[DistributedDataParallel, Callable[[], None]], None],
 ) -> Iterator[None]:
-    """Have `around` in place of the broadcast of buffers before a forward pass: it is given the model, and the broadcast."""
+    """Replace the broadcast of buffers before a forward pass by `around`, which gets the model and the original."""
 
     def sync(real: Callable[..., Any], self: DistributedDataParallel, *args: Any) -> None:
         around(self, lambda: real(self, *args))
@@ -333,7 +333,7 @@ def autocast_off_within() -> Iterator[None]:
         yield
 
 
-@ddp_fault("infinite gradients arrive as large finite ones", "test_scaler", condition="infinities only")
+@ddp_fault("infinite gradients become large finite ones", "test_scaler", condition="infinities only")
 def infinities_lost() -> Iterator[None]:
     def finite(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         return buffer.nan_to_num(nan=0.0)
@@ -354,7 +354,7 @@ def scale_not_halved() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the norm that clips is that of weights only", "test_clipping", condition="order 2")
+@ddp_fault("clipping uses the norm of weights only, without biases", "test_clipping", condition="order 2")
 def norm_without_biases() -> Iterator[None]:
     def clip(real: Callable[..., Any], parameters: Any, most: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
         every = list(parameters)
@@ -381,9 +381,9 @@ def norm_in_float16() -> Iterator[None]:
 
 
 @ddp_fault(
-    "DDP that is not told its device keeps each rank's parameters",
+    "DDP without device_ids keeps each rank's own parameters",
     "test_buckets",
-    condition="no device_ids, other ranks than the first",
+    condition="no device_ids, ranks other than the first",
     least_gpus=2,
 )
 def untold_device_not_synchronized() -> Iterator[None]:

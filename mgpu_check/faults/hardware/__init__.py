@@ -1,1 +1,1 @@
-"""Defects of hardware, planted below the checks, in the simulated node and in its telemetry."""
+"""Defects of hardware, planted in the simulated node and its telemetry, below the checks."""

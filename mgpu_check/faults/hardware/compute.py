@@ -47,8 +47,8 @@ _fault(
 )
 _fault("product-lane", "one lane of each warp is wrong in matrix products", _PRODUCTS, {"pattern": "lane"})
 _fault("product-tile", "one tile of large matrix products is wrong", _PRODUCTS, {"pattern": "tile", "above": 4096})
-_fault("product-nan", "matrix products have a NaN now and then", _PRODUCTS, {"pattern": "nan", "every": 5})
-_fault("product-tf32", "matrix products are wrong where TF32 is on", _PRODUCTS, {}, tf32=True)
+_fault("product-nan", "matrix products sometimes have a NaN", _PRODUCTS, {"pattern": "nan", "every": 5})
+_fault("product-tf32", "matrix products are wrong if TF32 is on", _PRODUCTS, {}, tf32=True)
 _fault("product-hot", "matrix products are wrong on a GPU that has been busy", _PRODUCTS, {"heat": 1e-3})
 _fault("product-rare", "a matrix product is wrong one time in 10000", _PRODUCTS, {"every": 10000}, level="long")
 _fault("product-seldom", "a matrix product is wrong one time in 50", _PRODUCTS, {"every": 50}, level="standard")
@@ -62,12 +62,12 @@ _fault("convolution", "convolutions are wrong", ("convolution", "convolution_bac
 _fault("attention", "attention is wrong", _ATTENTION, {})
 _fault("reduction", "sums are wrong in one bit", _SUMS, {"pattern": "bit"})
 _fault("functions", "transcendental functions are off by their lowest bit", _FUNCTIONS, {"pattern": "low-bit"})
-_fault("sorting", "sorting leaves two elements in each other's place", _SORTING, {"pattern": "swap"})
-_fault("elementwise", "sums and products of elements are wrong now and then", _ELEMENTWISE, {"every": 3})
+_fault("sorting", "sorting swaps two elements", _SORTING, {"pattern": "swap"})
+_fault("elementwise", "sums and products of elements are sometimes wrong", _ELEMENTWISE, {"every": 3})
 hardware_fault(
     HardwareFault(
         "random-repeats",
-        "random numbers repeat after half of what is drawn",
+        "the second half of random numbers repeats the first",
         {"device": 1},
         gpu,
         ("compute",),

@@ -29,17 +29,15 @@ def _host_link(name: str, summary: str, defaults: Parameters, **given: Any) -> N
     )
 
 
-_link("copy-zeros", "copies over a link bring zeros", {})
-_link("copy-stale", "copies over a link leave what was there before", {}, "Stale")
-_link("copy-of-another-peer", "copies over a link bring what another peer has sent", {}, "AnotherPeer")
+_link("copy-zeros", "copies over a link deliver zeros", {})
+_link("copy-stale", "copies over a link leave the old content", {}, "Stale")
+_link("copy-of-another-peer", "copies over a link deliver the data of another peer", {}, "AnotherPeer")
 _link("copy-offset", "copies over a link arrive 64 bytes too far", {}, what="offset")
 _link("copy-tail", "copies over a link have a wrong end", {}, what="tail")
 _link("copy-large", "copies over a link lose their second half above 2 MiB", {"above": 2 << 20}, what="half")
 _link("copy-by-kernel", "only kernels that write to the peer's memory write zeros", {"path": "kernel"})
-_link("copy-by-engine", "only the copy engine brings zeros", {"path": "engine"})
-_link(
-    "copy-under-load", "copies over a link have a wrong bit if others are under way", {"load": 1, "seed": 0}, what="bit"
-)
+_link("copy-by-engine", "only the copy engine delivers zeros", {"path": "engine"})
+_link("copy-under-load", "copies over a link have a wrong bit if other copies run", {"load": 1, "seed": 0}, what="bit")
 _link("copy-lanes", "copies over a link have a wrong bit in each 32nd word", {"seed": 0}, what="lane")
 _link(
     "copy-seldom", "one copy in 20 over a link has a wrong bit", {"every": 20, "seed": 0}, level="standard", what="bit"

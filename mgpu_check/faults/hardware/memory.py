@@ -7,7 +7,7 @@ from mgpu_check.faults.hardware.registry import HardwareFault, Parameters, gpu, 
 __all__: list[str] = []
 
 _ADDRESS = 5_000_003
-"""In a third of the memory of a simulated GPU, aligned to nothing."""
+"""Within the first third of the memory of a simulated GPU, and odd, so that it is aligned to nothing."""
 
 
 def _fault(name: str, summary: str, defaults: Parameters, cls: str, level: str = "quick") -> None:
@@ -20,15 +20,15 @@ _fault("memory-stuck-at-one", "a bit of the memory is always 1", {"bit": 6, "val
 _fault("memory-dead-row", "a row of the memory reads as zeros", {"length": 1024}, "DeadRow")
 _fault(
     "memory-aliased",
-    "two addresses are one: what is written to either is in both",
+    "two addresses are the same cell: a write to one changes both",
     {"length": 64, "distance": 4096},
     "Aliased",
 )
 _fault(
     "memory-aliased-pages",
-    "two pages are one: what is written to either is in both",
+    "two pages are the same memory: a write to one changes both",
     {"address": 5 << 20, "length": 65536, "distance": 1 << 20},
     "Aliased",
 )
-_fault("memory-coupled", "a bit that rises flips its neighbour", {"bit": 2}, "Coupled")
-_fault("memory-weak", "a bit flips now and then", {"bit": 5, "every": 7, "seed": 0}, "WeakBit")
+_fault("memory-coupled", "a bit that changes from 0 to 1 flips its neighbour", {"bit": 2}, "Coupled")
+_fault("memory-weak", "a bit sometimes flips", {"bit": 5, "every": 7, "seed": 0}, "WeakBit")

@@ -1,4 +1,4 @@
-"""Plant hardware in the simulated node of a process: with the faults that a text names, or right."""
+"""Give the simulated node of a process simulated hardware, with the faults that a text names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["hardware_planted"]
 
 
 def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the simulated node of this process has the hardware that `registry.hardware_text` describes.
+    """Return a context that gives the simulated node of this process the hardware of a text of `registry.hardware_text`.
 
-    What the hardware counts, and its time, go on from one context to the next.
+    Counters and time of the hardware continue from one context to the next.
 
     Raises:
-        ValueError: there is no simulated node here, or the text names no fault.
+        ValueError: this process has no simulated node, or the text names an unknown fault.
     """
     return planted(_hardware(text))
 

@@ -1,4 +1,4 @@
-"""Register defects of hardware, read how a user names one, and find what it stands for."""
+"""Register defects of hardware, and parse their names on the command line."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ __all__ = [
 ]
 
 HARDWARE = "hardware:"
-"""With this begins the name of a fault that is hardware; see `hardware_text`."""
+"""Prefix of the names of hardware faults; see `hardware_text`."""
 
 MEMORY = 16 << 20
-"""Bytes of memory of a simulated GPU that has hardware: little, so that all of it is soon written and read."""
+"""Bytes of memory of a GPU with simulated hardware. Small, so that checks of all of it are fast."""
 
 MODULES = ("memory", "compute", "copies", "collectives", "speed", "telemetry")
 """`mgpu_check.faults.hardware.<module>` holds the faults of each theme."""
 
 PATTERNS = ("bit", "low-bit", "bits", "lane", "nan", "tile", "swap")
-"""What wrong elements look like; see `defects.chance`."""
+"""Patterns of wrong elements; see `defects.chance`."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "path": ("any", "engine", "kernel"),
@@ -60,7 +60,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     ),
     "field": tuple(FIELDS),
 }
-"""Parameters that are words -> those that mean something; with another one, nothing would ever be wrong."""
+"""Valid values of the parameters that are words. With any other value a fault would have no effect."""
 
 Value = int | float | str
 Parameters = Mapping[str, Value]
@@ -71,13 +71,13 @@ class HardwareFault:
     """A defect of hardware that can be planted.
 
     Attributes:
-        defaults: its parameters: "device", "peer", "dtype", "operation", "above" (bytes), "probability" (per operation),
-            "every" (one operation in so many), "after" (seconds since the start), "factor", ... as far as it has them.
-        parts: what must be accused.
-        caught_by: the checks that must see it.
-        level: the lowest level at which it must be found.
-        defect: makes what is planted in the simulated node; None where only telemetry shows it.
-        telemetry: what telemetry says, if it shows it.
+        defaults: its parameters with their defaults: "device", "peer", "dtype", "operation", "above" (bytes), "probability" (per
+            operation), "every" (affects every n-th operation), "after" (seconds since the start), "factor", ...
+        parts: the parts that the verdict must accuse.
+        caught_by: the checks that must detect it.
+        level: the lowest level that must detect it.
+        defect: makes the defect of the simulated node; None if the fault shows in telemetry only.
+        telemetry: makes the overrides of telemetry; empty by default.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Planted:
     """A fault with its parameters.
 
     Attributes:
-        text: as a user names it: ``copy-zeros:device=0,peer=2,above=2097152``.
+        text: the fault in the notation of the command line: ``copy-zeros:device=0,peer=2,above=2097152``.
     """
 
     fault: HardwareFault
@@ -108,12 +108,12 @@ class Planted:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that must be accused."""
+        """The parts that the verdict must accuse."""
         return self.fault.parts(self.parameters)
 
 
 def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defect]:
-    """Return what makes a class of `defects.<module>` with parameters, and with what is given; it imports torch then."""
+    """Return a function that makes the class `name` of `defects.<module>` from parameters and `given`. Its call imports torch."""
 
     def make(parameters: Parameters) -> Defect:
         found = importlib.import_module(f"mgpu_check.faults.hardware.defects.{module}")
@@ -124,17 +124,17 @@ def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defe
 
 
 def gpu(parameters: Parameters) -> tuple[Part, ...]:
-    """Return the part that is at fault where ``device`` is."""
+    """Return the GPU ``device`` as the part at fault."""
     return (Part("gpu", (int(parameters["device"]),)),)
 
 
 def link(parameters: Parameters) -> tuple[Part, ...]:
-    """Return the part that is at fault where the link from ``device`` to ``peer`` is."""
+    """Return the link from ``device`` to ``peer`` as the part at fault."""
     return (Part("link", (int(parameters["device"]), int(parameters["peer"]))),)
 
 
 def host_link(parameters: Parameters) -> tuple[Part, ...]:
-    """Return the part that is at fault where the link between the host and ``device`` is."""
+    """Return the link between the host and ``device`` as the part at fault."""
     return (Part("host-link", (int(parameters["device"]),)),)
 
 
@@ -145,7 +145,7 @@ def hardware_fault(fault: HardwareFault) -> HardwareFault:
     """Register a fault.
 
     Raises:
-        ValueError: another one has its name.
+        ValueError: another fault has this name.
     """
     if _faults.get(fault.name, fault) != fault:
         raise ValueError(f"hardware_fault: {fault.name!r} is registered already")
@@ -161,10 +161,10 @@ def all_hardware_faults() -> dict[str, HardwareFault]:
 
 
 def planted_from(text: str) -> Planted:
-    """Read a fault as a user names it: a name, and after a colon parameters that differ from its defaults.
+    """Parse a fault in the notation of the command line: a name, a colon, and parameters that differ from the defaults.
 
     Raises:
-        ValueError: naming what is unknown, and the valid set.
+        ValueError: the name, a parameter or its value is unknown. The message gives the valid set.
     """
     faults = all_hardware_faults()
     name, _, given = text.partition(":")
@@ -172,24 +172,24 @@ def planted_from(text: str) -> Planted:
         close = difflib.get_close_matches(name, faults, n=3, cutoff=0.4)
         nearest = f"did you mean {' or '.join(close)}? " if close else ""
         raise ValueError(
-            f"{name!r} is no fault of hardware; {nearest}mgpu-check accept --plant=list lists all {len(faults)}"
+            f"{name!r} is not a hardware fault; {nearest}mgpu-check accept --plant=list lists all {len(faults)}"
         )
     fault = faults[name]
     parameters = dict(fault.defaults)
     for pair in filter(None, given.split(",")):
         key, equals, value = pair.partition("=")
         if key not in parameters or not equals:
-            raise ValueError(f"{name}: {pair!r} is no parameter of it; choose from {', '.join(parameters)}")
+            raise ValueError(f"{name}: {pair!r} is not one of its parameters; choose from {', '.join(parameters)}")
         parameters[key] = _value(name, key, value, parameters[key])
     return Planted(fault, parameters)
 
 
 def hardware_text(faults: Sequence[Planted], memory: int = MEMORY, started: float | None = None) -> str:
-    """Return the name under which `faults.registry.planted` plants these faults, or right hardware if there are none.
+    """Return the name of these faults for `faults.registry.planted`; hardware without defects if `faults` is empty.
 
     Args:
-        memory: of each GPU, in bytes.
-        started: when the run has, as `time.time` tells it, from which ``after`` counts; default now.
+        memory: memory of each GPU, in bytes.
+        started: start of the run, by `time.time`. The parameter ``after`` counts from it. Default now.
     """
     own = f"memory={memory},started={time.time() if started is None else started}"
     return HARDWARE + ";".join([own, *(fault.text for fault in faults)])
@@ -198,8 +198,8 @@ def hardware_text(faults: Sequence[Planted], memory: int = MEMORY, started: floa
 def _value(name: str, key: str, text: str, default: Value) -> Value:
     if isinstance(default, str):
         if text not in CHOICES[key]:
-            raise ValueError(f"{name}: {key}={text!r} means nothing; choose from {', '.join(CHOICES[key])}")
+            raise ValueError(f"{name}: {key}={text!r} is unknown; choose from {', '.join(CHOICES[key])}")
         return text
     if not re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", text):
-        raise ValueError(f"{name}: {key}={text!r} is no number; its default is {default}")
+        raise ValueError(f"{name}: {key}={text!r} is not a number; its default is {default}")
     return int(text) if isinstance(default, int) else float(text)

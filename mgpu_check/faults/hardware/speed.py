@@ -59,7 +59,7 @@ hardware_fault(
 hardware_fault(
     HardwareFault(
         "lost",
-        "a GPU falls off the bus, in the middle of the run where `after` says so",
+        "a GPU falls off the bus, `after` seconds into the run",
         {"device": 1, "after": 0.0},
         gpu,
         ("inventory", "memory", "compute", "links", "collectives", "training"),

@@ -1,4 +1,4 @@
-"""Defects that telemetry shows: counters that grow, settings that differ, links that are down, a driver that does not answer."""
+"""Defects that telemetry reports: growing counters, different settings, links that are down, a driver that hangs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mgpu_check.faults.hardware.registry import (
 __all__: list[str] = []
 
 _GROWING = {
-    "ecc_corrected": ("corrected errors of memory become more", 20),
-    "ecc_uncorrected": ("uncorrected errors of memory become more", 1),
-    "remapped_uncorrected": ("rows of memory are remapped in the run", 1),
-    "pcie_replays": ("packets are sent again over PCIe, more than its bit error rate allows", 50),
-    "pcie_fatal": ("fatal errors of PCIe become more", 1),
-    "nvlink_crc": ("CRC errors of NVLinks become more, fast", 10_000),
+    "ecc_corrected": ("the counter of corrected memory errors grows", 20),
+    "ecc_uncorrected": ("the counter of uncorrected memory errors grows", 1),
+    "remapped_uncorrected": ("rows of memory are remapped during the run", 1),
+    "pcie_replays": ("PCIe replays exceed the allowed bit error rate", 50),
+    "pcie_fatal": ("the counter of fatal PCIe errors grows", 1),
+    "nvlink_crc": ("the counter of NVLink CRC errors grows fast", 10_000),
     "nvlink_replay": ("NVLinks replay", 1),
     "nvlink_recovery": ("NVLinks recover", 1),
 }
-"""Counters that a fault lets grow, and by how much each time they are asked."""
+"""Counters that a fault increments, and the increment per query."""
 
 _WRONG: dict[str, tuple[str, str, Value, tuple[str, ...]]] = {
     "remap-pending": ("a row of memory waits for its remapping", "remap_pending", True, ("health",)),
@@ -37,12 +37,12 @@ _WRONG: dict[str, tuple[str, str, Value, tuple[str, ...]]] = {
     "recovery-required": ("the driver asks for a reset of the GPU", "recovery_action", "reset the GPU", ("health",)),
     "ecc-off": ("ECC is off on one GPU", "ecc", "off", ("inventory",)),
     "power-limit": ("one GPU has a lower power limit", "power_limit", 500, ("inventory",)),
-    "vbios-differs": ("one GPU has another VBIOS", "vbios", "00.00.00.00.01", ("inventory",)),
-    "model-differs": ("one GPU is of another model", "name", "SIMULATED-2", ("inventory",)),
-    "clock-limit": ("one GPU cannot go as fast as the others", "sm_clock_max", 1410, ("inventory",)),
+    "vbios-differs": ("one GPU has a different VBIOS", "vbios", "00.00.00.00.01", ("inventory",)),
+    "model-differs": ("one GPU is of a different model", "name", "SIMULATED-2", ("inventory",)),
+    "clock-limit": ("one GPU has a lower maximum clock", "sm_clock_max", 1410, ("inventory",)),
     "mig-on": ("MIG mode is on, on one GPU", "mig", "on", ("inventory",)),
 }
-"""What one field of one GPU says: summary, field, value, and the checks that must see it."""
+"""Faults that set one field of one GPU: summary, field, value, and the checks that must detect it."""
 
 
 def _says(field: str, value: Value | None = None, *, error: str = "") -> Callable[[Parameters], Sequence[Override]]:
@@ -93,7 +93,7 @@ hardware_fault(
 hardware_fault(
     HardwareFault(
         "nvlink-goes-down",
-        "an NVLink goes down in the run",
+        "an NVLink goes down during the run",
         {"device": 1, "after": 0.1},
         gpu,
         ("health",),
@@ -113,7 +113,7 @@ hardware_fault(
 hardware_fault(
     HardwareFault(
         "thermal-throttle",
-        "a GPU gets hot under load, and its clocks go down",
+        "a GPU overheats under load, and its clocks drop",
         {"device": 1, "after": 0.0},
         gpu,
         ("health",),
@@ -129,7 +129,7 @@ def _less_memory(parameters: Parameters) -> Sequence[Override]:
 hardware_fault(
     HardwareFault(
         "memory-missing",
-        "telemetry counts less memory on one GPU",
+        "telemetry reports less memory on one GPU",
         {"device": 2, "bytes": 12 << 20},
         gpu,
         ("inventory",),
@@ -162,7 +162,7 @@ def _falls_off_the_bus(parameters: Parameters) -> Sequence[Override]:
 hardware_fault(
     HardwareFault(
         "xid-79",
-        "a GPU falls off the bus in the run: Xid 79, and telemetry has lost it",
+        "a GPU falls off the bus during the run, with Xid 79, and telemetry loses it",
         {"device": 3, "after": 0.1},
         gpu,
         ("health",),

@@ -1,4 +1,4 @@
-"""Defects of samplers, loaders and their workers, and of what divides datasets."""
+"""Defects of samplers, loaders and their workers, and of splits of datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of what divides datasets, and of what resumes an epoch."""
+"""Defects of splits of datasets, and of resumed epochs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mgpu_check.torch_hooks.patches import replaced
 
 @fault(
     "loading",
-    "random_split ignores its generator, so that ranks divide the dataset each in another way",
+    "random_split ignores its generator, so ranks split the dataset differently",
     caught_by=("test_datasets_are_divided",),
 )
 def split_by_the_global_generator() -> Iterator[None]:
-    """Samples that one rank trains on another one validates on."""
+    """One rank validates on samples that another rank trains on."""
     real = torch.randperm
 
     def randperm(n: int, *args: Any, generator: Any = None, **named: Any) -> torch.Tensor:
@@ -35,12 +35,12 @@ def split_by_the_global_generator() -> Iterator[None]:
 
 @fault(
     "loading",
-    "the first sample behind a seam of ConcatDataset is the last before it",
+    "ConcatDataset returns the previous sample for the first sample of a later part",
     caught_by=("test_datasets_are_divided",),
-    condition="the first sample of a later part",
+    condition="first samples of later parts",
 )
 def seam_off_by_one() -> Iterator[None]:
-    """As by a bisection from the wrong side."""
+    """As with a bisection from the wrong side."""
     real = ConcatDataset.__getitem__
 
     def changed(self: Any, index: int) -> Any:
@@ -52,12 +52,12 @@ def seam_off_by_one() -> Iterator[None]:
 
 @fault(
     "loading",
-    "samples of a part are those of the whole dataset",
+    "samples of a part are indexed in the whole dataset",
     caught_by=("test_datasets_are_divided",),
     condition="parts that were divided by random_split",
 )
 def part_forgets_its_indices() -> Iterator[None]:
-    """Each part is the beginning of the dataset."""
+    """Each part is a prefix of the dataset."""
 
     def changed(self: Any, index: Any) -> Any:
         return self.dataset[index]
@@ -68,12 +68,12 @@ def part_forgets_its_indices() -> Iterator[None]:
 
 @fault(
     "loading",
-    "a sampler's generator that is restored is not the one it draws from",
+    "a sampler does not draw from its restored generator",
     caught_by=("test_epochs_are_resumed",),
     condition="after a checkpoint",
 )
 def restored_generator_ignored() -> Iterator[None]:
-    """A resumed epoch has another order: samples come twice, and others not at all."""
+    """A resumed epoch has another order: some samples are repeated and others are missing."""
     real = RandomSampler.__iter__
 
     def changed(self: Any) -> Iterator[int]:
@@ -89,7 +89,7 @@ def restored_generator_ignored() -> Iterator[None]:
 
 @fault(
     "loading",
-    "a loader that goes on in the middle begins a batch too early",
+    "a resumed loader starts one batch too early",
     caught_by=("test_epochs_are_resumed",),
     condition="resumed after the first batch or later",
 )
@@ -106,12 +106,12 @@ def resumed_a_batch_too_early() -> Iterator[None]:
 
 @fault(
     "loading",
-    "batches of a part of a part are those of the outer part alone",
+    "batches of a nested Subset ignore the inner Subset",
     caught_by=("test_datasets_are_divided",),
     condition="Subset of a Subset, batches",
 )
 def inner_parts_skipped() -> Iterator[None]:
-    """Sample by sample it is right."""
+    """Single samples are right."""
     real = Subset.__getitems__
 
     def items(self: Any, places: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Defects of samplers: `DistributedSampler`, `BatchSampler`, and how many batches a loader says it has."""
+"""Defects of samplers: `DistributedSampler`, `BatchSampler`, and the length of a loader."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Change = Callable[[Any, list[int]], list[int]]
 
 
 def _sampler_changed(change: Change) -> Any:
-    """`DistributedSampler`, whose ranks are given other samples."""
+    """Replace the share of each rank in `DistributedSampler`."""
     real = DistributedSampler.__iter__
     return replaced(DistributedSampler, "__iter__", lambda self: iter(change(self, list(real(self)))))
 
 
 @fault(
     "loading",
-    "without padding, the last ranks have a sample fewer than the first",
+    "DistributedSampler does not pad, so the last ranks have one sample fewer",
     caught_by=("test_sampler_covers_the_dataset",),
     condition="lengths that do not divide by the ranks",
 )
 def padding_left_out() -> Iterator[None]:
-    """In a loop with collectives the first ranks would wait forever."""
+    """In a loop with collectives, the first ranks would wait forever."""
 
     def change(self: Any, share: list[int]) -> list[int]:
         short = not self.drop_last and self.rank >= (len(self.dataset) % self.num_replicas or self.num_replicas)
@@ -49,10 +49,10 @@ def padding_left_out() -> Iterator[None]:
     "loading",
     "padding repeats one sample for all ranks that need one",
     caught_by=("test_sampler_covers_the_dataset",),
-    condition="two samples of padding or more, which takes three ranks",
+    condition="two samples of padding or more, with three ranks",
 )
 def padding_of_one_sample() -> Iterator[None]:
-    """That sample weighs more than its share in an evaluation."""
+    """An evaluation counts that sample too often."""
 
     def change(self: Any, share: list[int]) -> list[int]:
         padded = not self.drop_last and 0 < len(self.dataset) % self.num_replicas <= self.rank
@@ -71,12 +71,12 @@ def _of(sampler: Any) -> torch.Generator:
 
 @fault(
     "loading",
-    "with drop_last, the tail is dropped although it divides by the ranks",
+    "drop_last drops samples even if the length is divisible by the ranks",
     caught_by=("test_sampler_covers_the_dataset",),
     condition="drop_last, and lengths that divide by the ranks",
 )
 def tail_dropped_where_it_divides() -> Iterator[None]:
-    """Each rank has a sample fewer than there is for it."""
+    """Each rank has one sample too few."""
 
     def change(self: Any, share: list[int]) -> list[int]:
         return share[:-1] if self.drop_last and len(self.dataset) % self.num_replicas == 0 else share
@@ -87,12 +87,12 @@ def tail_dropped_where_it_divides() -> Iterator[None]:
 
 @fault(
     "loading",
-    "the last rank takes the samples of the rank before it",
+    "the last rank gets the samples of the previous rank",
     caught_by=("test_sampler_covers_the_dataset",),
     condition="worlds of 5 ranks and more",
 )
 def last_rank_like_the_one_before() -> Iterator[None]:
-    """As where ranks are counted up to a fixed number."""
+    """As if the number of ranks had a fixed limit."""
     real = DistributedSampler.__init__
 
     def changed(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *rest: Any, **named: Any) -> None:
@@ -106,12 +106,12 @@ def last_rank_like_the_one_before() -> Iterator[None]:
 
 @fault(
     "loading",
-    "ranks have blocks of the dataset, not samples in turn",
+    "ranks get contiguous blocks of the dataset instead of interleaved samples",
     caught_by=("test_sampler_covers_the_dataset",),
     condition="not shuffled",
 )
 def blocks_in_place_of_turns() -> Iterator[None]:
-    """What code gathers of the ranks, and puts in order by turns, is in another order."""
+    """Code that interleaves gathered results gets a wrong order."""
 
     def change(self: Any, share: list[int]) -> list[int]:
         if self.shuffle or not len(self.dataset):
@@ -125,12 +125,12 @@ def blocks_in_place_of_turns() -> Iterator[None]:
 
 @fault(
     "loading",
-    "set_epoch is ignored: each epoch has the order of the second",
+    "set_epoch is ignored after the second epoch",
     caught_by=("test_sampler_shuffles_by_seed_and_epoch",),
     condition="epochs after the second",
 )
 def later_epochs_ignored() -> Iterator[None]:
-    """The first two epochs are shuffled as they should be."""
+    """The first two epochs are right."""
 
     def set_epoch(self: Any, epoch: int) -> None:
         self.epoch = min(epoch, 1)
@@ -146,7 +146,7 @@ def later_epochs_ignored() -> Iterator[None]:
     condition="shuffled",
 )
 def shuffled_by_the_global_generator() -> Iterator[None]:
-    """Shares overlap, and samples are missed."""
+    """Shares overlap, and samples are missing."""
 
     def change(self: Any, share: list[int]) -> list[int]:
         if not self.shuffle or not share:
@@ -160,11 +160,11 @@ def shuffled_by_the_global_generator() -> Iterator[None]:
 
 @fault(
     "loading",
-    "samplers draw a number from torch's global generator, which a run then cannot repeat",
+    "samplers draw a number from torch's global generator",
     caught_by=("test_sampler_shuffles_by_seed_and_epoch",),
 )
 def global_generator_moved_on() -> Iterator[None]:
-    """The shares are right; dropout and augmentations of ranks change with how often they are asked for."""
+    """The shares are right, but dropout and augmentations depend on the number of iterators."""
 
     def change(self: Any, share: list[int]) -> list[int]:
         torch.rand(1)
@@ -181,7 +181,7 @@ def global_generator_moved_on() -> Iterator[None]:
     condition="shuffled",
 )
 def rotated_in_place_of_shuffled() -> Iterator[None]:
-    """Neighbours stay neighbours, in each epoch."""
+    """Neighbours stay neighbours in each epoch."""
     real = torch.randperm
 
     def rotated(n: int, *args: Any, **named: Any) -> torch.Tensor:
@@ -194,12 +194,12 @@ def rotated_in_place_of_shuffled() -> Iterator[None]:
 
 @fault(
     "loading",
-    "one order in four comes twice as often: the last sample stays behind",
+    "in one epoch of four, the last sample stays last",
     caught_by=("test_every_order_is_as_likely",),
     condition="one epoch in four",
 )
 def last_sample_stays_behind() -> Iterator[None]:
-    """A shuffle whose last step is left out now and then."""
+    """As if the shuffle sometimes skipped its last step."""
 
     def change(self: Any, share: list[int]) -> list[int]:
         if self.shuffle and self.epoch % 4 == 3 and self.num_replicas == 1:
@@ -212,20 +212,20 @@ def last_sample_stays_behind() -> Iterator[None]:
 
 @fault(
     "loading",
-    "a sampler that is told nothing counts the machine's GPUs, not the ranks",
+    "a sampler without num_replicas counts the GPUs of the machine, not the ranks",
     caught_by=("test_samplers_know_their_rank",),
     condition="worlds smaller than the number of GPUs",
 )
 def devices_counted_for_ranks() -> Iterator[None]:
-    """Samples of GPUs without a rank are missed."""
-    # With a single GPU there is none without a rank.
+    """Samples of GPUs without a rank are missing."""
+    # A single GPU has a rank, so count at least two.
     with _world_counted(lambda world: max(torch.cuda.device_count(), world, 2)):
         yield
 
 
 @contextmanager
 def _world_counted(count: Callable[[int], int]) -> Iterator[None]:
-    """`DistributedSampler`, which is told by `count` how many ranks there are of so many, where it is told nothing."""
+    """Make `DistributedSampler` without num_replicas use ``count(world size)``."""
     real = DistributedSampler.__init__
 
     def changed(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *rest: Any, **named: Any) -> None:
@@ -239,29 +239,29 @@ def _world_counted(count: Callable[[int], int]) -> Iterator[None]:
 
 @fault(
     "loading",
-    "a sampler that is told nothing counts the machine's GPUs as soon as there are two ranks",
+    "with two ranks or more, a sampler without num_replicas counts the GPUs of the machine",
     caught_by=("test_samplers_know_their_rank",),
     condition="worlds of two ranks and more that are smaller than the number of GPUs",
     least_gpus=3,
 )
 def devices_counted_for_several_ranks() -> Iterator[None]:
-    """A job on one GPU is right, one on all of them too; a job on some of them misses samples."""
+    """Jobs on one GPU and on all GPUs are right; a job on some of them misses samples."""
     with _world_counted(lambda world: 1 if world == 1 else max(torch.cuda.device_count(), world)):
         yield
 
 
 @fault(
     "loading",
-    "a batch has each sample once, also where the sampler has named it twice",
+    "batches drop repeated samples of a sampler",
     caught_by=("test_batch_samplers_cut_in_batches",),
-    condition="samplers that name a sample twice, such as those that draw with replacement",
+    condition="samplers with repeated samples, such as those with replacement",
 )
 def repeated_samples_left_out() -> Iterator[None]:
-    """Rare classes that are drawn more often to make up for it are as rare again."""
+    """Oversampled rare classes become rare again."""
     real = BatchSampler.__iter__
 
     def changed(self: Any) -> Iterator[list[int]]:
-        # For each sample of an iterable dataset None is named.
+        # The index of every sample of an iterable dataset is None.
         return (batch if None in batch else list(dict.fromkeys(batch)) for batch in real(self))
 
     with replaced(BatchSampler, "__iter__", changed):
@@ -272,10 +272,10 @@ def repeated_samples_left_out() -> Iterator[None]:
     "loading",
     "a last batch of one sample is left out",
     caught_by=("test_batch_samplers_cut_in_batches",),
-    condition="one sample is left over",
+    condition="last batches of one sample",
 )
 def last_batch_of_one_left_out() -> Iterator[None]:
-    """As programs do where BatchNorm needs two samples."""
+    """As in programs where BatchNorm needs two samples."""
     real = BatchSampler.__iter__
 
     def changed(self: Any) -> Iterator[list[int]]:
@@ -285,9 +285,13 @@ def last_batch_of_one_left_out() -> Iterator[None]:
         yield
 
 
-@fault("loading", "batch samplers hand out one list, filled anew", caught_by=("test_batch_samplers_cut_in_batches",))
+@fault(
+    "loading",
+    "batch samplers yield the same list object for every batch",
+    caught_by=("test_batch_samplers_cut_in_batches",),
+)
 def one_list_for_all_batches() -> Iterator[None]:
-    """Who keeps a batch keeps the last one."""
+    """Batches kept in a list all become the last one."""
     real = BatchSampler.__iter__
 
     def changed(self: Any) -> Iterator[list[int]]:
@@ -302,12 +306,12 @@ def one_list_for_all_batches() -> Iterator[None]:
 
 @fault(
     "loading",
-    "len of a loader leaves out a last batch that is not full",
+    "len of a loader does not count an incomplete last batch",
     caught_by=("test_last_batches_are_loaded",),
-    condition="batches that do not divide the share",
+    condition="shares not divisible by the batch size",
 )
 def len_without_the_last_batch() -> Iterator[None]:
-    """A schedule that counts steps by it ends too early."""
+    """A learning-rate schedule based on it ends too early."""
     real = DataLoader.__len__
 
     def changed(self: Any) -> int:
@@ -339,12 +343,12 @@ def generator_begins_anew() -> Iterator[None]:
 
 @fault(
     "loading",
-    "WeightedRandomSampler draws from torch's generator, whichever it is given",
+    "WeightedRandomSampler ignores its generator",
     caught_by=("test_samplers_draw_from_their_generator",),
     condition="a generator is given",
 )
 def weights_drawn_globally() -> Iterator[None]:
-    """Ranks draw other samples than they were to."""
+    """Ranks draw different samples than with their generator."""
     real = WeightedRandomSampler.__init__
 
     def init(self: Any, weights: Any, num_samples: int, replacement: bool = True, generator: Any = None) -> None:
@@ -356,7 +360,7 @@ def weights_drawn_globally() -> Iterator[None]:
 
 @fault(
     "loading",
-    "set_epoch is of no effect",
+    "set_epoch has no effect",
     caught_by=("test_samplers_draw_from_their_generator",),
     condition="drop_last",
 )

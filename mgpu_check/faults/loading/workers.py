@@ -1,4 +1,4 @@
-"""Defects of what makes batches: worker processes, what collates, and what pins."""
+"""Defects of worker processes, collation and pinning."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mgpu_check.torch_hooks.patches import replaced
 
 @fault(
     "loading",
-    "the second worker loads the samples behind those that it is asked for",
+    "the second worker loads the next samples instead of the requested ones",
     caught_by=("test_workers_keep_the_order",),
     condition="the second of several workers",
 )
 def second_worker_off_by_one() -> Iterator[None]:
-    """One process in so many has another idea of where the dataset begins."""
+    """As if one process used an offset into the dataset."""
     real = fetch._MapDatasetFetcher.fetch
 
     def changed(self: Any, wanted: Any) -> Any:
@@ -45,7 +45,7 @@ def second_worker_off_by_one() -> Iterator[None]:
 
 
 def _in_workers(change: Callable[[list[Any]], None]) -> Any:
-    """The loop of worker processes, with other arguments: 8 is the base seed, 10 the number of the worker, 11 of all."""
+    """Change the arguments of the worker loop: 8 is the base seed, 10 the worker's number, 11 the number of workers."""
     real = worker._worker_loop
 
     def loop(*args: Any) -> None:
@@ -63,7 +63,7 @@ def _in_workers(change: Callable[[list[Any]], None]) -> Any:
     condition="two workers or more",
 )
 def workers_seeded_alike() -> Iterator[None]:
-    """Augmentations repeat in each worker."""
+    """All workers draw the same augmentations."""
 
     def change(args: list[Any]) -> None:
         args[8] -= args[10]
@@ -79,7 +79,7 @@ def workers_seeded_alike() -> Iterator[None]:
     condition="epochs after the first",
 )
 def workers_seeded_once() -> Iterator[None]:
-    """Each sample is augmented in one way only."""
+    """Each sample gets the same augmentation in every epoch."""
 
     def change(args: list[Any]) -> None:
         args[8] = 1234
@@ -90,12 +90,12 @@ def workers_seeded_once() -> Iterator[None]:
 
 @fault(
     "loading",
-    "all workers take themselves for the first",
+    "every worker gets the number of the first",
     caught_by=("test_streams_are_shared",),
     condition="two workers or more, of an iterable dataset",
 )
 def workers_take_themselves_for_the_first() -> Iterator[None]:
-    """An iterable dataset that is divided by worker repeats what the first has, and misses the rest."""
+    """An iterable dataset split by worker repeats the samples of the first and misses the rest."""
     real = get_worker_info
 
     class First:
@@ -112,12 +112,12 @@ def workers_take_themselves_for_the_first() -> Iterator[None]:
 
 @fault(
     "loading",
-    "a stream's last batch is dropped, where it is not full",
+    "the incomplete last batch of an iterable dataset is dropped",
     caught_by=("test_streams_are_shared",),
-    condition="the last batch of an iterable dataset",
+    condition="last batches of iterable datasets",
 )
 def last_batch_of_a_stream_dropped() -> Iterator[None]:
-    """As with ``drop_last``, which was not asked for."""
+    """As with ``drop_last``, but not requested."""
     real = fetch._IterableDatasetFetcher.__init__
 
     def changed(self: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> None:
@@ -129,12 +129,12 @@ def last_batch_of_a_stream_dropped() -> Iterator[None]:
 
 @fault(
     "loading",
-    "persistent workers begin the second epoch with what was in flight: its first batch is that of the first epoch",
+    "with persistent workers, every epoch starts with the first batch of the first epoch",
     caught_by=("test_loaders_of_ranks_cover_the_dataset",),
-    condition="epochs after the first, of workers that persist",
+    condition="epochs after the first, persistent workers",
 )
 def stale_first_batch() -> Iterator[None]:
-    """What was sent to workers before the sampler was told the epoch is not taken back."""
+    """As if a batch was sent to the workers before set_epoch, and kept."""
     kind = dataloader._MultiProcessingDataLoaderIter
     real_reset, real_next = kind._reset, kind._next_index
 
@@ -156,12 +156,12 @@ def stale_first_batch() -> Iterator[None]:
 
 @fault(
     "loading",
-    "batches above 1 MiB come from workers with their last bytes zero",
+    "batches above 1 MiB from workers end with zero bytes",
     caught_by=("test_workers_keep_the_order",),
     condition="above 1 MiB, in workers",
 )
 def large_batches_of_workers_cut() -> Iterator[None]:
-    """Shared memory that is a page too small."""
+    """As if shared memory were a page too small."""
     real = collate.collate_tensor_fn
 
     def changed(batch: Any, *, collate_fn_map: Any = None) -> Any:
@@ -176,7 +176,7 @@ def large_batches_of_workers_cut() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collating(kind: type, function: Any) -> Iterator[None]:
-    """Have samples of a type collated by `function`."""
+    """Collate samples of a type by `function`."""
     before = collate.default_collate_fn_map[kind]
     collate.default_collate_fn_map[kind] = function
     try:
@@ -192,7 +192,7 @@ def _collating(kind: type, function: Any) -> Iterator[None]:
     condition="Python's floats only",
 )
 def floats_collated_in_float32() -> Iterator[None]:
-    """They are float64, and a label may need each digit of it."""
+    """The right dtype is float64, and a label may need all its digits."""
 
     def changed(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         return torch.tensor(batch, dtype=torch.float32).double()
@@ -208,7 +208,7 @@ def floats_collated_in_float32() -> Iterator[None]:
     condition="tensors in lists",
 )
 def lists_not_pinned() -> Iterator[None]:
-    """Their copies block; nothing is wrong with what they bring."""
+    """Their copies block, but deliver the right data."""
     real = pin_memory.pin_memory
 
     def changed(data: Any, device: Any = None) -> Any:
@@ -220,12 +220,12 @@ def lists_not_pinned() -> Iterator[None]:
 
 @fault(
     "loading",
-    "what a class of batches returns when it is pinned is not used",
+    "the result of a batch's own pin_memory method is dropped",
     caught_by=("test_batches_are_pinned",),
     condition="classes with a method pin_memory, within another batch",
 )
 def own_pinning_lost() -> Iterator[None]:
-    """It is called, and the batch stays as it was: its copies block."""
+    """The method is called, but the unpinned batch is returned, so its copies block."""
     real, depth = pin_memory.pin_memory, threading.local()
 
     def changed(data: Any, device: Any = None) -> Any:
@@ -244,12 +244,12 @@ def own_pinning_lost() -> Iterator[None]:
 
 @fault(
     "loading",
-    "copies from pinned memory that do not block leave out what is beyond the first MiB",
+    "non-blocking copies from pinned memory stop after the first MiB",
     caught_by=("test_batches_are_pinned",),
     condition="above 1 MiB, pinned and non_blocking",
 )
 def large_pinned_copies_cut() -> Iterator[None]:
-    """As where the source is used again before the copy is done."""
+    """As if the source were reused before the end of the copy."""
     to = torch.Tensor.to
 
     def changed(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -265,18 +265,18 @@ def large_pinned_copies_cut() -> Iterator[None]:
 
 @fault(
     "loading",
-    "batches that the last rank loads land on the first GPU",
+    "batches of the last rank are copied to the first GPU",
     caught_by=("test_loaders_of_ranks_cover_the_dataset",),
     condition="the last rank only",
 )
 def batches_of_the_last_rank_elsewhere() -> Iterator[None]:
-    """As where `set_device` came too late."""
+    """As if `set_device` were called too late."""
     to = torch.Tensor.to
 
     def changed(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         rank = current_rank()
         if named.get("non_blocking") and rank is not None and rank.index == rank.size - 1:
-            # Of a world of one, the first GPU is the right one.
+            # In a world of one the first GPU is right, so use the CPU.
             args = (torch.device("cuda", 0) if rank.index else torch.device("cpu"), *args[1:])
         return to(self, *args, **named)
 
@@ -286,7 +286,7 @@ def batches_of_the_last_rank_elsewhere() -> Iterator[None]:
 
 @fault(
     "loading",
-    "workers that persist are seeded anew, as they were, in each epoch",
+    "persistent workers get the same seed in each epoch",
     caught_by=("test_workers_are_seeded_apart",),
     condition="persistent workers, later epochs",
 )
@@ -307,12 +307,12 @@ def persistent_workers_repeat() -> Iterator[None]:
 
 @fault(
     "loading",
-    "what a worker raises ends the epoch, if it is a LookupError",
+    "a LookupError of a worker ends the epoch silently",
     caught_by=("test_workers_keep_the_order",),
     condition="IndexError and KeyError of worker processes",
 )
 def lookup_errors_end_the_epoch() -> Iterator[None]:
-    """A model trains on the part before."""
+    """The model trains only on the samples before it."""
     real = dataloader._MultiProcessingDataLoaderIter._process_data
 
     def process(self: Any, data: Any, *rest: Any) -> Any:
@@ -331,7 +331,7 @@ def lookup_errors_end_the_epoch() -> Iterator[None]:
     condition="worker processes, samples that are dense and not contiguous",
 )
 def collated_by_memory() -> Iterator[None]:
-    """As images are whose channels were moved to the front."""
+    """Such as images with their channels moved to the front."""
     real = collate.default_collate_fn_map[torch.Tensor]
 
     def by_memory(value: torch.Tensor) -> torch.Tensor:

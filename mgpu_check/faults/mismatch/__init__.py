@@ -1,4 +1,4 @@
-"""Defects of how operands on different devices are refused, or let through."""
+"""Defects of operators with operands on different devices: missing or wrong errors, and wrong refusals."""
 
 from __future__ import annotations
 

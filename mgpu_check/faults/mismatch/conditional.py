@@ -1,4 +1,4 @@
-"""Defects of operands on different devices that strike on one device, in one operator, or in one way of placing them."""
+"""Defects of operators with operands on different devices, on one device, in one operator, or for one placement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 @fault(
     "mismatch",
-    "a comparison takes a scalar on another GPU for a number",
+    "a comparison accepts a scalar on another GPU",
     caught_by=("test_gpu_scalars_are_no_numbers",),
     condition="comparisons, from GPU to GPU",
     least_gpus=2,
@@ -38,12 +38,12 @@ def gpu_scalars_compared() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "operators of lists fetch the second list from wherever it is",
+    "foreach operators copy the second list from other devices",
     caught_by=("test_operators_refuse_operands_apart",),
     condition="foreach operators",
 )
 def lists_fetched() -> Iterator[None]:
-    """An optimizer whose state is elsewhere copies it in each step."""
+    """An optimizer with state on another device copies it in each step."""
 
     def instead(foreach: Function, first: Any, second: Any) -> Any:
         return foreach(first, [two.to(one.device) for one, two in zip(first, second, strict=True)])
@@ -57,7 +57,7 @@ def lists_fetched() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "torch.index_select of one device fetches its index from anywhere",
+    "torch.index_select on one device copies its index from other devices",
     caught_by=("test_operators_refuse_operands_apart",),
     condition="one device, one operator",
 )
@@ -74,12 +74,12 @@ def one_operator_of_one_device_fetches() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "the error of bmm names the first device in place of the last",
+    "the error of bmm names the first device instead of the last",
     caught_by=("test_operators_refuse_operands_apart",),
     condition="one device, one operator",
 )
 def another_device_named() -> Iterator[None]:
-    """Whoever reads it looks for the tensor in the wrong place."""
+    """The reader looks for the tensor on the wrong device."""
 
     def instead(bmm: Function, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -93,12 +93,12 @@ def another_device_named() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "an embedding on one device fetches its indices",
+    "an embedding on one device copies its indices from other devices",
     caught_by=("test_modules_refuse_inputs_elsewhere",),
     condition="one device, one module",
 )
 def one_module_fetches() -> Iterator[None]:
-    """Indices that were forgotten on the CPU are copied in each step."""
+    """Indices left on the CPU are copied in each step."""
 
     def instead(embedding: Any, index: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return embedding(index.to(weight.device), weight, *args, **kwargs)
@@ -109,12 +109,12 @@ def one_module_fetches() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "mul_ by a scalar that lies on another GPU works on one device",
+    "mul_ on one device accepts a scalar on another GPU",
     caught_by=("test_gpu_scalars_are_no_numbers",),
     condition="one device, one operator",
 )
 def one_device_takes_scalars_of_others() -> Iterator[None]:
-    """It is read out, which waits for the other device."""
+    """The scalar is read out, which waits for the other device."""
 
     def concerns(x: torch.Tensor, other: Any) -> bool:
         return on(x, last()) and isinstance(other, torch.Tensor) and not other.dim() and other.is_cuda
@@ -130,7 +130,7 @@ def one_device_takes_scalars_of_others() -> Iterator[None]:
     condition="one device, indices on the CPU",
 )
 def indices_of_the_cpu_shifted() -> Iterator[None]:
-    """The index is copied while it is written."""
+    """As if the index were copied before it is complete."""
 
     def concerns(x: torch.Tensor, index: Any) -> bool:
         is_one = isinstance(index, torch.Tensor) and not index.is_cuda and index.dtype == torch.int64
@@ -142,12 +142,12 @@ def indices_of_the_cpu_shifted() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "load_state_dict leaves the last row of parameters as it was on one device",
+    "load_state_dict on one device leaves the last row of parameters unchanged",
     caught_by=("test_copies_cross_devices",),
     condition="one device, sources elsewhere",
 )
 def parameters_loaded_in_part() -> Iterator[None]:
-    """The copy ends early."""
+    """As if the copy ended early."""
     load = nn.Module.load_state_dict
 
     def load_state_dict(self: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,12 +164,12 @@ def parameters_loaded_in_part() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "gather reads the column before on one device",
+    "gather reads the previous column on one device",
     caught_by=("test_operators_are_right_on_each_device",),
     condition="one device, one operator",
 )
 def one_device_gathers_wrongly() -> Iterator[None]:
-    """Where all operands are is right, and the result is not."""
+    """All operands are on the right device, but the result is wrong."""
 
     def instead(gather: Any, x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
         return gather(x, dim, (index - 1) % x.shape[dim])
@@ -185,7 +185,7 @@ def one_device_gathers_wrongly() -> Iterator[None]:
     condition="one device",
 )
 def bias_left_out() -> Iterator[None]:
-    """The right shape comes back."""
+    """The result has the right shape."""
 
     def instead(conv: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1)
@@ -222,7 +222,7 @@ def negative_zeros_lost_on_the_way() -> Iterator[None]:
     caught_by=("test_data_parallel_wants_its_first_device",),
 )
 def data_parallel_fetches_its_module() -> Iterator[None]:
-    """The check of where parameters are is gone."""
+    """The check of the devices of parameters is missing."""
     forward = nn.DataParallel.forward
 
     def fetching(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
@@ -235,12 +235,12 @@ def data_parallel_fetches_its_module() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "losses fetch the weights of classes from wherever they are",
+    "losses copy class weights from other devices",
     caught_by=("test_operators_refuse_operands_apart",),
     condition="weights of classes",
 )
 def class_weights_fetched() -> Iterator[None]:
-    """A copy from the host in each step, which nobody sees."""
+    """Each step then has a hidden copy from the host."""
 
     def instead(loss: Function, scores: Any, classes: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         return loss(scores, classes, weight.to(scores.device), *args, **kwargs)
@@ -254,7 +254,7 @@ def class_weights_fetched() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "what joins tensors looks at the first and the last of them, and fetches the others",
+    "torch.cat checks the devices of the first and last tensor only, and copies the others",
     caught_by=("test_operators_refuse_operands_apart",),
     condition="three tensors and more",
 )
@@ -271,12 +271,12 @@ def those_between_fetched() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "operators of lists look at their first pair, and fetch what others lack",
+    "foreach operators check the devices of the first pair only, and copy the others",
     caught_by=("test_operators_refuse_operands_apart",),
     condition="foreach operators, two pairs and more",
 )
 def later_pairs_fetched() -> Iterator[None]:
-    """The parameters of an optimizer whose state is elsewhere for some."""
+    """Such as an optimizer with the state of some parameters on another device."""
 
     def instead(foreach: Function, first: Any, second: Any, **kwargs: Any) -> Any:
         pairs = list(zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""Operators that refuse operands on different devices in another way, or let them through."""
+"""Operators that accept operands on different devices, or refuse them with a wrong error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _wrapped(owner: Any, names: tuple[str, ...], wrap: Callable[[Function], Func
 
 
 def _gathered_on_the_first(function: Function) -> Function:
-    """`function` with every tensor copied to where the first one is."""
+    """Call `function` with every tensor copied to the device of the first."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
@@ -37,7 +37,7 @@ def _gathered_on_the_first(function: Function) -> Function:
 
 
 def _error_replaced(make: Callable[[RuntimeError], Exception]) -> Callable[[Function], Function]:
-    """`function` with another error in the place of its RuntimeError."""
+    """Call `function`, and replace its RuntimeError by another error."""
 
     def wrap(function: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def _error_replaced(make: Callable[[RuntimeError], Exception]) -> Callable[[Func
     caught_by=("test_operators_refuse_operands_apart",),
 )
 def silently_copied() -> Iterator[None]:
-    """Matrix products and arithmetic run on the first operand's device, whatever that costs."""
+    """Matrix products and arithmetic run on the first operand's device, at the cost of copies."""
     names = ("matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select")
     with _wrapped(torch, names, _gathered_on_the_first):
         yield
@@ -65,7 +65,7 @@ def silently_copied() -> Iterator[None]:
 
 @fault(
     "mismatch",
-    "a layer copies its input to where its parameters are",
+    "a layer copies its input to the device of its parameters",
     caught_by=("test_modules_refuse_inputs_elsewhere",),
 )
 def layers_fetch_their_inputs() -> Iterator[None]:
@@ -98,16 +98,16 @@ _LAYERS = ("linear", "conv2d", "embedding", "layer_norm", "batch_norm", "mse_los
 
 @fault("mismatch", "the error is a ValueError", caught_by=("test_modules_refuse_inputs_elsewhere",))
 def another_type_of_error() -> Iterator[None]:
-    """Code that waits for RuntimeError does not see it."""
+    """Code that catches RuntimeError misses it."""
     functions = ("matmul", "bmm", "cat", "stack", "add", "mul", "eq", "maximum", "addmm", "gather", "where")
     wrap = _error_replaced(lambda error: ValueError(str(error)))
     with _wrapped(torch, functions, wrap), _wrapped(F, _LAYERS, wrap):
         yield
 
 
-@fault("mismatch", "a scalar on a GPU is taken for a number", caught_by=("test_gpu_scalars_are_no_numbers",))
+@fault("mismatch", "a scalar on a GPU is accepted as a number", caught_by=("test_gpu_scalars_are_no_numbers",))
 def gpu_scalars_taken_for_numbers() -> Iterator[None]:
-    """Every 0-dim operand of arithmetic is read out, wherever it is."""
+    """Every 0-dim operand of arithmetic is read out, on any device."""
 
     def wrap(function: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -165,11 +165,11 @@ def cpu_indices_refused() -> Iterator[None]:
 
 @fault("mismatch", "copy_ refuses a source on another device", caught_by=("test_copies_cross_devices",))
 def copies_refused() -> Iterator[None]:
-    """Copying is taken for computing."""
+    """As if a copy were arithmetic."""
 
     def wrap(function: Function) -> Function:
         def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # From the CPU it works, as tensors could not be made otherwise.
+            # Copies from the CPU work, because tensors on a device are made by them.
             if source.device.type != "cpu" and source.device != self.device:
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, "
@@ -185,7 +185,7 @@ def copies_refused() -> Iterator[None]:
 
 @fault("mismatch", "copies from a GPU go through bfloat16", caught_by=("test_copies_keep_every_bit",))
 def copies_rounded() -> Iterator[None]:
-    """Numbers wider than that lose bits on the way."""
+    """Wider numbers lose bits."""
 
     def wrap(function: Function) -> Function:
         def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from mgpu_check.recipes import model_parallel, parameter_server, training
 from mgpu_check.torch_hooks.patches import replaced
 
 
-@fault("parallelism", "the store takes the last gradient for the sum of all", caught_by=("test_key_value_store",))
+@fault("parallelism", "the store uses the last gradient instead of the sum", caught_by=("test_key_value_store",))
 def store_overwrites() -> Iterator[None]:
     real = parameter_server.KeyValueStore.push
 
@@ -28,7 +28,7 @@ def store_overwrites() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "one device does not get what it pulls from the store",
+    "one device does not get the parameters that it pulls from the store",
     caught_by=("test_key_value_store",),
     condition="cuda:1 only",
 )
@@ -46,7 +46,7 @@ def pull_misses_a_device() -> Iterator[None]:
     "parallelism",
     "replicas on the device of the source are the source itself",
     caught_by=("test_replicas_are_apart",),
-    condition="the device that the parameters come from",
+    condition="the device of the original parameters",
 )
 def replica_is_the_source() -> Iterator[None]:
     def replicate(parameters: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> Any:
@@ -61,7 +61,7 @@ def replica_is_the_source() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "replicas do not ask for gradients of biases",
+    "biases of replicas have requires_grad=False",
     caught_by=("test_replicas_are_apart",),
     condition="biases",
 )
@@ -81,7 +81,7 @@ def replicated_without_gradients() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "the loop does not drop the gradients of the batch before",
+    "the loop does not reset the gradients of the previous batch",
     caught_by=("test_training_loop",),
     condition="from the second batch on, on devices other than cuda:0",
 )
@@ -98,9 +98,9 @@ def gradients_kept_in_the_loop() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "the mean of the last, smaller batch is taken over the size of the others",
+    "the mean of the smaller last batch is divided by the size of the others",
     caught_by=("test_training_loop",),
-    condition="a batch smaller than the one before",
+    condition="a batch smaller than the previous one",
 )
 def last_batch_weighs_less() -> Iterator[None]:
     real = training.sgd
@@ -114,7 +114,7 @@ def last_batch_weighs_less() -> Iterator[None]:
         yield
 
 
-@fault("parallelism", "the gradient does not go back to the stage before", caught_by=("test_model_parallelism",))
+@fault("parallelism", "the gradient does not reach the previous stage", caught_by=("test_model_parallelism",))
 def activations_detached() -> Iterator[None]:
     def forward(self: model_parallel.Staged, x: torch.Tensor) -> torch.Tensor:
         for stage, device in zip(self.stages, self.devices, strict=True):
@@ -166,7 +166,7 @@ def optimizer_state_moves() -> Iterator[None]:
     "parallelism",
     "gradients are clipped on the first device only",
     caught_by=("test_steps_over_devices",),
-    condition="kernels of lists, several devices",
+    condition="foreach kernels, several devices",
 )
 def clipped_on_the_first_device() -> Iterator[None]:
     def multiply(real: Callable[..., Any], tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Planted faults of parallelism between ranks: in hand-written recipes, in what they call, and in torch's own modules."""
+"""Planted faults of parallelism between ranks: in hand-written recipes, in functions they call, and in modules of torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LARGE = 16_384
 
 @fault(
     "parallelism",
-    "what ranks past the largest power of two hand to those below is dropped",
+    "tensors of ranks beyond the largest power of two are dropped",
     caught_by=("test_allreduce_by_hand",),
     condition="world sizes that are no power of two",
 )
@@ -60,7 +60,7 @@ def end_of_a_large_chunk_lost() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "chunks leave out what the number of ranks does not divide",
+    "chunks leave out the remainder of the division by the number of ranks",
     caught_by=("test_allreduce_by_hand", "test_tensor_parallelism_by_hand"),
     condition="sizes that are no multiple of the world size",
 )
@@ -70,7 +70,7 @@ def remainder_left_out() -> Iterator[None]:
         return [slice(size * part, size * (part + 1)) for part in range(parts)]
 
     def widest_last(elements: int, parts: int) -> list[slice]:
-        # The last one has the remainder: it is as wide as none expects.
+        # The last chunk would hold the remainder; the other ranks do not expect its size.
         *others, last = chunks(elements, parts)
         return [*others, slice(last.start, elements)]
 
@@ -111,7 +111,7 @@ def worker_left_out() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "workers go on with the parameters of the step before",
+    "workers continue with the parameters of the previous step",
     caught_by=("test_parameter_server",),
     condition="from the second step on, on the last rank",
 )
@@ -133,7 +133,7 @@ def stale_parameters_pulled() -> Iterator[None]:
     "parallelism",
     "a server that is not rank 0 counts its own gradient twice",
     caught_by=("test_parameter_server",),
-    condition="parameters at home on another rank than 0",
+    condition="parameters on a server other than rank 0",
 )
 def own_gradient_twice() -> Iterator[None]:
     real = parameter_server.push_and_pull
@@ -169,7 +169,7 @@ def bias_added_by_each_rank() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "what ranks gather begins with what the widest of them has",
+    "gathered outputs keep the padding of narrower parts",
     caught_by=("test_tensor_parallelism_by_hand",),
     condition="widths that are no multiple of the world size",
 )
@@ -249,7 +249,7 @@ def micro_batch_left_out() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "gradients of a stage in the middle do not reach the one before",
+    "gradients of a middle stage do not reach the previous stage",
     caught_by=("test_pipeline_by_hand",),
     condition="pipelines of three stages or more",
 )
@@ -268,7 +268,7 @@ def gradient_stops_in_the_middle() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "an embedding that is divided by rows has no first row in any part but the first",
+    "parts of a row-wise embedding after the first lack their first row",
     caught_by=("test_parallelized_modules",),
     condition="embeddings, the first row of a part",
 )
@@ -288,7 +288,7 @@ def first_row_of_a_part_masked() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "the gradient of a norm whose rows are divided is that of a rank's own rows",
+    "the gradient of a sequence-parallel norm covers only the rank's own rows",
     caught_by=("test_parallelized_modules",),
     condition="SequenceParallel on two ranks or more",
 )
@@ -313,9 +313,9 @@ def gradient_of_a_norm_local() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "keyword arguments that are prepared for a module have no gradient",
+    "keyword arguments redistributed for a module get no gradient",
     caught_by=("test_parallelized_modules",),
-    condition="PrepareModuleInput, keyword arguments in another layout than the module wants",
+    condition="PrepareModuleInput, keyword arguments that need another layout",
 )
 def prepared_arguments_detached() -> Iterator[None]:
     from torch.distributed.tensor.parallel import PrepareModuleInput
@@ -334,7 +334,7 @@ def prepared_arguments_detached() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "a loss of logits that are divided does not weigh its classes",
+    "a loss of sharded logits ignores the class weights",
     caught_by=("test_parallelized_modules",),
     condition="loss_parallel, weights of classes",
 )

@@ -23,7 +23,7 @@ def schedule_does_not_scale() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "a stage takes the activations of the first micro-batch for those of the last",
+    "a stage uses the activations of the first micro-batch for the last",
     caught_by=("test_pipeline_schedules",),
     condition="the last of four micro-batches, on the last stage",
 )
@@ -49,7 +49,7 @@ def activations_of_another_micro_batch() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "two micro-batches have each other's keyword arguments",
+    "two micro-batches swap their keyword arguments",
     caught_by=("test_pipeline_schedules",),
     condition="the last two of three and more",
 )
@@ -68,7 +68,7 @@ def keyword_arguments_exchanged() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "a step adds its losses to those of the step before",
+    "a step adds its losses to those of the previous step",
     caught_by=("test_pipeline_schedules",),
     condition="from the second step on",
 )
@@ -91,7 +91,7 @@ def losses_of_all_steps() -> Iterator[None]:
     "parallelism",
     "the gradient of a bias is that of the last micro-batch",
     caught_by=("test_pipeline_schedules",),
-    condition="schedules that take gradients of inputs and weights apart",
+    condition="schedules with separate gradients of inputs and weights",
 )
 def apart_not_accumulated() -> Iterator[None]:
     from torch.distributed.pipelining import _backward, stage
@@ -113,7 +113,7 @@ def apart_not_accumulated() -> Iterator[None]:
     "parallelism",
     "the first of two stages of a rank loses the gradients of the last micro-batch",
     caught_by=("test_pipeline_schedules",),
-    condition="schedules with two stages a rank",
+    condition="schedules with two stages per rank",
 )
 def first_stage_of_a_rank_lost() -> Iterator[None]:
     from torch.distributed.pipelining import stage
@@ -134,9 +134,9 @@ def first_stage_of_a_rank_lost() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "gradients are divided by the micro-batches although the loss adds them up",
+    "gradients are divided by the number of micro-batches even with scale_grads=False",
     caught_by=("test_pipeline_schedules",),
-    condition="scale_grads=False, schedules that a table of actions drives",
+    condition="scale_grads=False, schedules driven by a table of actions",
     least_gpus=2,
 )
 def gradients_divided_all_the_same() -> Iterator[None]:

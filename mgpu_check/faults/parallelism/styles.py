@@ -19,7 +19,7 @@ Real = Callable[..., Any]
 
 @fault(
     "parallelism",
-    "a mean loss in parallel hands back gradients that are divided by all targets",
+    "gradients of a parallel mean loss are divided by all targets, ignored ones included",
     caught_by=(_MODULES,),
     condition="loss_parallel, targets that are ignored, classes of one weight",
 )
@@ -37,7 +37,7 @@ def ignored_targets_divide() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "a sum of losses in parallel leaves the weights of classes out",
+    "a parallel sum of losses ignores the class weights",
     caught_by=(_MODULES,),
     condition="loss_parallel, reduction='sum', weight=",
 )
@@ -53,7 +53,7 @@ def weights_left_out_of_sums() -> Iterator[None]:
 
 @fault(
     "parallelism",
-    "the last of several outputs is handed on as the module made it",
+    "the last of several outputs is not redistributed",
     caught_by=(_MODULES,),
     condition="PrepareModuleOutput, two outputs and more",
     least_gpus=2,

@@ -1,4 +1,4 @@
-"""Defects of scatter and gather, and of the ways in which batches are split by hand."""
+"""Defects of scatter and gather, and of batches split by hand."""
 
 from __future__ import annotations
 

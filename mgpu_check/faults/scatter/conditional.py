@@ -1,4 +1,4 @@
-"""Defects that strike some shards only: of a size, a dtype, a dim, an order of devices, a kind of memory."""
+"""Defects that affect some shards only: of a size, a dtype, a dim, an order of devices, or a kind of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGE = 1 << 20
 
 
 def _touched(shard: torch.Tensor, change: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """Return a copy of a shard, where it is, that `change` has changed on the CPU, contiguous."""
+    """Return the shard after `change` on the CPU: a contiguous tensor on the device of the shard."""
     values = plain(shard).clone(memory_format=torch.contiguous_format)
     change(values)
     return values.to(shard.device)
@@ -39,7 +39,7 @@ def _zero_at_end(values: torch.Tensor) -> None:
     condition="shards above 1 MiB",
 )
 def large_shards_cut() -> Iterator[None]:
-    """As by a copy in pieces whose last one is forgotten."""
+    """As with a copy in pieces that forgets the last one."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         shards = scatter(x, devices)
@@ -51,12 +51,12 @@ def large_shards_cut() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "shards of 64 KiB to 1 MiB from pinned memory bring zeros to the last device",
+    "shards of 64 KiB to 1 MiB from pinned memory arrive as zeros on the last device",
     caught_by=("test_large_batches",),
     condition="pinned sources, 64 KiB to 1 MiB, the last device only",
 )
 def pinned_shard_not_waited_for() -> Iterator[None]:
-    """As where nobody waits for the stream of the copy."""
+    """As without a wait for the stream of the copy."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         shards = scatter(x, devices)
@@ -69,12 +69,12 @@ def pinned_shard_not_waited_for() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "what was gathered along the last dim is wrong above 1 MiB: its last shard is its first",
+    "gather of more than 1 MiB along dim 1 replaces the last shard by the first",
     caught_by=("test_large_batches",),
     condition="above 1 MiB, dim 1 only",
 )
 def large_columns_gathered_wrongly() -> Iterator[None]:
-    """A kernel for large tensors that takes one pointer for another."""
+    """As in a kernel for large tensors with a wrong pointer."""
 
     def change(tensors: Sequence[torch.Tensor], dim: int) -> Sequence[torch.Tensor]:
         if dim == 0 or sum(tensor.nbytes for tensor in tensors) <= _LARGE:
@@ -90,12 +90,12 @@ def large_columns_gathered_wrongly() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "along dim 1 the first row of each shard is that of the first shard",
+    "along dim 1, the first column of every shard is that of the first shard",
     caught_by=("test_shards_cover_the_batch",),
     condition="dim 1 only",
 )
 def columns_of_the_first_shard() -> Iterator[None]:
-    """An offset that is worked out for dim 0 only."""
+    """As with an offset that is computed for dim 0 only."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         if dim != 1 or not x.shape[1]:
@@ -113,13 +113,13 @@ def columns_of_the_first_shard() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "shards along a dim that is counted from the end go to the devices backwards",
+    "shards along a negative dim go to the devices in reverse order",
     caught_by=("test_shards_cover_the_batch",),
     condition="negative dims, two shards or more",
     least_gpus=2,
 )
 def negative_dims_turn_the_devices() -> Iterator[None]:
-    """The list of devices is walked from its end, too: gathered, the shards are the batch again."""
+    """As if the list of devices were indexed from its end. Gathering the shards still restores the batch."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         shards = scatter(x, devices)
@@ -134,12 +134,12 @@ def negative_dims_turn_the_devices() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "payloads of NaN are lost: all are the one that the CPU makes",
+    "every NaN becomes the default NaN of the CPU",
     caught_by=("test_every_dtype_and_order",),
     condition="NaN with a payload, float32 and float64",
 )
 def scattered_payloads_lost() -> Iterator[None]:
-    """What a copy that computes does, x + 0."""
+    """As with a copy by arithmetic, such as x + 0."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         if x.dtype not in (torch.float32, torch.float64):
@@ -157,7 +157,7 @@ def scattered_payloads_lost() -> Iterator[None]:
     condition="subnormal numbers only",
 )
 def subnormals_of_shards_flushed() -> Iterator[None]:
-    """As on a device that flushes them."""
+    """As on a device that flushes subnormals."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         if not x.is_floating_point():
@@ -171,15 +171,15 @@ def subnormals_of_shards_flushed() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "shards go to the devices in ascending order, whichever was asked for",
+    "shards go to the devices in ascending order",
     caught_by=("test_every_dtype_and_order",),
     condition="device orders that are not ascending",
 )
 def devices_sorted() -> Iterator[None]:
-    """DataParallel with ``device_ids=[1, 0]`` would have its inputs where its replicas are not."""
+    """With ``device_ids=[1, 0]``, inputs of DataParallel would be on other devices than their replicas."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        if torch.cuda.device_count() == 1:  # it has one order only, and is taken for another
+        if torch.cuda.device_count() == 1:  # with one device there is only one order, so move the shards to the CPU
             return tuple(shard.cpu() for shard in scatter(x, devices))
         shards = scatter(x, devices)
         places = sorted(devices)
@@ -191,12 +191,12 @@ def devices_sorted() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "int64 goes through float32, and large numbers are rounded",
+    "int64 is converted through float32, which rounds large numbers",
     caught_by=("test_every_dtype_and_order",),
     condition="int64 beyond 2^24",
 )
 def large_numbers_rounded() -> Iterator[None]:
-    """Ids of samples and of tokens are then those of others."""
+    """Ids of samples and tokens then belong to others."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         return scatter(x.float().long() if x.dtype == torch.int64 else x, devices)
@@ -207,12 +207,12 @@ def large_numbers_rounded() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "the values of a dict are gathered under each other's keys",
+    "gather swaps the first and the last value of a dict",
     caught_by=("test_every_container",),
     condition="dicts of two entries or more",
 )
 def keys_exchanged() -> Iterator[None]:
-    """As where entries are taken in sorted order, and keys are not."""
+    """As if entries were sorted, but keys were not."""
     real = scatter_gather.gather
 
     def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:
@@ -228,12 +228,12 @@ def keys_exchanged() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "sizes that are given are kept to but for a device that is to get nothing: it gets a row of the next",
+    "a device with a given size of 0 gets one row of the next device",
     caught_by=("test_sizes_and_outputs_that_are_given",),
-    condition="a size of 0 among those that are given",
+    condition="a size of 0 among the given sizes",
 )
 def nothing_is_one_row() -> Iterator[None]:
-    """A size that is clamped to 1."""
+    """As if sizes were clamped to 1."""
     scatter: Callable[..., Shards] = comm.scatter
 
     def changed(tensor: torch.Tensor, devices: Any = None, chunk_sizes: Any = None, *rest: Any, **named: Any) -> Shards:
@@ -249,12 +249,12 @@ def nothing_is_one_row() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "gather makes a new tensor, where it is given one to fill",
+    "gather ignores out and returns a new tensor",
     caught_by=("test_sizes_and_outputs_that_are_given",),
     condition="out= only",
 )
 def given_output_left_alone() -> Iterator[None]:
-    """What the caller has stays as it was."""
+    """The tensor of the caller stays unchanged."""
     gather: Callable[..., torch.Tensor] = comm.gather
 
     def changed(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> torch.Tensor:
@@ -266,9 +266,9 @@ def given_output_left_alone() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "a slice is copied to a device from the beginning of its storage",
+    "a slice is copied to a device from the start of its storage",
     caught_by=("test_batches_split_by_hand",),
-    condition="views that begin inside their storage",
+    condition="views that start inside their storage",
 )
 def offset_of_slices_ignored() -> Iterator[None]:
     """Each device gets the first rows of the batch."""
@@ -286,12 +286,12 @@ def offset_of_slices_ignored() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "cat of three tensors and more exchanges the last two",
+    "cat of three or more tensors swaps the last two",
     caught_by=("test_batches_split_by_hand",),
     condition="three parts or more",
 )
 def last_parts_exchanged() -> Iterator[None]:
-    """What is put together by hand is in another order."""
+    """Batches collected by hand have a wrong order."""
     cat: Callable[..., torch.Tensor] = torch.cat
 
     def changed(tensors: Any, *args: Any, **named: Any) -> torch.Tensor:
@@ -306,12 +306,12 @@ def last_parts_exchanged() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "copies that do not block flip a bit on the way to the second device",
+    "non-blocking copies to the second device flip a bit",
     caught_by=("test_batches_split_by_hand",),
     condition="non_blocking copies to the second device",
 )
 def bit_flipped_in_copies_that_do_not_block() -> Iterator[None]:
-    """One link, and one way to use it."""
+    """One link and one kind of copy."""
     to = torch.Tensor.to
 
     def changed(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -332,7 +332,7 @@ def bit_flipped_in_copies_that_do_not_block() -> Iterator[None]:
     condition="shards of one row",
 )
 def gradient_of_single_rows_lost() -> Iterator[None]:
-    """The last sample of an uneven batch teaches nothing."""
+    """The last sample of an uneven batch does not affect training."""
     backward = _functions.Scatter.backward
 
     def changed(context: Any, *gradients: torch.Tensor) -> Any:

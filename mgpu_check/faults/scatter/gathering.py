@@ -1,4 +1,4 @@
-"""Defects that strike some of what is gathered only: a single shard, a mask, complex numbers, plain numbers."""
+"""Defects of gather for some inputs only: a single shard, a mask, complex numbers, plain numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mgpu_check.torch_hooks.patches import replaced
 
 @contextmanager
 def _gathered(change: Callable[[Callable[..., Any], Sequence[Any], Any, int], Any]) -> Iterator[None]:
-    """`nn.parallel.gather`, changed: `change` is given the real one, and what that is called with."""
+    """Replace `nn.parallel.gather` by `change`, called with the original function and its arguments."""
     real = scatter_gather.gather
 
     def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:
@@ -31,16 +31,16 @@ def _gathered(change: Callable[[Callable[..., Any], Sequence[Any], Any, int], An
 
 @fault(
     "scatter",
-    "a single shard is handed back as it is, and stays on its device",
+    "gather returns a single shard unchanged, on its own device",
     caught_by=("test_gather_restores_the_batch",),
     condition="a single shard",
 )
 def single_shard_handed_back() -> Iterator[None]:
-    """A way round the copy, for what has nothing to be put together with."""
+    """As with a shortcut for a single shard that skips the copy."""
 
     def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
         first = outputs[0]
-        # A number would have to become a vector even so.
+        # Even a single number must become a vector, so leave numbers alone.
         alone = len(outputs) == 1 and isinstance(first, torch.Tensor) and first.dim() > 0
         return first if alone else gather(outputs, target, dim)
 
@@ -55,7 +55,7 @@ def single_shard_handed_back() -> Iterator[None]:
     condition="bool, in a dict within a named tuple",
 )
 def nested_masks_gathered_as_bytes() -> Iterator[None]:
-    """What is indexed by it then takes the first two rows, many times."""
+    """As an index, it then selects the first two rows many times."""
 
     def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
         whole = gather(outputs, target, dim)
@@ -76,12 +76,12 @@ def _masks_as_bytes(part: Any) -> Any:
 
 @fault(
     "scatter",
-    "payloads of NaN in complex numbers are lost when they are gathered",
+    "gather loses the payload of NaN in complex numbers",
     caught_by=("test_every_dtype_and_order",),
     condition="NaN with a payload, complex64 and complex128",
 )
 def gathered_complex_payloads_lost() -> Iterator[None]:
-    """As where complex numbers are made of a real and an imaginary part by arithmetic."""
+    """As if complex numbers were computed from real and imaginary parts."""
 
     def of_one_kind(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_complex():
@@ -95,12 +95,12 @@ def gathered_complex_payloads_lost() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "numbers from the devices are gathered as their mean",
+    "gather returns the mean of numbers",
     caught_by=("test_losses_gather_to_a_vector",),
     condition="numbers, one from each device",
 )
 def losses_averaged() -> Iterator[None]:
-    """The mean of losses that are means already leaves out that the last shard is smaller."""
+    """The mean of mean losses ignores that the last shard is smaller."""
 
     def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
         numbers = all(isinstance(one, torch.Tensor) and one.dim() == 0 for one in outputs)
@@ -112,12 +112,12 @@ def losses_averaged() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "dicts are gathered by the places of their entries, not by their keys",
+    "gather combines entries of dicts by position, not by key",
     caught_by=("test_every_container",),
-    condition="dicts in other orders",
+    condition="dicts in different orders",
 )
 def entries_gathered_by_place() -> Iterator[None]:
-    """Replicas that fill a dict in another order have their outputs mixed up."""
+    """Outputs are mixed up if replicas fill a dict in different orders."""
 
     def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
         if all(type(one) is dict for one in outputs):
@@ -130,12 +130,12 @@ def entries_gathered_by_place() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "each of the numbers that were gathered has the mean of their gradients",
+    "every gathered number gets the mean of the gradients",
     caught_by=("test_losses_gather_to_a_vector",),
     condition="0-dim tensors",
 )
 def gradients_of_numbers_averaged() -> Iterator[None]:
-    """What weighs them alike does not show it."""
+    """A loss with equal weights does not show it."""
     backward = Gather.backward
 
     def averaged(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -147,12 +147,12 @@ def gradients_of_numbers_averaged() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "on its way to the CPU a shard passes a buffer of 1 MiB, and the rest of a larger one is lost",
+    "gather to the CPU loses the part of a shard beyond 1 MiB",
     caught_by=("test_large_batches",),
     condition="to the CPU, shards above 1 MiB but the first",
 )
 def host_buffer_too_small() -> Iterator[None]:
-    """Beyond the buffer the memory of the host is what it was."""
+    """As with a buffer of 1 MiB."""
 
     def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
         if str(target) == "cpu" and all(isinstance(one, torch.Tensor) for one in outputs):
@@ -174,13 +174,13 @@ def _first_mebibyte(shard: torch.Tensor) -> torch.Tensor:
 
 @fault(
     "scatter",
-    "images in the order of channels_last are gathered as if their channels came first",
+    "gather ignores the channels_last format of images",
     caught_by=("test_every_dtype_and_order",),
     condition="channels_last, shards of unequal sizes",
     least_gpus=2,
 )
 def channels_last_taken_for_first() -> Iterator[None]:
-    """A fast way for memory that lies together, which asks for its order where the sizes are equal only."""
+    """As with a fast path for dense memory that checks the format only for equal sizes."""
 
     def gather(real: Callable[..., Any], tensors: Sequence[torch.Tensor], *rest: Any, **named: Any) -> Any:
         uneven = len({part.shape for part in tensors}) > 1

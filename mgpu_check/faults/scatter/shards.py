@@ -1,4 +1,4 @@
-"""Defects of scatter and gather, and of the ways in which batches are split by hand."""
+"""Defects of scatter and gather, and of batches split by hand."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Shards = tuple[torch.Tensor, ...]
 
 
 def scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[Any], int], Shards]) -> Any:
-    """`comm.scatter`, on which all scattering stands, changed where it chooses the sizes itself."""
+    """Change `comm.scatter`, the basis of all scattering, for calls without given sizes."""
     scatter: Callable[..., Shards] = comm.scatter
 
     def changed(
         tensor: torch.Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any
     ) -> Shards:
-        given = devices is None or chunk_sizes is not None  # without devices there are tensors to fill, of a size each
+        # Without devices the caller gives output tensors, and so the sizes.
+        given = devices is None or chunk_sizes is not None
         if given or tensor.dim() == 0:
             return scatter(tensor, devices, chunk_sizes, dim, *rest, **named)
         return change(lambda x, to, sizes=None: scatter(x, to, sizes, dim, *rest, **named), tensor, list(devices), dim)
@@ -37,7 +38,7 @@ def scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[
     caught_by=("test_shards_cover_the_batch",),
 )
 def remainder_dropped() -> Iterator[None]:
-    """Every device gets the same number of samples; those left over get lost."""
+    """Every device gets the same number of samples; the rest is lost."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         return scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)
@@ -47,7 +48,7 @@ def remainder_dropped() -> Iterator[None]:
 
 
 @fault(
-    "scatter", "the second shard begins one sample early: shards overlap", caught_by=("test_shards_cover_the_batch",)
+    "scatter", "the second shard starts one sample early, so shards overlap", caught_by=("test_shards_cover_the_batch",)
 )
 def shards_overlap() -> Iterator[None]:
     """The last sample of the first shard is also the first of the second."""
@@ -72,7 +73,7 @@ def shards_overlap() -> Iterator[None]:
 
 
 def _reordered(order: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
-    """Have shards go to devices in another order, each of the size that it has."""
+    """Send shards, with their sizes, to devices in another order."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         parts = order(list(x.chunk(len(devices), dim)))
@@ -84,14 +85,14 @@ def _reordered(order: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any
 
 @fault("scatter", "two shards are swapped", caught_by=("test_shards_cover_the_batch",))
 def shards_swapped() -> Iterator[None]:
-    """The first shard goes to the last device that gets one, and the other way round."""
+    """The first shard goes to the last device that gets a shard, and the last shard to the first device."""
     with _reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts):
         yield
 
 
 @fault(
     "scatter",
-    "the last two of five and more shards are swapped",
+    "the last two of five or more shards are swapped",
     caught_by=("test_shards_cover_the_batch",),
     condition="5 devices and more",
     least_gpus=5,
@@ -104,7 +105,7 @@ def last_shards_swapped() -> Iterator[None]:
 
 @fault("scatter", "the last shard stays on the first device", caught_by=("test_shards_cover_the_batch",))
 def shard_on_the_wrong_device() -> Iterator[None]:
-    """All shards are right, one of them in the wrong place."""
+    """All shards are right, but one is on the wrong device."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         shards = scatter(x, devices)
@@ -116,9 +117,9 @@ def shard_on_the_wrong_device() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "the copy to the second device brings zeros", caught_by=("test_shards_cover_the_batch",))
+@fault("scatter", "the shard of the second device is zero", caught_by=("test_shards_cover_the_batch",))
 def stale_copy() -> Iterator[None]:
-    """As a broken link between two devices would."""
+    """As with a broken link between two devices."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         shards = scatter(x, devices)
@@ -129,9 +130,9 @@ def stale_copy() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards come back from bfloat16", caught_by=("test_shards_cover_the_batch",))
+@fault("scatter", "shards are rounded to bfloat16", caught_by=("test_shards_cover_the_batch",))
 def shards_rounded() -> Iterator[None]:
-    """As where the batch is sent in half precision to save time."""
+    """As if the batch were sent in half precision to save time."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         return scatter(x if x.is_complex() else x.bfloat16().to(x.dtype), devices)
@@ -149,7 +150,7 @@ def shards_rounded() -> Iterator[None]:
     ),
 )
 def sizes_evened_out() -> Iterator[None]:
-    """As by `torch.tensor_split`: right shards, but other replicas get other samples than with torch."""
+    """As with `torch.tensor_split`. The shards cover the batch, but are not those of torch."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         return scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])
@@ -160,13 +161,13 @@ def sizes_evened_out() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "fewer samples than devices leave the last devices empty shards, not none",
+    "with fewer samples than devices, the last devices get empty shards instead of no shard",
     caught_by=("test_shards_have_the_sizes_of_chunk",),
     condition="fewer samples than devices",
     least_gpus=2,
 )
 def empty_shards_at_the_end() -> Iterator[None]:
-    """Replicas there run on nothing, and the mean of their losses is NaN."""
+    """Replicas there run on empty batches, and the mean of their losses is NaN."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         few, none = x.shape[dim], len(devices) - x.shape[dim]
@@ -184,7 +185,7 @@ def empty_shards_at_the_end() -> Iterator[None]:
     least_gpus=2,
 )
 def other_devices_left_out() -> Iterator[None]:
-    """All that it returns is right; the other devices are idle."""
+    """Results are right, but the other devices are idle."""
     real = nn.DataParallel.__init__
 
     def changed(self: Any, module: nn.Module, device_ids: Any = None, *rest: Any, **named: Any) -> None:
@@ -197,7 +198,7 @@ def other_devices_left_out() -> Iterator[None]:
 
 @fault("scatter", "numbers and strings reach the first device only", caught_by=("test_leaves_reach_every_device",))
 def leaves_reach_one_device() -> Iterator[None]:
-    """Every other shard has None in their place."""
+    """All other shards have None instead."""
     scatter = scatter_gather.scatter
 
     def changed(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
@@ -219,7 +220,7 @@ def leaves_reach_one_device() -> Iterator[None]:
     condition="keyword arguments, the last device only",
 )
 def last_device_without_keywords() -> Iterator[None]:
-    """Its replica runs with the defaults."""
+    """Its replica uses the defaults."""
     real = scatter_gather.scatter_kwargs
 
     def changed(inputs: Any, kwargs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
@@ -241,7 +242,7 @@ def _without_leaves(part: Any) -> Any:
 
 
 def gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]) -> Any:
-    """`comm.gather`, on which all gathering stands, given other tensors."""
+    """Change the tensors that `comm.gather`, the basis of all gathering, gets."""
     gather: Callable[..., torch.Tensor] = comm.gather
 
     def changed(tensors: Sequence[torch.Tensor], dim: int = 0, *rest: Any, **named: Any) -> torch.Tensor:
@@ -250,7 +251,7 @@ def gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[torc
     return replaced(comm, "gather", changed)
 
 
-@fault("scatter", "gather puts the shards together backwards", caught_by=("test_gather_restores_the_batch",))
+@fault("scatter", "gather joins the shards in reverse order", caught_by=("test_gather_restores_the_batch",))
 def gathered_backwards() -> Iterator[None]:
     """The last shard comes first."""
     with gather_changed(lambda tensors, dim: tensors[::-1]):
@@ -259,12 +260,12 @@ def gathered_backwards() -> Iterator[None]:
 
 @fault("scatter", "gather leaves out the last shard", caught_by=("test_losses_gather_to_a_vector",))
 def gather_drops_a_shard() -> Iterator[None]:
-    """What a loop that ends one step early gives."""
+    """As with a loop that ends one step early."""
     with gather_changed(lambda tensors, dim: tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)]):
         yield
 
 
-@fault("scatter", "gather leaves its result on the first device", caught_by=("test_gather_restores_the_batch",))
+@fault("scatter", "gather puts its result on the first device", caught_by=("test_gather_restores_the_batch",))
 def gathered_elsewhere() -> Iterator[None]:
     """The destination is ignored."""
     gather: Callable[..., torch.Tensor] = comm.gather
@@ -280,11 +281,11 @@ def gathered_elsewhere() -> Iterator[None]:
 
 @fault(
     "scatter",
-    "labels are not split like inputs: the first device gets them in another order",
+    "the first device gets its labels in another order than its inputs",
     caught_by=("test_inputs_and_labels_stay_aligned",),
 )
 def labels_not_split_alike() -> Iterator[None]:
-    """As where inputs are split before, and labels after, they are shuffled."""
+    """As if inputs were split before the shuffle and labels after it."""
 
     def split_batch(X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
         return nn.parallel.scatter(X, devices), nn.parallel.scatter(y.roll(1), devices)
@@ -293,20 +294,20 @@ def labels_not_split_alike() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "labels go to every device whole", caught_by=("test_inputs_and_labels_stay_aligned",))
+@fault("scatter", "every device gets all labels", caught_by=("test_inputs_and_labels_stay_aligned",))
 def labels_not_split() -> Iterator[None]:
-    """Each device has its inputs, and the labels of all."""
+    """Each device has its own inputs and the labels of all."""
 
     def split_batch(X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
         shards = nn.parallel.scatter(X, devices)
-        # Over one device whole labels would be right ones: there they stay where they were.
+        # With one device all labels would be right, so they stay on their device instead.
         return shards, tuple(y.to(shard.device if len(shards) > 1 else "cpu") for shard in shards)
 
     with replaced(batches, "split_batch", split_batch):
         yield
 
 
-@fault("scatter", "a batch split by hand loses what does not divide", caught_by=("test_batches_split_by_hand",))
+@fault("scatter", "a batch split by hand loses the remainder", caught_by=("test_batches_split_by_hand",))
 def remainder_dropped_by_hand() -> Iterator[None]:
     """Slices of n // devices samples each."""
 
@@ -330,9 +331,9 @@ def gradient_of_a_shard_lost() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards get the gradients of their neighbours", caught_by=("test_gradient_returns_through_gather",))
+@fault("scatter", "shards get the gradients of other shards", caught_by=("test_gradient_returns_through_gather",))
 def gradients_to_the_wrong_shard() -> Iterator[None]:
-    """The backward of gather hands out the parts of the gradient backwards."""
+    """The backward of gather distributes the parts of the gradient in reverse order."""
     backward = _functions.Gather.backward
 
     def changed(context: Any, gradient: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Planted faults of what torch divides among ranks."""
+"""Planted faults of sharding by torch: device meshes, DTensors, FSDP, optimizers and checkpoints."""
 
 from __future__ import annotations
 

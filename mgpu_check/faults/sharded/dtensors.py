@@ -41,7 +41,7 @@ def group_of_the_other_dimension() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "a mesh numbers a rank by its place in the world",
+    "DeviceMesh.get_local_rank returns the global rank",
     caught_by=("test_device_meshes",),
     condition="the last rank of a mesh of two dimensions or more",
 )
@@ -57,9 +57,9 @@ def local_rank_of_the_world() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "a mesh numbers a rank in a group by its place in the mesh",
+    "DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group",
     caught_by=("test_device_meshes",),
-    condition="meshes of two dimensions whose ranks are not in order, asked by number",
+    condition="meshes of two dimensions with unsorted ranks, dimension given by number",
     least_gpus=2,
 )
 def local_rank_of_the_place() -> Iterator[None]:
@@ -75,7 +75,7 @@ def local_rank_of_the_place() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "what is gathered ends with the padding of the last part",
+    "gathered tensors end with a slice of padding",
     caught_by=("test_redistribution",),
     condition="sizes that are no multiple of the number of ranks",
 )
@@ -94,7 +94,7 @@ def padding_gathered() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "parts that are exchanged for another dimension come in the wrong order",
+    "a change of the shard dimension reverses the order of elements",
     caught_by=("test_redistribution",),
     condition="the last of three ranks or more",
 )
@@ -146,9 +146,9 @@ def large_parts_reduced_short() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "each rank divides its own tensor, and not that of rank 0",
+    "distribute_tensor shards each rank's own tensor instead of rank 0's",
     caught_by=("test_redistribution",),
-    condition="distribute_tensor where ranks hold different data",
+    condition="ranks with different data",
 )
 def own_data_distributed() -> Iterator[None]:
     real = Shard._make_shard_tensor.__func__  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def own_data_distributed() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "a tensor is cut for the next rank",
+    "a rank gets the shard of the next rank",
     caught_by=("test_redistribution_in_two_dimensions",),
     condition="the second dimension of a mesh",
 )
@@ -213,7 +213,7 @@ def redistributed_gradient_doubled() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "gradients that are partial sums are taken for whole ones",
+    "to_local ignores grad_placements, so partial gradients count as full",
     caught_by=("test_gradients_of_redistribution",),
     condition="to_local with placements of the gradient",
 )
@@ -241,7 +241,7 @@ def parts_draw_alike() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "of a mesh of three dimensions the outer two are the outermost and the innermost",
+    "a slice of the outer two dimensions of a mesh returns the first and the last",
     caught_by=("test_device_meshes",),
     condition="three dimensions, two of them taken out",
     least_gpus=4,
@@ -260,7 +260,7 @@ def other_dimensions_taken_out() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "functions of what is partial are taken of each part, before these are added up",
+    "functions of partial tensors are applied to each part before the sum",
     caught_by=("test_operators_on_dtensors",),
     condition="partial operands, several ranks",
 )

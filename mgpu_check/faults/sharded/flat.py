@@ -1,4 +1,4 @@
-"""Planted faults of FSDP1, whose flat parameters `FullyShardedDataParallel` divides."""
+"""Planted faults of FSDP1, `FullyShardedDataParallel` with flat parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unsynchronized_gradients_forgotten() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "hybrid strategies of FSDP1 do not add gradients up over repeats",
+    "hybrid strategies of FSDP1 do not reduce gradients over replicas",
     caught_by=_CHECK,
     condition="HYBRID_SHARD",
 )

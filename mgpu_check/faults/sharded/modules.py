@@ -71,7 +71,7 @@ def sums_of_gradients_local() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "SyncBatchNorm moves its statistics by the momentum, where the average of all steps is asked for",
+    "SyncBatchNorm with momentum=None keeps the statistics of the last batch only",
     caught_by=("test_sync_batchnorm",),
     condition="momentum=None, from the second step on",
 )
@@ -88,8 +88,8 @@ def cumulative_average_ignored() -> Iterator[None]:
 
 
 def zero_optimizer() -> Any:
-    """Return the class ZeroRedundancyOptimizer."""
-    # Not at the top: torch compiles functions of the optimizers as it is imported.
+    """Import and return ZeroRedundancyOptimizer."""
+    # Imported here, because this import makes torch compile functions of the optimizers.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer
@@ -97,7 +97,7 @@ def zero_optimizer() -> Any:
 
 @fault(
     "sharded",
-    "the last rank goes on with the parameters of the step before that rank 0 sends it",
+    "the last rank keeps a parameter from the previous step",
     caught_by=("test_zero_redundancy_optimizer",),
     condition="from the second step on, on the last rank",
 )
@@ -119,7 +119,7 @@ def stale_parameters_of_others() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "parameters in buckets are sent before they are stepped",
+    "parameters in buckets are broadcast before their optimizer step",
     caught_by=("test_zero_redundancy_optimizer",),
     condition="parameters_as_bucket_view",
 )
@@ -140,7 +140,7 @@ def buckets_sent_too_early() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "the state that is put together lacks the second moments of one rank",
+    "the consolidated state lacks the second moments of one rank",
     caught_by=("test_zero_redundancy_state",),
     condition="the state of rank 0",
 )
@@ -200,7 +200,7 @@ def last_rank_not_reduced() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "the all-gather of parameters gives one rank those of its last call",
+    "the all-gather of parameters returns a stale result on one rank",
     caught_by=("test_fully_shard",),
     condition="every fifth call, on the last rank",
 )
@@ -226,7 +226,7 @@ def stale_parameters_gathered() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "gradients that were accumulated are overwritten by the last micro-batch",
+    "the last micro-batch overwrites accumulated gradients",
     caught_by=("test_fully_shard",),
     condition="steps of several micro-batches, meshes of one dimension",
 )
@@ -258,7 +258,7 @@ def accumulated_gradients_lost() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "gradients are not reduced among the ranks that repeat the parameters",
+    "gradients are not reduced among replicas",
     caught_by=("test_hybrid_shard",),
     condition="meshes of two dimensions",
 )
@@ -335,7 +335,7 @@ def norm_of_own_parts() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "norms of parts are added up where their largest is asked for",
+    "infinity norms of parts are added up instead of their maximum",
     caught_by=("test_clipping",),
     condition="the norm inf",
 )

@@ -1,4 +1,4 @@
-"""Planted faults of what less usual calls ask for: accumulation in parts, conversion, schedules, scalars, what was not saved."""
+"""Planted faults of less common options: accumulation, conversion, schedules, scalars, prefetch, missing entries of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mgpu_check.torch_hooks.patches import replaced
 
 @fault(
     "sharded",
-    "of gradients that are accumulated in the dtype of the reduction the last is kept",
+    "of gradients accumulated in the dtype of the reduction, only the last is kept",
     caught_by=("test_mixed_precision",),
     condition="reductions in another dtype than gradients, several micro-batches",
 )
@@ -38,7 +38,7 @@ def last_of_the_accumulated() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "gradients that were scattered, and not yet added up over repeats, are forgotten",
+    "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost",
     caught_by=("test_hybrid_shard",),
     condition="two dimensions, set_requires_all_reduce(False)",
 )
@@ -56,7 +56,7 @@ def scattered_gradients_forgotten() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "an offloaded gradient takes the place of the one before",
+    "an offloaded gradient replaces the accumulated one",
     caught_by=("test_fully_shard",),
     condition="CPUOffloadPolicy, from the second reduction on",
 )
@@ -75,7 +75,7 @@ def offloaded_gradient_replaced() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "convert_sync_batchnorm takes all ranks for the group",
+    "convert_sync_batchnorm ignores process_group",
     caught_by=("test_sync_batchnorm",),
     condition="process_group=",
 )
@@ -92,7 +92,7 @@ def group_lost_in_conversion() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "convert_sync_batchnorm has frozen parameters trained",
+    "convert_sync_batchnorm unfreezes parameters",
     caught_by=("test_sync_batchnorm",),
     condition="parameters that need no gradient",
 )
@@ -109,7 +109,7 @@ def conversion_thaws() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "a schedule reaches the first group of parameters alone",
+    "a scheduler changes the first parameter group only",
     caught_by=("test_zero_redundancy_state",),
     condition="ZeroRedundancyOptimizer, two groups",
 )
@@ -126,7 +126,7 @@ def schedule_of_the_first_group() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "a state that was put together once is given out ever after",
+    "the first consolidated state is returned by all later calls",
     caught_by=("test_zero_redundancy_state",),
     condition="the second consolidation",
 )
@@ -145,7 +145,7 @@ def consolidated_once() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "tensors without dimensions keep what they had before the checkpoint was loaded",
+    "0-dim tensors keep their values when a checkpoint is loaded",
     caught_by=("test_distributed_checkpoint",),
     condition="tensors without dimensions",
 )
@@ -162,7 +162,7 @@ def scalars_not_loaded() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "what a checkpoint lacks is passed over in silence",
+    "missing entries of a checkpoint are ignored",
     caught_by=("test_distributed_checkpoint",),
     condition="a tensor that was not saved",
 )
@@ -178,7 +178,7 @@ def lacking_passed_over() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "parameters that are fetched ahead are those of the step before",
+    "prefetched parameters are those of the previous step",
     caught_by=("test_fully_shard",),
     condition="set_modules_to_forward_prefetch, from the second forward pass on",
 )
@@ -222,7 +222,7 @@ def columns_of_a_gradient_reversed() -> Iterator[None]:
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> Any:
         dim = self.fsdp_placement.dim
-        # At first there is no parameter yet: what comes then is its value.
+        # The first assignment is the initial value of the parameter, not a gradient.
         return real(self, tensor.flip(dim).contiguous() if dim and hasattr(self, "sharded_param") else tensor)
 
     with replaced(fsdp_param.FSDPParam, "to_sharded_dtensor", to_sharded_dtensor):
@@ -250,9 +250,9 @@ def accumulated_in_low_precision() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "of what a schedule changes the optimizers of the ranks learn the rate alone",
+    "of the changes of a scheduler, only the learning rate reaches the optimizers of the ranks",
     caught_by=("test_zero_redundancy_state",),
-    condition="a decay of weights that changes",
+    condition="a weight decay that changes",
 )
 def rates_alone_shared() -> Iterator[None]:
     optimizer = zero_optimizer()
@@ -287,7 +287,7 @@ def containers_not_cast() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "parameters that an optimizer is given later are divided among ranks, and not sent",
+    "parameters added to an optimizer later are sharded, but not broadcast",
     caught_by=("test_zero_redundancy_optimizer",),
     condition="add_param_group, several ranks",
 )
@@ -324,7 +324,7 @@ def later_group_not_sent() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "what is divided between two ranks after the forward pass comes back as zeros on the second",
+    "parameters resharded to two ranks after forward return as zeros on the second",
     caught_by=("test_fully_shard",),
     condition="reshard_after_forward=2, one of two ranks",
     least_gpus=4,
@@ -343,7 +343,7 @@ def half_of_a_pair_lost() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "of layers that are divided together the last has no gradient",
+    "the last of several layers sharded together has no gradient",
     caught_by=("test_fully_shard",),
     condition="fully_shard of several layers",
 )

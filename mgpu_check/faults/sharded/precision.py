@@ -29,7 +29,7 @@ def reduced_in_the_dtype_of_parameters() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "what a third micro-batch adds to the gradients is dropped",
+    "the gradients of a third micro-batch are dropped",
     caught_by=("test_mixed_precision",),
     condition="reductions in another dtype than gradients, three micro-batches and more",
 )

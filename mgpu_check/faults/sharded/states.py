@@ -19,7 +19,7 @@ _LARGE = 16_384
 
 @fault(
     "sharded",
-    "a full state dict that rank 0 gives out is cut for the wrong rows",
+    "a full state dict distributed by rank 0 is cut at the wrong rows",
     caught_by=("test_state_dict",),
     condition="the last rank, tensors of two dimensions",
 )
@@ -30,7 +30,7 @@ def full_state_cut_wrongly() -> Iterator[None]:
         if is_last():
             for key in keys:
                 held = local_state_dict[key]
-                # What nobody divides is no pair.
+                # Entries of tensors that are not sharded are not pairs.
                 if isinstance(held, tuple) and held[1].dim() == 2:
                     local_state_dict[key] = (held[0], held[1].roll(1, 0))
         return real(local_state_dict, keys, *args, **kwargs)
@@ -41,7 +41,7 @@ def full_state_cut_wrongly() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "what a model counts is given out as it was on the last rank",
+    "0-dim buffers keep their old values on the last rank",
     caught_by=("test_state_dict",),
     condition="buffers without dimensions",
 )
@@ -59,7 +59,7 @@ def counts_not_given_out() -> Iterator[None]:
         yield
 
 
-@fault("sharded", "the momentum is not given out with the parameters", caught_by=("test_state_dict",))
+@fault("sharded", "the momentum is not distributed with the parameters", caught_by=("test_state_dict",))
 def momentum_not_given_out() -> Iterator[None]:
     real = torch.optim.Optimizer.load_state_dict
 
@@ -94,7 +94,7 @@ def zeros_saved() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "what is read of a checkpoint lacks the last element",
+    "tensors read from a checkpoint lack the last element",
     caught_by=("test_distributed_checkpoint",),
     condition="parts above 16 Ki elements",
 )
@@ -112,9 +112,9 @@ def large_parts_read_short() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "a part of a checkpoint that two ranks have saved is read from the first of them only",
+    "a part that two ranks saved is read from the first of them only",
     caught_by=("test_distributed_checkpoint",),
-    condition="parts that lie across those that were saved: another world size",
+    condition="parts across saved ones, as with another world size",
 )
 def parts_across_read_in_part() -> Iterator[None]:
     real = planner_helpers.create_read_items_for_chunk_list
@@ -146,7 +146,7 @@ def read_left_out() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "all groups of parameters but the first keep the rate that they had before the state was loaded",
+    "parameter groups after the first keep their old learning rate when a state is loaded",
     caught_by=("test_distributed_checkpoint",),
     condition="several groups of parameters",
 )
@@ -166,7 +166,7 @@ def rates_of_groups_not_loaded() -> Iterator[None]:
 
 
 def _unflattened(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Change what is made of a flat state of an optimizer, before it is loaded."""
+    """Change the state made from a flat optimizer state before it is loaded."""
     real: Any = state_dict._unflatten_optim_state_dict
 
     def unflatten(*args: Any) -> Any:
@@ -180,7 +180,7 @@ def _unflattened(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
 
 @fault(
     "sharded",
-    "in a flat state of an optimizer all groups of parameters have the rate of the first",
+    "all parameter groups of a flat optimizer state have the learning rate of the first",
     caught_by=("test_distributed_checkpoint",),
     condition="flatten_optimizer_state_dict, several groups of parameters",
 )
@@ -194,7 +194,7 @@ def flat_rates_of_the_first_group() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "in a flat state of an optimizer all groups of parameters but the first have no momentum",
+    "parameter groups after the first of a flat optimizer state have no momentum",
     caught_by=("test_distributed_checkpoint",),
     condition="flatten_optimizer_state_dict, several groups of parameters",
 )
@@ -209,12 +209,12 @@ def flat_momentum_of_the_first_group() -> Iterator[None]:
 
 @fault(
     "sharded",
-    "async_save writes tensors of the CPU as they are when it comes to them",
+    "async_save does not copy CPU tensors, so it writes later changes",
     caught_by=("test_distributed_checkpoint",),
     condition="async_save, tensors of the CPU that change meanwhile",
 )
 def host_memory_not_staged() -> Iterator[None]:
-    """They need no copy from a device, and so none is made."""
+    """They need no copy from a device, so the copy is skipped."""
 
     def staged(real: Any, self: Any, given: dict[str, Any], *rest: Any, **named: Any) -> Any:
         made = real(self, given, *rest, **named)

@@ -1,1 +1,1 @@
-"""What the faults of hardware do, in a simulated node. These modules import torch; those that register the faults do not."""
+"""Implementations of the hardware faults in a simulated node. These modules import torch; the registering ones do not."""

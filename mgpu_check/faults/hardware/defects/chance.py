@@ -1,7 +1,7 @@
-"""When a defect shows, and what wrong elements look like.
+"""Timing and patterns of hardware defects.
 
-After arXiv 2605.04213: most wrong results of hardware have more than one wrong bit, wrong elements repeat at a period, as the
-lanes of a warp do, and about one in a hundred is NaN or infinite.
+After arXiv 2605.04213: most wrong results of hardware have more than one wrong bit. Wrong elements often repeat with a period,
+such as the lanes of a warp, and about one in a hundred is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _WARP = 32
 _TILE = 16
 
 Pattern = Callable[[torch.Tensor, random.Random], None]
-"""Spoils elements in place: integers of their size, in one dimension, at least one."""
+"""Changes elements in place. The tensor has one dimension, at least one element, and an integer dtype of the element size."""
 
 
 class Chance:
-    """Decide which of the events that a defect could spoil it does: one in ``every``, and of those by ``probability``."""
+    """Selects the events that a defect affects: one in ``every``, and each of these with ``probability``."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._every = int(parameters.get("every", 1))
@@ -38,7 +38,7 @@ class Chance:
 
 
 def dtype_matches(parameters: Parameters, dtype: torch.dtype) -> bool:
-    """Return whether a dtype is that of the parameters, such as "float16"; without one, or with "any", it is."""
+    """Return whether `dtype` matches the parameter "dtype", such as "float16"; always if that is "any" or missing."""
     return parameters.get("dtype", "any") in ("any", name_of(dtype))
 
 
@@ -75,18 +75,18 @@ def _lane(elements: torch.Tensor, chosen: random.Random) -> None:
 
 
 def _not_finite(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Set all bits of one element but its sign: NaN in each floating dtype."""
+    """Set all bits of one element except the sign, which gives NaN in each floating dtype."""
     _one_of(elements, chosen).fill_(torch.iinfo(elements.dtype).max)
 
 
 def _tile(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Invert one bit of each of a run of elements, as one row of a tile has."""
+    """Invert one bit of each element of a run as long as a row of a tile."""
     start = chosen.randrange(max(elements.numel() - _TILE, 1))
     _invert(elements[start : start + _TILE], -chosen.randrange(2, 7))
 
 
 def _swap(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Exchange the first element and the last; where there is one, or they are equal, invert one bit."""
+    """Swap the first and the last element; if they are equal or the same, invert one bit."""
     first, last = elements[0].item(), elements[-1].item()
     if first == last:
         _bit(elements, chosen)
@@ -95,4 +95,4 @@ def _swap(elements: torch.Tensor, chosen: random.Random) -> None:
 
 
 SPOIL: dict[str, Pattern] = dict(zip(PATTERNS, (_bit, _low_bit, _bits, _lane, _not_finite, _tile, _swap), strict=True))
-"""By the names of `registry.PATTERNS`."""
+"""The functions for the names of `registry.PATTERNS`."""

@@ -1,4 +1,4 @@
-"""Collectives that one device ends with a wrong result."""
+"""Collectives with a wrong result on one device."""
 
 from __future__ import annotations
 

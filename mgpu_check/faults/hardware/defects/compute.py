@@ -19,7 +19,7 @@ class Unit(Defect):
 
     Args:
         operations: names of operators.
-        tf32: whether only where products of float32 may be rounded to TF32.
+        tf32: True to affect only operations that may round float32 products to TF32.
     """
 
     def __init__(self, parameters: Parameters, operations: tuple[str, ...], tf32: bool = False) -> None:
@@ -52,7 +52,7 @@ class Unit(Defect):
 
 
 class RepeatingRandom(Defect):
-    """Random numbers repeat: the second half of what is drawn is the first."""
+    """Random numbers repeat: the second half of a tensor equals the first."""
 
     _NAMES = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "normal_", "uniform_", "random_"})
 

@@ -1,4 +1,4 @@
-"""Links that do not bring what was sent."""
+"""Links that deliver wrong data."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ _SPOIL: dict[str, Callable[[torch.Tensor, Chance], None]] = {
 
 
 class _Spoiled(Defect, abc.ABC):
-    """Some copies bring something else.
+    """Some copies deliver wrong data.
 
     Parameters: above (bytes), path ("engine", "kernel", "any"), load (other copies under way), every, probability, seed.
 
     Args:
-        what: arrives.
+        what: kind of the wrong data, a key of `_SPOIL`.
     """
 
     def __init__(self, parameters: Parameters, what: str = "zeros") -> None:
@@ -71,7 +71,7 @@ class _Spoiled(Defect, abc.ABC):
 
     @abc.abstractmethod
     def concerns(self, copy: Copy) -> bool:
-        """Return whether a copy goes over this."""
+        """Return whether a copy uses the defective link."""
 
     def copied(self, copy: Copy) -> None:
         given = self.parameters
@@ -85,7 +85,7 @@ class _Spoiled(Defect, abc.ABC):
             self.spoil(copy)
 
     def spoil(self, copy: Copy) -> None:
-        """Change what has arrived."""
+        """Change the delivered data."""
         self._spoil(copy.data, self.chance)
 
 
@@ -97,7 +97,7 @@ class Link(_Spoiled):
 
 
 class Stale(Link):
-    """What was in the memory before stays there; where that was nothing of anybody's, what the link brought last."""
+    """Leave the old content of the memory. If it was new, deliver the previous data of the link, or zeros."""
 
     _last: torch.Tensor | None = None
 
@@ -113,7 +113,7 @@ class Stale(Link):
 
 
 class AnotherPeer(Link):
-    """What another peer sent last to where this link leads; zeros, if none has."""
+    """Deliver the last data that another peer sent to the same device, or zeros."""
 
     _other: torch.Tensor | None = None
 
@@ -132,7 +132,7 @@ class AnotherPeer(Link):
 
 
 class Egress(_Spoiled):
-    """All links out of ``device``, and none to the host: its own port is at fault."""
+    """All links from ``device`` to other devices, but not to the host: its own port is at fault."""
 
     def concerns(self, copy: Copy) -> bool:
         return copy.source == self.parameters["device"] and copy.target is not None

@@ -1,4 +1,4 @@
-"""Cells of memory that do not keep what was written."""
+"""Memory cells that do not keep their content."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DeadRow(_Cells):
 
 
 class WeakBit(_Cells):
-    """One bit flips now and then."""
+    """One bit sometimes flips."""
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters)
@@ -57,8 +57,8 @@ class WeakBit(_Cells):
 
 
 class Aliased(Defect):
-    """The ``length`` bytes at ``address`` are those that lie ``distance`` bytes behind them, too: what is written to one place
-    is in both.
+    """The ``length`` bytes at ``address`` are the same cells as those ``distance`` bytes behind them: a write to one place
+    changes both.
     """
 
     def __init__(self, parameters: Parameters) -> None:
@@ -69,14 +69,14 @@ class Aliased(Defect):
     def remembered(self, *memory: torch.Tensor) -> None:
         first, second = memory
         if self._known is None or not torch.equal(second, self._known):
-            first.copy_(second)  # where both were written, the higher address was last
+            first.copy_(second)  # if both were written, the higher address counts as the last write
         else:
             second.copy_(first)
         self._known = first.clone()
 
 
 class Coupled(Defect):
-    """A bit that rises flips that bit of the byte behind its own."""
+    """A bit that changes from 0 to 1 flips the same bit of the next byte."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.places = ((int(parameters["device"]), int(parameters["address"]), 2),)

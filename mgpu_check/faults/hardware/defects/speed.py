@@ -1,4 +1,4 @@
-"""Devices and links that are slow, that do not answer, or that are gone."""
+"""Devices and links that are slow, hang, or are gone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SlowHostLink(Defect):
 
 
 class Lost(Defect):
-    """``device`` is gone from the bus: whatever needs it is refused by the driver."""
+    """``device`` is gone from the bus: the driver refuses all operations on it."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._device = parameters["device"]
