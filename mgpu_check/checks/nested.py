@@ -1,6 +1,6 @@
-"""Walk a batch and its shards side by side, through the containers that `nn.parallel.scatter` knows.
+"""Walk a batch and its shards side by side, through the containers that `nn.parallel.scatter` supports.
 
-They are others than those of `torch_hooks.nested` and of torch's pytree, and where two differ is told by name.
+These containers differ from those of `torch_hooks.nested` and of torch's pytree. Errors name the place of a difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["columns"]
 
 
 def columns(batch: Any, shards: Sequence[Any], where: str = "batch") -> Iterator[tuple[str, Any, list[Any]]]:
-    """Yield each tensor or other leaf of `batch`, with its name and what stands in its place in every shard.
+    """Yield each tensor or other leaf of `batch`: its name, the leaf, and the leaf at the same place in every shard.
 
     Raises:
         ShardError: a shard is nested differently: another type, length or set of keys.

@@ -1,6 +1,6 @@
-"""A dataset whose samples tell which one they are, with values of several dtypes and all bit patterns.
+"""Define a dataset whose samples show their number, with values of several dtypes and all bit patterns.
 
-All of a sample is made of its number, row by row or for many at once, so that a batch need not be collated again to be judged.
+A sample follows from its number alone. So the right batch can be computed for many samples at once, without collation.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _FIELDS = {
 
 
 def _bits(indices: torch.Tensor, words: int, seed: int) -> torch.Tensor:
-    """Return (n, words) words of 64 bits, each all of whose bits depend on sample and place."""
+    """Return (n, words) words of 64 bits; all bits of a word depend on its sample and place."""
     places = (indices[:, None] << 24) + torch.arange(words, device="cpu")
     return mix_(places, seed, torch.empty_like(places))
 
 
 def _rows(indices: torch.Tensor, name: str, features: int) -> torch.Tensor:
-    """Return a field of samples: (n, features) for the image, (n, 3, 2) for what is turned, (n, 8) or so for the others."""
+    """Return a field of n samples: (n, features) for "image", (n, 3, 2) for "turned", (n, k) with a small k for the others."""
     dtype, seed = _FIELDS[name], list(_FIELDS).index(name)
     if name == "mask":
         return _bits(indices, 3, seed) > 0
-    if name == "turned":  # as images are whose channels come last: a sample is dense, and not contiguous
+    if name == "turned":  # as images in channels_last: a sample is dense, but not contiguous
         return _bits(indices, 6, seed).view(dtype).view(-1, 2, 3).transpose(1, 2)
     words = _bits(indices, -(-features // 2) if name == "image" else 2, seed)
     return words.view(dtype)[:, :features] if name == "image" else words.view(dtype)
 
 
 class Numbered(Dataset[Any]):
-    """Samples 0 to `length` - 1: dicts of a number, tensors of `features` floats and of others, a text, and a pair.
+    """A dataset of `length` samples: dicts of a number, tensors with `features` floats and others, a text, and a pair.
 
-    The floats have any bits: NaN of all kinds, infinities and subnormals among them. `large` times as many features have the
-    samples of an even number; then they fit in no batch together.
+    The floats have arbitrary bits, including all kinds of NaN, infinities and subnormals. Samples of even number have `large`
+    times as many features, and then cannot share a batch with odd ones. Reading sample `broken` raises a LookupError.
     """
 
     def __init__(self, length: int, features: int = 5, large: int = 1, broken: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Numbered(Dataset[Any]):
         return self.length
 
     def features_of(self, index: int) -> int:
-        """Return how many floats a sample has."""
+        """Return the number of features of a sample."""
         return self.features * (self.large if index % 2 == 0 else 1)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Numbered(Dataset[Any]):
 
 
 def indices_of(batch: dict[str, Any]) -> list[int]:
-    """Return which samples a batch has, as it says itself."""
+    """Return the numbers of the samples in a batch, read from the batch."""
     numbers: list[int] = batch["number"].tolist()
     return numbers
 
@@ -88,14 +88,18 @@ def assert_batch(
     device: torch.device | str = "cpu",
     pinned: bool = False,
 ) -> None:
-    """Assert that `batch` is the samples `indices` of `dataset` in that order, bit for bit, as torch collates them.
+    """Assert that `batch` has the samples `indices` of `dataset` in this order, bit for bit, as torch collates them.
 
     Args:
-        device: where its tensors must be.
-        pinned: whether all of its tensors must be in pinned memory.
+        batch: the batch.
+        indices: the numbers of its samples.
+        dataset: the dataset of the samples.
+        what: the name of the batch, for the message.
+        device: the device where its tensors must be.
+        pinned: whether its tensors must be in pinned memory.
 
     Raises:
-        ShardError: naming the field, the row, the sample, what was expected and got.
+        ShardError: naming field, row and sample, with the expected and the actual value.
     """
     __tracebackhide__ = True
     if not isinstance(batch, dict):

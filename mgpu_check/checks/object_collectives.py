@@ -1,4 +1,4 @@
-"""Collectives of Python objects, and barriers."""
+"""Check collectives of Python objects, and barriers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
 
 BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
 _KINDS = 6
-"""Of objects: so many with numbers in a row have one of each."""
+"""The number of kinds of objects; as many consecutive numbers give one of each kind."""
 _HELD = 0.06
-"""Seconds for which a barrier is watched: who leaves it at once has done so by then."""
+"""Seconds for which a barrier is watched, enough for a rank that does not wait to leave it."""
 
 
 def object_of(seed: int, rank: int, number: int = 0) -> object:
@@ -36,13 +36,13 @@ def object_of(seed: int, rank: int, number: int = 0) -> object:
 
 
 def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None = None) -> None:
-    """Assert that each collective of objects brings equal objects of every rank to where they belong.
+    """Assert that each collective of objects brings equal copies of the objects to the right ranks.
 
     Args:
-        group: of all ranks; None for the default one. Objects travel over the CPU where a group has a backend for it.
+        group: a group of all ranks; None for the default one. Objects travel over the CPU if the group has a backend for it.
 
     Raises:
-        CollectiveMismatch: with all that went wrong on this rank.
+        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     size, root, me = rank.size, seed % rank.size, rank.index
@@ -54,7 +54,7 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
             findings.append(WrongResult(what, f"got {_short(got)}, expected {_short(right)}"))
 
     def apart(what: str, got: list[object]) -> None:
-        # What is changed in one later must not change the other.
+        # A later change of a result must not change the input.
         if any(one is all_of[me] for one in got):
             findings.append(WrongResult(what, "it gives this rank's own object back, expected a copy"))
 
@@ -92,12 +92,12 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
 
 
 def _empty(seed: int, rank: int) -> object:
-    """Return an object that is false, of another kind on each of seven ranks."""
+    """Return a false object, of a different type on each of seven consecutive ranks."""
     return (0, "", False, [], {}, 0.0, b"")[(seed + rank) % 7]
 
 
 def _told(seed: int, rank: int, root: int) -> list[object]:
-    """Return what a rank has before a broadcast: one of each kind, and what rank `root` has nothing for."""
+    """Return a rank's list before a broadcast: an entry that is None on rank `root` only, and an object of each kind."""
     return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
 
 
@@ -111,13 +111,14 @@ def assert_barrier_holds(
 ) -> None:
     """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
 
-    Rank `late` waits until all others stand before the barrier, watches for a while whether one of them comes out, and only then
-    enters it. A right barrier never fails this; a wrong one passes only where no other rank is scheduled meanwhile.
+    Rank `late` waits until all others are about to enter the barrier, watches for a while whether one of them leaves it, and only
+    then enters. A right barrier never fails this check. A wrong one passes only if no other rank is scheduled meanwhile.
 
     Args:
-        kind: by which `barrier` is called; "monitored": `monitored_barrier`, in a group of gloo, which has it; "asynchronous": one of
-            devices, whose work is waited for.
-        members: ranks that call it, in a group of their own, `late` among them; none for all. All ranks must call this.
+        late: the rank that enters last.
+        kind: the form of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
+            "asynchronous" is a barrier of devices with async_op, followed by a wait.
+        members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this function.
 
     Raises:
         CollectiveMismatch: on rank `late`.
@@ -150,7 +151,7 @@ def assert_barrier_holds(
             time.sleep(0.002)
         wait()
     if group is not None:
-        # Not by the barrier, which may hold nobody: who ended the group would end it for those who still make it.
+        # Wait by the store, not by the barrier, which may be broken: no rank may destroy the group while another makes it.
         store.add("done", 1)
         while store.add("done", 0) < size:
             time.sleep(0.001)
@@ -165,6 +166,6 @@ def assert_barrier_holds(
 
 
 def _fresh_store() -> Any:
-    """Return a store that all ranks share, and no call before has used: that of a group made for it."""
+    """Return a store that all ranks share and that no earlier call has used: the store of a new group."""
     group = dist.new_group(backend="gloo")
     return dist.distributed_c10d._world.pg_map[group][1]

@@ -1,8 +1,7 @@
 """Call each operator of `mgpu_check.specs.operators` with operands on two devices.
 
-Every entry builds its operands and returns the call that is to raise or to work, so that an error while operands are
-made is never taken for the one that is looked for. Operands are small whole numbers: results that are compared are
-exact.
+Each entry builds its operands and returns the call that must raise or work. So an error while operands are built is never taken
+for the error of the operator. Operands are small whole numbers, so that compared results are exact.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Call = Callable[[], object]
 Builder = Callable[["Operands"], Call]
 
 N = -1
-"""In the shape of an operand: as many as the case has rows."""
+"""Placeholder in the shape of an operand for the number of rows of the case."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Makes the operands of a call: the first on one device, the second on the other."""
+    """Builds the operands of a call: operand 0 on the first device, operand 1 on the second."""
 
     first: torch.device
     second: torch.device
@@ -45,7 +44,6 @@ class Operands:
         return ((steps * 5 + self.seed) % below).to(self._device(operand))
 
     def mask(self, operand: int, *shape: int) -> torch.Tensor:
-        """Return booleans."""
         return self.on(operand, *shape, dtype="bool")
 
     def module(self, operand: int, module: nn.Module) -> nn.Module:
@@ -59,7 +57,7 @@ class Operands:
 def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
     """Return a case that applies `function` to tensors, each given as (operand, *shape).
 
-    It is to look up what it calls by attribute, at the time of the call: ``lambda a, b: torch.add(a, b)``.
+    `function` must look up the operator at the time of the call: ``lambda a, b: torch.add(a, b)``.
     """
 
     def build(at: Operands) -> Call:
@@ -70,9 +68,7 @@ def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
 
 
 def _indexing(function: Callable[..., object], *shape: int) -> Builder:
-    """Return a case that applies `function` to a tensor of `shape` on the first device, and to indices into its last or
-    only row on the second.
-    """
+    """Return a case that applies `function` to a tensor of `shape` on the first device and to indices below 4 on the second."""
 
     def build(at: Operands) -> Call:
         x, index = at.on(0, *shape), at.index(1, 4)
@@ -92,9 +88,7 @@ def _weighing(loss: Callable[..., object]) -> Builder:
 
 
 def _masking(function: Callable[..., object], *mask: int) -> Builder:
-    """Return a case that applies `function` to a matrix on the first device, and to a mask of the shape given on the
-    second.
-    """
+    """Return a case that applies `function` to a matrix on the first device and to a mask of the given shape on the second."""
 
     def build(at: Operands) -> Call:
         x, booleans = at.on(0, N, 3), at.mask(1, *mask)
@@ -124,14 +118,14 @@ def _embedding_module(at: Operands) -> Call:
 
 
 def _layers_apart(at: Operands) -> Call:
-    """Return a case with two layers, the second one on another device, without a move between them."""
+    """Return a case with two layers on different devices, without a copy between them."""
     net = nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
     x = at.on(0, N, 3)
     return lambda: net(x)
 
 
 def _index_put(*value: int) -> Builder:
-    """Return a case of x[index] = value, the value of the shape given and on the second device."""
+    """Return a case of x[index] = value, where the value has the given shape and is on the second device."""
 
     def build(at: Operands) -> Call:
         x, index, values = at.on(0, 8, 3), torch.arange(at.rows, device=at.first), at.on(1, *value)
@@ -250,4 +244,4 @@ CALLS: dict[str, Builder] = {
     "to": _to,
     "load_state_dict": _load_state_dict,
 }
-"""Every operator of the table, by name."""
+"""Name of an operator -> its case."""

@@ -1,4 +1,4 @@
-"""Training on several GPUs at once, as checks of hardware see it: what does not agree is an observation of the group."""
+"""Check training on several GPUs at once for the acceptance: a disagreement is an observation about the group."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__ = ["examine_data_parallel", "examine_distributed", "examine_replicas"]
 
 
 def examine_data_parallel(devices: Sequence[torch.device], training: TrainingSpec) -> list[Observation]:
-    """Look whether `nn.DataParallel` on all devices trains as one of them does; see `assert_data_parallel_agrees`."""
+    """Check that `nn.DataParallel` on all devices trains as one of them does; see `assert_data_parallel_agrees`."""
     return [
         _looked(range(len(devices)), "DataParallel", training, lambda: assert_data_parallel_agrees(training, devices))
     ]
 
 
 def examine_distributed(rank: Rank, training: TrainingSpec) -> list[Observation]:
-    """Look whether DDP on all ranks trains as one device does; see `assert_distributed_agrees`. A collective."""
+    """Check that DDP on all ranks trains as one device does; see `assert_distributed_agrees`. A collective."""
     return _of_ranks(rank, "DDP", training, lambda: assert_distributed_agrees(training, rank))
 
 
 def examine_replicas(rank: Rank, training: TrainingSpec) -> list[Observation]:
-    """Look whether DDP keeps all ranks equal, to the bit; see `assert_distributed_replicas_agree`. A collective."""
+    """Check that DDP keeps all ranks equal bit for bit; see `assert_distributed_replicas_agree`. A collective."""
     return _of_ranks(rank, "DDP replicas", training, lambda: assert_distributed_replicas_agree(training, rank))
 
 
 def _of_ranks(rank: Rank, what: str, training: TrainingSpec, check: Callable[[], None]) -> list[Observation]:
     seen = _looked(range(rank.size), what, training, check)
-    # All ranks look at the same group: the first says that all is well, and any one that it is not.
+    # All ranks observe the same group, so only the first reports success, but every rank reports a failure.
     return [seen] if seen.outcome == "failed" or rank.index == 0 else []
 
 
@@ -47,8 +47,7 @@ def _looked(members: Sequence[int], what: str, training: TrainingSpec, check: Ca
     try:
         check()
     except CheckFailure as failure:
-        # Of replicas that differ, those in the minority are suspects. Gradients that are not those of one device do
-        # not say whose contribution is wrong.
+        # If replicas differ, those in the minority are suspects. Wrong gradients do not show whose contribution is wrong.
         odd = failure.ranks if isinstance(failure, ReplicaMismatch) and 2 * len(failure.ranks) < len(members) else ()
         evidence = {"message": str(failure), "kind": type(failure).__name__}
         return Observation("training", subject, "failed", str(failure).splitlines()[0], case, work, evidence, odd)

@@ -1,4 +1,4 @@
-"""Batches in pinned memory: all of their tensors are there, unchanged, and those of classes that pin themselves."""
+"""Check batches in pinned memory: all tensors are pinned and unchanged, also in classes with their own `pin_memory`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["assert_pinned_batches", "assert_pinned_by_themselves"]
 
 @torchs_own_warnings()
 def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
-    """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, and changes no bit; also on the way to devices.
+    """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, without changing a bit.
 
-    With a worker process and without, for batches of 2.4 MB and of some bytes. Each batch goes to the next of `devices` by a copy that
-    does not block, and is compared there.
+    Covers loaders with and without a worker process, and batches of 2.4 MB and of some bytes. A non-blocking copy sends each
+    batch to the next of `devices`, where it is compared too.
 
     Raises:
         ShardError: naming loader, batch, field and device.
@@ -41,7 +41,7 @@ def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
 
 
 class _Own:
-    """Samples in a class of a user, which says itself how it is pinned: a new object, that counts how often."""
+    """A user's class of samples with its own `pin_memory`, which returns a new object that counts the calls."""
 
     def __init__(self, samples: torch.Tensor, times: int = 0) -> None:
         self.samples, self.times = samples, times
@@ -69,7 +69,7 @@ def _alone(samples: list[int]) -> _Own:
 
 
 def _owned(batch: Any) -> dict[str, Any]:
-    """Return what stands at the places of `_collated`, in their order, by their names."""
+    """Return name of a place in `_collated` -> object at this place, in the same order."""
     (one, (two,)), (three, four), (five, six) = batch["tuple"], batch["named tuple"], batch["list"]
     return {
         "the value of a dict": batch["value"],
@@ -84,10 +84,9 @@ def _owned(batch: Any) -> dict[str, Any]:
 
 @torchs_own_warnings()
 def assert_pinned_by_themselves() -> None:
-    """Assert that ``pin_memory`` calls that method of a batch that has one, once, and hands on what it returns.
+    """Assert that ``pin_memory`` of a loader calls the method `pin_memory` of an object once, and yields its result.
 
-    For a batch that is of such a class itself, and one that has it in dicts, tuples, named tuples and lists, with a worker process and
-    without.
+    The object is the batch itself, or is in dicts, tuples, named tuples and lists. Loaders have a worker process, or none.
 
     Raises:
         ShardError: naming loader, batch and place.

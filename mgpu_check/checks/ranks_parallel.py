@@ -1,4 +1,4 @@
-"""Parallelism by hand between ranks, against one device: to the bit, on exact data."""
+"""Compare hand-written parallelism between ranks with one device, bit for bit, on exact data."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ __all__ = [
 ]
 
 RECIPES = ("ring_allreduce", "tree_allreduce", "halving_doubling_allreduce", "reduce_broadcast")
-_LARGE = 65_537  # one past 64 Ki, a border of transports
+_LARGE = 65_537  # just above 64 Ki, where transports change their method
 _SOME = 4_097
 _DTYPES = ("float32", "int64", "float64", "bfloat16", "int32", "uint8", "float16", "int8")
 
 
 def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
-    """Assert that each hand-written allreduce gives the exact sum: sizes around the world size, 4,096 and 64 Ki. A
-    collective.
+    """Assert that each hand-written allreduce gives the exact sum. A collective.
 
-    Sizes to which no chunk is fair come in several dtypes, which `seed` chooses.
+    Sizes are 0, near the world size, and just above 4,096 and 64 Ki. `seed` rotates the dtypes among them.
 
     Raises:
         AllreduceMismatch: a sum is wrong on this rank; names the algorithm, dtype, size and element.
@@ -47,12 +46,12 @@ def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
         for number, elements in enumerate(sizes):
             dtype: torch.dtype = getattr(torch, _DTYPES[(seed + number) % len(_DTYPES)])
             parts = _terms(elements, dtype, rank.size, seed + number)
-            # In one dtype throughout: a sum by `torch.sum` would be of int64.
+            # `torch.sum` would return int64 for integers.
             expected = functools.reduce(torch.add, parts)
             for name in RECIPES:
                 tensor = parts[rank.index].to(rank.device, copy=True)
                 getattr(allreduce, name)(tensor)
-                # Compare cheaply first: an examination of each element takes longer than the sum.
+                # A cheap comparison first, because examining each element takes longer than the sum.
                 if torch.equal(copied(tensor), expected):
                     continue
                 with findings.collected():
@@ -60,19 +59,19 @@ def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
 
 
 def _terms(elements: int, dtype: torch.dtype, count: int, seed: int) -> list[torch.Tensor]:
-    """Make small whole numbers whose sum every dtype holds; those of a rank, and of neighbours, differ."""
+    """Return small whole numbers for each rank, whose sum every dtype holds; ranks and neighbouring elements differ."""
     most = max(1, 120 // count)
     index = torch.arange(elements)
     return [((index * 7 + rank * 5 + seed) % most + 1).to(dtype) for rank in range(count)]
 
 
 def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that ranks that train by a parameter server have the parameters of one device after each step. A collective.
+    """Assert that ranks with a parameter server have the parameters of one device after each step. A collective.
 
-    Once with one server, once with the parameters divided among all ranks. The momentum is kept where a parameter lives.
+    Runs once with one server, and once with the parameters divided among all ranks. Servers keep the momentum.
 
     Raises:
-        GradientMismatch: a parameter of this rank has another value.
+        GradientMismatch: a parameter of this rank has a wrong value.
     """
     __tracebackhide__ = True
     expected = one_device(training)
@@ -96,9 +95,9 @@ def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
 
 
 def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that two linear layers, divided by columns and rows among ranks, train as on one device. A collective.
+    """Assert that two linear layers, divided among ranks by columns and rows, train as on one device. A collective.
 
-    Once as they are used, with the hidden activations divided, and once with these gathered and divided again. The widths
+    Runs once with divided hidden activations, as usual, and once with activations that are gathered and divided again. The widths
     need not be multiples of the world size.
 
     Raises:
@@ -154,12 +153,13 @@ def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]
 
 
 def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Rank) -> None:
-    """Assert that a pipeline by hand, a stage on each rank, trains as one device does. A collective.
+    """Assert that a hand-written pipeline with a stage on each rank trains as one device does. A collective.
 
     The model must have as many linear layers as there are ranks. Micro-batches may be of different sizes.
 
     Raises:
         GradientMismatch: this rank's outputs, gradients or parameters differ.
+        ValueError: the numbers of layers and ranks differ.
     """
     __tracebackhide__ = True
     layers = training.layers()
@@ -195,7 +195,7 @@ def _loss_of(targets: Sequence[torch.Tensor], outputs: torch.Tensor, number: int
 
 
 def stage_of(expected: dict[str, torch.Tensor], stage: int, last: bool) -> dict[str, torch.Tensor]:
-    """Choose what one stage of a pipeline must have, whose linear layer it calls 0."""
+    """Return the right results for one stage of a pipeline, which calls its linear layer 0."""
     chosen = {}
     for name, value in expected.items():
         if name.endswith("outputs"):

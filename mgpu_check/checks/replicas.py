@@ -1,4 +1,4 @@
-"""The property of replicas: what should be the same on all ranks, or devices, is the same, to the bit."""
+"""Check that replicas on all ranks or devices hold the same tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def assert_replicas_agree(
 ) -> None:
     """Assert that replicas hold the same tensors, bit for bit.
 
-    With a sequence, its members are compared with each other, in this process. With one module or mapping, every rank
-    of `group` must call this with its own, and they are compared across the ranks: a collective, 16 bytes per rank as long
-    as all agree.
+    The members of a sequence are compared with each other, in this process. With one module or mapping, every rank of `group`
+    must call this function with its own, and they are compared across the ranks. This is a collective, of 16 bytes per rank
+    if all agree.
 
     Args:
-        replicas: a module stands for its parameters and buffers. Tensors on any device; of a group that is NCCL's, on
-            the devices of the ranks.
+        replicas: modules, compared by their parameters and buffers, or mappings. Tensors may be on any device; for an NCCL
+            group they must be on the devices of the ranks.
         group: the ranks that hold the replicas; the default process group if not given.
         what: the name of the replicas, for the message.
 
     Raises:
-        ReplicaMismatch: on the ranks that differ from most others (from the first, where there is no majority). Names
-            the first tensor that differs, with its worst element. `.ranks` are those that differ.
-        ValueError: a sequence of fewer than one member.
+        ReplicaMismatch: on the ranks that differ from most others, or from the first if there is no majority. Names the
+            first tensor that differs, with its worst element. `.ranks` has the ranks that differ.
+        ValueError: the sequence is empty.
     """
     __tracebackhide__ = True
     if isinstance(replicas, nn.Module | Mapping):
@@ -58,12 +58,12 @@ def assert_replicas_agree(
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Return 64 bits that depend on every bit of the values of `tensor`: any single element that changes, changes them."""
+    """Return a fingerprint of 64 bits over all bits of `tensor`; a change of any single element changes it."""
     words = as_real(plain(tensor)).reshape(-1)
     if words.dtype == torch.bool:
         words = words.to(torch.int8)
     integers = words.view(INTEGER_OF_SIZE[words.element_size()]).long()
-    # Odd multipliers are invertible modulo 2^64: no difference in one element can vanish.
+    # Odd multipliers are invertible modulo 2^64, so a difference in one element cannot vanish.
     positions = torch.arange(len(integers)) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
     return int((integers * (positions | 1)).sum()) if len(integers) else 0
 
@@ -76,7 +76,7 @@ def _state(replica: nn.Module | State) -> dict[str, torch.Tensor]:
 
 def _fingerprints(state: State) -> list[int]:
     kinds = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in state.items()]
-    # Names and shapes first: what follows can be compared only where they are the same.
+    # Names and shapes first, because the other fingerprints are comparable only if these agree.
     layout = fingerprint(torch.frombuffer(bytearray("\n".join(kinds).encode()), dtype=torch.uint8)) if kinds else 0
     return [layout, *(fingerprint(value) for value in state.values())]
 
@@ -97,7 +97,7 @@ def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | Non
         if rank in odd:
             raise ReplicaMismatch(f"{head} in names, shapes or dtypes; here: {_listed(state)}", ranks=odd)
         return
-    # All ranks know by now that there is a difference, and take part in showing it.
+    # All ranks have found the difference, so all take part in this broadcast, which locates it.
     source = model if group is None else dist.get_global_rank(group, model)
     found = ""
     for name, value in state.items():

@@ -1,7 +1,7 @@
-"""Samplers: which samples of a dataset each rank is given, in which order, in which epoch.
+"""Check samplers: the samples of each rank, their order, and the dependence on the epoch.
 
-What must hold is what the documentation of `torch.utils.data.distributed.DistributedSampler` promises: shares that exclude
-each other; with ``drop_last`` the tail is dropped so that all are of one size, without it extra samples are added for that.
+The properties come from the documentation of `torch.utils.data.distributed.DistributedSampler`: shares are disjoint and of equal
+size. With ``drop_last`` the tail is dropped for that, without it extra samples are added.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ __all__ = [
 WORLDS = (*range(1, 10), 16)
 LENGTHS = (*range(19), 31, 32, 33)
 LARGE = ((1000, (3, 8)), (4097, (2, 7)))
-"""Longer datasets, and the world sizes that they are looked at with."""
+"""Longer datasets, each with its world sizes."""
 
 BATCH_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 64)
-_ORDERED = 13  # samples; of their 13! orders two are the same by a chance of 2e-10
+_ORDERED = 13  # samples; two of their 13! orders are equal with probability 2e-10
 _PERMUTED = 4
 _EXPECTED = 60
 _MOST_UNEVEN = 102.0
-"""Of the statistic of 24 orders, each expected 60 times: chi-squared with 23 degrees of freedom exceeds it by a chance below 1e-11.
+"""Limit of Pearson's statistic for 24 orders that are each expected 60 times.
 
-Source: the tail of the distribution, ``scipy.stats.chi2.sf(102, 23)`` = 6.3e-12.
+Chi-squared with 23 degrees of freedom exceeds it with a probability below 1e-11: ``scipy.stats.chi2.sf(102, 23)`` = 6.3e-12.
 """
 
 
 def sampler_over(length: int, *args: Any, **options: Any) -> Any:
-    """Return a `DistributedSampler` of `length` samples, with these other arguments; of a dataset it needs no more than the length."""
+    """Return a `DistributedSampler` over `length` samples with the other arguments; it needs only the length of a dataset."""
     dataset: Any = range(length)
     return DistributedSampler(dataset, *args, **options)
 
 
 def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bool, what: str) -> None:
-    """Assert that `shares` of ranks are disjoint parts of ``range(length)``, up to the padding that is documented.
+    """Assert that the ranks' shares are disjoint parts of ``range(length)``, up to the documented padding.
 
-    All are of one size: ceil(length / ranks), or with `drop_last` the floor of that. Without it each sample is there, and
-    the ranks * ceil(length / ranks) - length places that are left over hold samples again, each as often as any other, or once
-    more. With it no sample is there twice. No share holds a sample twice.
+    All shares have ceil(length / ranks) samples, or floor(length / ranks) with `drop_last`. Without `drop_last` each sample must
+    occur, and ranks * ceil(length / ranks) - length extra places repeat samples; the counts of samples differ by at most one. With
+    `drop_last` no sample occurs twice. No share may hold a sample twice.
 
     Raises:
-        ShardError: naming rank, sample, and the counts. Its ``ranks`` are those at fault.
+        ShardError: naming rank, sample, and the counts. Its ``ranks`` are the ranks at fault.
     """
     __tracebackhide__ = True
     world = len(shares)
@@ -70,7 +70,7 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
         wrong = next((one for one in share if type(one) is not int or not 0 <= one < length), None)
         if wrong is not None:
             raise ShardError(
-                f"{what}: rank {rank} of {world} has {wrong!r}, which is none of {length} samples", ranks=(rank,)
+                f"{what}: rank {rank} of {world} has {wrong!r}, not an index of {length} samples", ranks=(rank,)
             )
         if len(set(share)) < len(share):
             twice = next(one for one, count in Counter(share).items() if count > 1)
@@ -90,10 +90,10 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
 
 
 def assert_sampler_covers() -> None:
-    """Assert that `DistributedSampler` shares out datasets of each small length, and of some larger ones, among 1 to 9 and 16 ranks.
+    """Assert that `DistributedSampler` divides datasets of each small length, and some larger ones, among 1 to 9 and 16 ranks.
 
-    With ``drop_last`` and without, shuffled and not, in two epochs. Without shuffling, rank r has the samples r, r + ranks, and so on;
-    padding begins again at the first: code that puts gathered predictions back in order stands on that.
+    Covers ``drop_last`` on and off, shuffled in two epochs and not shuffled. Without shuffling, rank r must have the samples r,
+    r + ranks, and so on, and padding must start again at sample 0. Code that puts gathered predictions back in order depends on it.
 
     Raises:
         ShardError: naming the arguments of the sampler, rank and sample.
@@ -133,13 +133,13 @@ def _assert_in_turn(shares: Sequence[Sequence[int]], length: int, what: str) -> 
 
 
 def assert_sampler_shuffles(world: int, seed: int) -> None:
-    """Assert that `set_epoch` and ``seed``, and nothing else, choose the order of a shuffled `DistributedSampler`.
+    """Assert that only `set_epoch` and ``seed`` determine the order of a shuffled `DistributedSampler`.
 
-    The order differs between epochs and between seeds, is the same when an epoch is gone through again, on a sampler made anew and on
-    each rank, and has nothing to do with torch's global generator, which differs between ranks, and which is left as it was.
+    The order must differ between epochs and between seeds. It must be the same when an epoch is repeated, and on each rank. Torch's
+    global generator, which differs between ranks, must have no influence and must not change.
 
     Raises:
-        ShardError: naming rank, epochs and what is wrong.
+        ShardError: naming rank, epochs and the error.
     """
     __tracebackhide__ = True
     length = _ORDERED * world + 1
@@ -160,14 +160,14 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
             sampler.set_epoch(epoch)
             if list(sampler) != shares[-1]:
                 raise ShardError(
-                    f"{what}: rank {rank} of {world} goes through the epoch again in another order", ranks=(rank,)
+                    f"{what}: rank {rank} of {world} has a different order when it repeats the epoch", ranks=(rank,)
                 )
         assert_shares(shares, length, drop_last=False, what=what)
         for rank, share in enumerate(shares):
             if share == sorted(share):
                 raise ShardError(f"{what}: rank {rank} of {world} is not shuffled", ranks=(rank,))
         for (other_seed, other), known in orders.items():
-            # torch draws from seed + epoch, so that an epoch of one seed may well be another of another seed: none of these is.
+            # torch draws from seed + epoch, so different seeds and epochs may share an order; these sums are all different.
             same = [rank for rank in range(world) if shares[rank] == known[rank]]
             if same:
                 raise ShardError(
@@ -178,12 +178,12 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
 
 
 def assert_orders_are_likely(seed: int) -> None:
-    """Assert that over many epochs each order of four samples comes about as often as any other.
+    """Assert that over many epochs each order of four samples is about equally frequent.
 
-    By Pearson's statistic over 1,440 epochs: a sampler whose orders are equally likely fails by a chance below 1e-11.
+    Uses Pearson's statistic over 1,440 epochs: a sampler with equally likely orders fails with a probability below 1e-11.
 
     Raises:
-        ShardError: with the order that comes most often, and the statistic.
+        ShardError: with the most frequent order, and the statistic.
     """
     __tracebackhide__ = True
     sampler = sampler_over(_PERMUTED, 1, 0, seed=seed)
@@ -203,14 +203,14 @@ def assert_orders_are_likely(seed: int) -> None:
 
 
 def batches_of(indices: Iterable[int], batch_size: int, drop_last: bool) -> list[list[int]]:
-    """Return `indices` in batches of `batch_size`; the last may be smaller, unless it is dropped."""
+    """Return `indices` in batches of `batch_size`; `drop_last` drops a smaller last batch."""
     every = list(indices)
     batches = [every[start : start + batch_size] for start in range(0, len(every), batch_size)]
     return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
 
 
 class _Once:
-    """Hands out an order that it has, as often as asked: what a sampler draws anew would be another one."""
+    """A sampler with a fixed order, because a random sampler would draw a new order in each iteration."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order = order
@@ -223,13 +223,13 @@ class _Once:
 
 
 def assert_batch_sampler_covers(seed: int) -> None:
-    """Assert that `BatchSampler` cuts the order of its sampler in batches, for each small length and batch size.
+    """Assert that `BatchSampler` cuts the order of its sampler into batches, for each small length and batch size.
 
-    Over sequential, random and subset samplers, a rank's `DistributedSampler`, and any iterable. Batches are new lists, because users
-    change them. ``len`` is how many come, and a second iteration gives as many.
+    Covers sequential, random and subset samplers and a rank's `DistributedSampler`. Each batch must be a new list, because users
+    change them. ``len`` must be the number of batches, and a second iteration must give the same.
 
     Raises:
-        ShardError: naming the sampler, batch size, and the batch that is wrong.
+        ShardError: naming the sampler, the batch size, and the wrong batch.
     """
     __tracebackhide__ = True
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Shards of a batch: together the whole batch, in order, disjoint, each on its device; and back again."""
+"""Check that shards are disjoint, cover the batch in order, are on the right devices, and gather to the batch again."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Device = torch.device | str | int
 def chunk_sizes(total: int, parts: int) -> list[int]:
     """Return the sizes of the shards into which torch splits `total` samples for `parts` devices.
 
-    All but the last have ceil(total / parts), so there can be fewer shards than devices (10 over 8 is 2+2+2+2+2); an
-    empty batch gives every device an empty shard. Source: documentation of `torch.chunk`, on which `scatter` is built.
+    All but the last have ceil(total / parts), so there can be fewer shards than devices (10 over 8 is 2+2+2+2+2). An
+    empty batch gives every device an empty shard. Source: documentation of `torch.chunk`, which `scatter` uses.
     """
     if total == 0:
         return [0] * parts
@@ -43,16 +43,16 @@ def assert_shards_cover(batch: Any, shards: Sequence[Any], devices: Sequence[Dev
     """Assert that `shards` are `batch`, split along `dim`: every row once, in order, shard i on ``devices[i]``.
 
     Args:
-        batch: a tensor of any shape, dtype, layout and device, or tensors nested in tuples, lists and dicts. What is
-            no tensor must stand in every shard as it is.
-        shards: one part of the same nesting per device, in the order of the devices; fewer than devices may be
-            given, and their sizes are free (`assert_shard_sizes` asserts those).
-        devices: where each shard must be; an int is the index of a GPU.
-        dim: the dimension that is split; may be negative.
+        batch: a tensor of any shape, dtype, layout and device, or tensors nested in tuples, lists and dicts. Every shard must
+            have the other leaves unchanged.
+        shards: one part of the same nesting per device, in the order of the devices. There may be fewer shards than devices,
+            and their sizes are free (`assert_shard_sizes` asserts those).
+        devices: the device of each shard; an int is the index of a GPU.
+        dim: the split dimension; may be negative.
 
     Raises:
-        ShardError: naming the shard, its device, the row and element, what was expected and what was got. Its
-            ``ranks`` are the indices of the shards at fault.
+        ShardError: naming shard, device, row and element, with the expected and the actual value. Its ``ranks`` are the
+            indices of the shards at fault.
         ValueError: there are no devices, or a tensor of the batch has no dimension `dim`.
     """
     __tracebackhide__ = True
@@ -70,7 +70,7 @@ def assert_shards_cover(batch: Any, shards: Sequence[Any], devices: Sequence[Dev
 
 
 def assert_leaves_replicated(batch: Any, shards: Sequence[Any], devices: Sequence[Device]) -> None:
-    """Assert that what is no tensor in `batch` stands in every shard as it is, as `nn.parallel.scatter` promises.
+    """Assert that every shard has the leaves of `batch` that are not tensors unchanged, as `nn.parallel.scatter` documents.
 
     Raises:
         ShardError: naming the leaf, the shard and its device.
@@ -86,7 +86,7 @@ def assert_shard_sizes(shards: Sequence[Any], sizes: Sequence[int], devices: Seq
     """Assert that there are as many shards as `sizes`, and that every tensor of shard i has ``sizes[i]`` rows.
 
     Raises:
-        ShardError: with the sizes expected and got, and the device of the first that is wrong.
+        ShardError: with the expected and the actual sizes, and the device of the first wrong shard.
     """
     __tracebackhide__ = True
     where = _devices(devices)
@@ -109,13 +109,15 @@ def assert_split_aligned(
     split: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     devices: Sequence[Device],
 ) -> None:
-    """Assert that `inputs` and `labels`, (n, …) each, were split alike: input k and label k in one shard, on one device.
+    """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in the same shard and device.
 
     Args:
+        inputs, labels: the tensors before the split.
         split: the shards of the inputs and the shards of the labels.
+        devices: the device of each shard.
 
     Raises:
-        ShardError: they have different numbers of shards, sizes or devices, or do not cover what was split.
+        ShardError: they have different numbers of shards, sizes or devices, or do not cover inputs and labels.
     """
     __tracebackhide__ = True
     first, second = split
@@ -136,7 +138,7 @@ def assert_split_aligned(
 
 
 def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.device]) -> None:
-    """Assert that a batch, (n, …), split by hand is on `devices` in parts, and that these are it again when collected.
+    """Assert that a batch, (n, …), that is split by hand is on `devices` in parts, and equals the batch when collected.
 
     Args:
         way: "slices", "chunks" or "every n-th row"; see `mgpu_check.recipes.batches`.
@@ -157,10 +159,10 @@ def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.
 
 
 def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
-    """Assert that `gathered` is `batch` again, bit for bit, with every tensor on `device`.
+    """Assert that `gathered` equals `batch` bit for bit, with every tensor on `device`.
 
     Raises:
-        ShardError: naming the element, what was expected and what was got.
+        ShardError: naming the element, with the expected and the actual value.
     """
     __tracebackhide__ = True
     (wanted,) = _devices([device])
@@ -181,7 +183,7 @@ def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
 def _devices(devices: Sequence[Device]) -> list[torch.device]:
     if len(devices) == 0:
         raise ValueError("devices=() is empty; give at least one device")
-    # A bare int is spelt out, because torch.device(int) is the current accelerator's, and needs one.
+    # torch.device(int) would need an accelerator, and take its type.
     return [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in devices]
 
 
@@ -190,7 +192,7 @@ def _assert_replicated(name: str, leaf: Any, parts: Sequence[Any], devices: Sequ
         # 1, 1.0 and True are equal.
         if part is not leaf and (type(part) is not type(leaf) or part != leaf):
             raise ShardError(
-                f"{name} is no tensor and must reach every device as it is, but shard {index}, for {devices[index]}, "
+                f"{name} is not a tensor and must reach every device unchanged, but shard {index}, for {devices[index]}, "
                 f"got {part!r} instead of {leaf!r}",
                 ranks=(index,),
             )
@@ -241,7 +243,7 @@ def _assert_tensor_covered(
 
 
 def _origins(whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: int) -> str:
-    """Name the rows of the batch that each shard holds, for a message; empty where rows cannot be told apart."""
+    """List the rows of the batch that each shard holds, for a message; "" if two rows are equal."""
     rows = _row_keys(whole, axis)
     if len(set(rows)) != len(rows):
         return ""
@@ -277,7 +279,7 @@ def _row_keys(tensor: torch.Tensor, axis: int) -> list[tuple[int, ...]]:
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """Write [0, 1, 2, 5] as "0-2, 5", in the order given."""
+    """Return rows as text in the given order, such as "0-2, 5" for [0, 1, 2, 5]."""
     spans: list[list[int]] = []
     for row in rows:
         if spans and row == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Scatter and gather, case by case: every container, large batches, sizes that are given, and tensors that are given."""
+"""Check scatter and gather in many cases: containers, arbitrary bits, large batches, given sizes, and given tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mgpu_check.specs.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec
 __all__ = ["assert_any_bits", "assert_containers", "assert_given_sizes", "assert_large_batches"]
 
 _SIZES = ((1 << 16) - 16, 1 << 16, (1 << 16) + 16, (1 << 20) - 16, 1 << 20, (1 << 20) + 16, (1 << 22) + 16)
-"""Bytes of a shard: copies, and kernels, take other ways on either side of 64 KiB and 1 MiB."""
+"""Bytes of a shard: below, at and above 64 KiB and 1 MiB, where copies and kernels change their method, and above 4 MiB."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
 
 
 def assert_containers(devices: Sequence[torch.device]) -> None:
-    """Assert that batches in every container, and in every container within every other, are scattered and gathered.
+    """Assert that scatter and gather support every container, and every container in every other.
 
-    What is no tensor stands beside the tensors when they are scattered; gather takes tensors only, of dicts those of one key.
+    Scattered batches also have leaves that are not tensors. Gather supports tensors only, and matches the entries of dicts by key.
 
     Raises:
         ShardError: naming the place in the container, shard, device, and element.
@@ -46,7 +46,7 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
         assert_gathered(batch, nn.parallel.gather(shards, target), target)
         leaves = Nested(outer, (spec, Leaf("train"))).build()
         assert_shards_cover(leaves, nn.parallel.scatter(leaves, devices), devices)
-    # Replicas may fill their dicts in other orders; entries of one key belong together, in the order of the first.
+    # Replicas may fill their dicts in different orders; gather must match keys, and keep the order of the first dict.
     named = {"a": parts[0].build(), "b": parts[3].build()}
     turned = [
         dict(sorted(shard.items(), reverse=bool(number % 2)))
@@ -56,10 +56,10 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
 
 
 def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that shards have the bits of the batch in every dtype: NaN of all kinds, subnormals, the largest numbers.
+    """Assert that shards keep the bits of the batch in every dtype: all kinds of NaN, subnormals, the largest numbers.
 
-    Along dims 0 and 1; from the CPU, pinned memory and a device; to the devices in ascending order, in descending order and rotated.
-    Images in the order of channels_last, in shards of unequal sizes, too.
+    Covers dims 0 and 1, sources on the CPU, in pinned memory and on a device, and devices in ascending, descending and rotated
+    order. Images in channels_last are split into unequal shards too.
 
     Raises:
         ShardError: naming shard, device, and element.
@@ -82,16 +82,16 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
 
 
 def _filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return a tensor on the CPU of which no two places hold the same bits, as far as the dtype can tell them apart."""
+    """Return a tensor on the CPU whose elements have pseudorandom bits, so that different places differ."""
     elements = torch.Size(shape).numel()
     words = counted((elements * dtype.itemsize // 8 + 1,), seed, torch.device("cpu"))
     return words.view(dtype)[:elements].view(tuple(shape))
 
 
 def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that large batches are scattered and gathered bit for bit: along rows and columns, from the CPU, pinned memory and a device.
+    """Assert that large batches are scattered and gathered bit for bit, along rows and columns.
 
-    They are gathered on a device and on the CPU.
+    They come from the CPU, from pinned memory and from a device, and are gathered on a device and on the CPU.
 
     Raises:
         ShardError: naming shard, device, row and element.
@@ -100,11 +100,11 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
     ways = list(itertools.product(("the CPU", "pinned memory", "a device"), (0, 1)))
     backwards = tuple(reversed(devices))
     for number, size in enumerate(_SIZES * 2):
-        # So that each way has sizes below and above 1 MiB.
+        # Give each way sizes below and above 1 MiB.
         source, dim = ways[(number + number // len(_SIZES) * 3) % len(ways)]
         dtype = _DTYPES[(number + seed) % len(_DTYPES)]
         elements = size // dtype.itemsize
-        # The last shard is smaller than the others, if there are others.
+        # With several shards, the last one is smaller than the others.
         rows, columns = 16 * len(devices) - 1, elements // 16
         batch = _filled((rows, columns) if dim == 0 else (columns, rows), dtype, seed + number)
         if source == "pinned memory":
@@ -115,17 +115,17 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
         shards = nn.parallel.scatter(batch, chosen, dim)
         assert_shards_cover(batch, shards, chosen, dim)
         for target in (devices[(number + seed) % len(devices)], "cpu"):
-            # Its annotation leaves out the string "cpu", which it takes, and needs.
+            # The annotation of gather lacks the string "cpu", which it supports and requires.
             assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)  # type: ignore[arg-type]
 
 
 def assert_given_sizes(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that `comm.scatter` splits in the sizes that it is given, and that `comm.scatter` and `comm.gather` fill given tensors.
+    """Assert that `comm.scatter` splits into given sizes, and that `comm.scatter` and `comm.gather` fill given tensors.
 
-    Sizes that differ, some of them 0; along dims 0, 1 and -1; for outputs that hold something else before.
+    Sizes differ, and some are 0. Covers dims 0, 1 and -1, and output tensors that hold other values before.
 
     Raises:
-        ShardError: naming shard, device, and element, or the tensor that was not filled.
+        ShardError: naming shard, device, and element, or the given tensor that was not returned.
     """
     __tracebackhide__ = True
     for dim, dtype, ascending in itertools.product((0, 1, -1), (torch.float32, torch.uint8), (True, False)):
@@ -145,7 +145,7 @@ def assert_given_sizes(devices: Sequence[torch.device], seed: int) -> None:
         filled = comm.scatter(batch, dim=dim, out=out)
         wrong = [index for index, (one, other) in enumerate(zip(filled, out, strict=True)) if one is not other]
         if wrong:
-            raise ShardError(f"{what}: tensor {wrong[0]} that was given is not the one that is returned", ranks=wrong)
+            raise ShardError(f"{what}: the given output tensor {wrong[0]} was not returned", ranks=wrong)
         assert_shards_cover(batch, out, chosen, dim)
         whole = torch.full_like(batch, 7, device=chosen[0])
         comm.gather(out, dim, out=whole)

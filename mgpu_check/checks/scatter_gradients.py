@@ -1,4 +1,4 @@
-"""Autograd through scatter and gather: the gradient goes back to where the values came from."""
+"""Check autograd through scatter and gather: the gradient must return to the source of the values."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ def assert_scatter_differentiable(
     dim: int,
     used: Collection[int] | None = None,
 ) -> None:
-    """Assert that the gradient of sum(batch · weights), computed from the shards, is `weights`, where `batch` is.
+    """Assert that the gradient of sum(batch · weights), computed from the shards, is `weights`, on the device of `batch`.
 
     Args:
-        batch, weights: same shape, floats; `batch` may be on any device, `weights` on the CPU. The gradient is a copy
+        batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a copy
             of the weights, so it is compared bit for bit.
-        used: which shards the loss is computed from, modulo how many there are (None: all); the others get zeros.
+        devices: the devices of the shards.
+        dim: the split dimension.
+        used: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
 
     Raises:
-        ShardError: naming the element of the gradient, what was expected and got.
+        ShardError: naming the element of the gradient, with the expected and the actual value.
     """
     __tracebackhide__ = True
     leaf = batch.detach().clone().requires_grad_()
@@ -49,10 +51,10 @@ def assert_scatter_differentiable(
 def assert_gather_differentiable(
     weights: torch.Tensor, devices: Sequence[torch.device], target: torch.device | str, dim: int
 ) -> None:
-    """Assert that each shard gets its own part of the gradient of what `gather` made of them, on its own device.
+    """Assert that each shard gets its part of the gradient of the gathered tensor, on its own device.
 
     Args:
-        weights: floats on the CPU; shards of their shape are gathered on `target`, multiplied by them, and summed.
+        weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and summed.
 
     Raises:
         ShardError: naming shard, device and element.
@@ -72,10 +74,10 @@ def assert_gather_differentiable(
 def assert_scalars_stacked(
     values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
 ) -> None:
-    """Assert that gathering a number from each device, such as losses, gives the vector of them, in order, and each its own gradient.
+    """Assert that gathering a scalar from each device, such as a loss, gives a vector in order, and each scalar its gradient.
 
     Raises:
-        ShardError: with the vector that was expected and the result.
+        ShardError: with the expected vector and the result, or a wrong gradient.
     """
     __tracebackhide__ = True
     losses = [
@@ -97,7 +99,7 @@ def assert_scalars_stacked(
 
 @contextmanager
 def _torchs_own_warnings() -> Iterator[None]:
-    """Let pass what torch says of its own code: scatter's backward asks for -1, and gather stacks scalars."""
+    """Ignore torch's warnings about its own code: scatter's backward uses -1 for the CPU, and gather stacks scalars."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using -1 to represent CPU tensor", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")

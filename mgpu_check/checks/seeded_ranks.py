@@ -1,4 +1,4 @@
-"""What ranks have drawn on their GPUs, held against each other, without torch: the pytest process does this."""
+"""Compare the random numbers of ranks' GPUs, without torch, because the pytest process runs this."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["DrawnBy", "assert_ranks_draw_as_seeded"]
 
 @dataclass(frozen=True)
 class DrawnBy:
-    """Digests of what one rank has drawn, by the names of the ways to draw.
+    """Digests of a rank's random numbers, by name of the drawing function.
 
     Attributes:
-        model: of the rank's GPU.
-        same: with the seed that all ranks had.
-        own: with a seed that no other rank had.
+        model: the model of the rank's GPU.
+        same: the digests with the seed that all ranks share.
+        own: the digests with a seed that no other rank has.
     """
 
     model: str
@@ -26,13 +26,13 @@ class DrawnBy:
 
 
 def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
-    """Assert that ranks with one seed have drawn the same on GPUs of one model, and that ranks with different seeds have not.
+    """Assert that equal seeds gave equal numbers on GPUs of the same model, and that different seeds gave different ones.
 
     Args:
-        drawn: what each rank has drawn, in rank order.
+        drawn: the digests of each rank, in rank order.
 
     Raises:
-        DeviceMismatch: naming the ranks and the draws.
+        DeviceMismatch: naming the ranks and the drawing functions.
     """
     __tracebackhide__ = True
     for number, rank in enumerate(drawn):
@@ -40,12 +40,12 @@ def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
             odd = [name for name in rank.same if rank.model == before.model and rank.same[name] != before.same[name]]
             if odd:
                 raise DeviceMismatch(
-                    f"ranks {other} and {number} were seeded alike, and {', '.join(odd)} gave other numbers on rank {number}",
+                    f"ranks {other} and {number} had equal seeds, but {', '.join(odd)} gave different numbers on rank {number}",
                     ranks=(other, number),
                 )
             equal = [name for name in rank.own if rank.own[name] == before.own[name]]
             if equal:
                 raise DeviceMismatch(
-                    f"ranks {other} and {number} were seeded differently, and {', '.join(equal)} gave the same numbers",
+                    f"ranks {other} and {number} had different seeds, but {', '.join(equal)} gave the same numbers",
                     ranks=(other, number),
                 )

@@ -1,6 +1,6 @@
-"""A round of full load: training, while memory is rewritten and compared, and collectives and copies go on beside it.
+"""Run a round of full load: training, together with memory tests, collectives and copies.
 
-Each kind of work has a stream of its own, so that the device does them at once. What is right is known of all of it.
+Each kind of work has its own stream, so that the device runs them at the same time. The right results of all are known.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["examine_load"]
 
 _RANGE = 1 << 10
 _FAILED = 8
-"""Failed observations of one kind that a round notes; what fails under load fails again and again."""
+"""Most failed observations of one kind per round; a limit, because an error under load repeats."""
 
 
 def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
-    """Keep the device of `rank` under load for a round, and look at all that comes out. A collective."""
+    """Keep the device of `rank` under load for a round, and check all results. A collective."""
     with torch.cuda.device(rank.device), arithmetic(case.training):
         training = placed(_start(case.training), rank.device)
         beside = [_Copies(rank, case), _Memory(rank, case)]
@@ -76,15 +76,15 @@ def _start(case: TransformerCase) -> Training:
 
 @functools.lru_cache(maxsize=1)
 def _model(case: TransformerCase) -> Transformer:
-    """Make a model once for all rounds, so that devices do not cool down meanwhile."""
+    """Make a model once for all rounds, so that devices do not cool down between rounds."""
     return model_of(case)
 
 
 class _Beside(abc.ABC):
-    """Work beside the training.
+    """Work that runs next to the training.
 
     Attributes:
-        bytes: that it has moved.
+        bytes: the number of bytes that it has moved.
     """
 
     def __init__(self, rank: Rank, case: SoakCase) -> None:
@@ -95,21 +95,21 @@ class _Beside(abc.ABC):
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Queue on the stream of this work."""
+        """Use the stream of this work, for the time of the context."""
         with torch.cuda.stream(self.stream):
             yield
 
     @abc.abstractmethod
     def turn(self, turn: int) -> None:
-        """Do it once."""
+        """Queue the work once."""
 
     def end(self) -> list[Observation]:
-        """Return what was wrong."""
+        """Finish the work, and return its failed observations."""
         return self.failed
 
 
 class _Copies(_Beside):
-    """Words go to the device and back; two kinds in turn, so that those of the turn before are seen."""
+    """Copies of words to the device and back; two contents alternate, so that stale data of the previous turn shows."""
 
     def __init__(self, rank: Rank, case: SoakCase) -> None:
         super().__init__(rank, case)
@@ -133,7 +133,7 @@ class _Copies(_Beside):
         return self.failed
 
     def _look(self) -> None:
-        """Look at what came back in the turn before."""
+        """Compare the words that came back in the previous turn."""
         self.stream.synchronize()
         if self._last < 0 or torch.equal(self._back, self._sent[self._last]) or len(self.failed) >= _FAILED:
             return
@@ -149,7 +149,7 @@ class _Copies(_Beside):
 
 
 class _Memory(_Beside):
-    """Memory is written with numbers that follow from their position, and compared with them."""
+    """Memory tests with patterns that follow from the position of a word."""
 
     def __init__(self, rank: Rank, case: SoakCase) -> None:
         super().__init__(rank, case)
@@ -172,7 +172,7 @@ class _Memory(_Beside):
 
 
 class _Exchange:
-    """A sum over all ranks, and what each rank gives each other one; nobody waits for what is wrong before the end."""
+    """An all_reduce and an all_to_all; errors are counted on the device, and read only at the end."""
 
     def __init__(self, rank: Rank, case: SoakCase) -> None:
         self.rank = rank
@@ -204,5 +204,5 @@ class _Exchange:
         self.bytes += 2 * self._buffer.nbytes
 
     def end(self) -> tuple[int, dict[int, int]]:
-        """Return how many elements of sums were wrong, and of what came from each rank."""
+        """Return the number of wrong elements in sums, and source rank -> number of wrong elements in exchanges."""
         return int(self._reduced), {rank: count for rank, count in enumerate(self._exchanged.tolist()) if count}

@@ -1,4 +1,4 @@
-"""Subgroups that torch makes of the world: each rank is told its own, and all of them in order."""
+"""Check the subgroups that torch makes: each rank must get its own group, and all groups in order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["assert_subgroups_divide"]
 
 
 def assert_subgroups_divide(rank: Rank) -> None:
-    """Assert that subgroups divide the world as asked: each rank gets its own, and all of them in order. A collective.
+    """Assert that subgroups divide the world as requested, and that each rank gets its own group and all in order. A collective.
 
-    By `new_subgroups` of 1, 2 and half of the ranks, by `new_subgroups_by_enumeration` of odd and of even ranks, and by `new_group`
-    of ranks that are not in order, which it sorts, or, where torch can, keeps as they are. Each rank is told the numbers of
-    all members in its group, and what a collective puts in order is in theirs.
+    Covers `new_subgroups` of 1, 2 and half of the ranks, `new_subgroups_by_enumeration` of odd and even ranks, and `new_group` of
+    ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if torch supports it. Each rank
+    must get the right numbers of all members, and collectives must follow their order.
 
     Raises:
-        CollectiveMismatch: with all that went wrong on this rank.
+        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     everybody = list(range(rank.size))
@@ -49,14 +49,14 @@ def assert_subgroups_divide(rank: Rank) -> None:
         except TypeError as refusal:
             if "sort_ranks" not in str(refusal):
                 raise
-            continue  # torch is older
+            continue  # this version of torch lacks sort_ranks
         findings += [WrongResult(what, text) for text in _wrong(rank, parts, own, groups)]
         dist.destroy_process_group(own)
     raise_findings(findings, len(wanted), rank)
 
 
 def _new_groups(rank: Rank, parts: Sequence[list[int]], **options: Any) -> tuple[Any, list[Any]]:
-    """Make a group of each part; return this rank's own, and all."""
+    """Make a group of each part; return this rank's group, and all groups."""
     groups = [dist.new_group(part, **options) for part in parts]
     return next(group for group, part in zip(groups, parts, strict=True) if rank.index in part), groups
 
@@ -65,7 +65,7 @@ def _wrong(rank: Rank, parts: Sequence[list[int]], own: Any, groups: Sequence[An
     place = next(number for number, part in enumerate(parts) if rank.index in part)
     members = dist.get_process_group_ranks(own)
     if on_any_rank(rank, members != parts[place]):
-        # A collective of others might never end; so all leave it out.
+        # With wrong members a collective could hang, so all ranks leave it out.
         return [f"this rank's subgroup has the ranks {members}, expected {parts[place]}"] * (members != parts[place])
     mine = [number for number, group in enumerate(groups) if group is own]
     wrong = []
@@ -84,7 +84,7 @@ def _wrong(rank: Rank, parts: Sequence[list[int]], own: Any, groups: Sequence[An
     entered[rank.index] = 1
     dist.all_reduce(entered, group=own)
     if entered.tolist() != [int(other in members) for other in range(rank.size)]:
-        wrong.append(f"an all_reduce in the subgroup {members} adds up what ranks outside of it have, or not all")
+        wrong.append(f"an all_reduce in the subgroup {members} does not sum exactly its members")
     elif gathered.tolist() != members:
         wrong.append(f"an all_gather in the subgroup {members} gives the ranks {gathered.tolist()}")
     return wrong

@@ -1,4 +1,4 @@
-"""Torch's own tensor parallelism and pipelining, against one device: to the bit, on exact data."""
+"""Compare torch's tensor parallelism and pipelining with one device, bit for bit, on exact data."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _LARGE = 1 << 16
 SCHEDULES = {
     "ScheduleGPipe": 1,
     "Schedule1F1B": 1,
-    "ScheduleInterleavedZeroBubble": 1,  # it takes the gradients of inputs and of weights apart
+    "ScheduleInterleavedZeroBubble": 1,  # computes the gradients of inputs and of weights separately
     "ScheduleInterleaved1F1B": 2,
     "ScheduleLoopedBFS": 2,
 }
-"""How many stages a rank has in each."""
+"""Schedule -> number of stages per rank."""
 
 
 def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that `parallelize_module`, by columns and then by rows, trains as one device does. A collective.
 
-    The hidden width must be a multiple of the world size. Once with inputs that all ranks hold, and once with inputs and
-    outputs divided along the batch (sequence parallelism), which then must be a multiple, too.
+    The hidden width must be a multiple of the world size. Runs once with replicated inputs, and once with inputs and outputs
+    divided along the batch, whose size must then be a multiple too.
 
     Raises:
         GradientMismatch: outputs, gradients or parameters differ.
@@ -80,10 +80,9 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
 
 
 def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that an embedding that `parallelize_module` divides, by its rows and by its columns, gives every row, and the
-    gradient of each, as on one device. A collective.
+    """Assert that an embedding that `parallelize_module` divides by rows or columns works as on one device. A collective.
 
-    The last rank has less than the others, but not nothing, which torch refuses. Every row is looked up, some of them twice.
+    The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows twice.
 
     Raises:
         GradientMismatch: outputs, or the gradient, differ.
@@ -114,11 +113,11 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
 
 
 def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Train on one device; return the results, and how far off they may be where each rank adds its part of the bias.
+    """Train on one device; return the results, and their tolerances if each rank adds its part of the bias.
 
-    DTensor divides the bias of a sum over ranks by their number n, which rounds unless that is a power of two. A rank's
-    part of an output is then off by two roundings at most, and the sum of n parts by n - 1 more, each relative to the
-    sum of the magnitudes: (n + 1)·u·(|h|·|W| + |b|), u = 2^-24. No gradient depends on these outputs.
+    In a sum over n ranks DTensor divides the bias by n, which rounds unless n is a power of two. Then a rank's part of an output has
+    at most two roundings, and the sum of n parts has n - 1 more, each relative to the sum of the magnitudes. So the tolerance is
+    (n + 1)·u·(|h|·|W| + |b|), u = 2^-24. Gradients do not depend on these outputs.
     """
     model = training.model()
     magnitudes: list[torch.Tensor] = []
@@ -136,9 +135,9 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
 
 
 def with_large_activations(training: ExactTraining, micro_batches: int) -> ExactTraining:
-    """Return one step of a training whose first stage hands on 64 Ki elements for each micro-batch.
+    """Return one step of a training whose first stage passes on 64 Ki elements per micro-batch.
 
-    It stays exact for up to 16 samples and stages of few features after the first: sums of 64 Ki small numbers are below 2^24.
+    It is exact for up to 16 samples and few features after the first stage, because sums of 64 Ki small numbers are below 2^24.
     """
     width = _LARGE * micro_batches // training.batch
     return replace(training, widths=(training.widths[0], width, *training.widths[2:]), steps=1)
@@ -153,12 +152,14 @@ def assert_schedule_agrees(
     *,
     scaled: bool = True,
 ) -> None:
-    """Assert that a schedule of `torch.distributed.pipelining` trains as one device does: that each micro-batch has its part of
-    keyword arguments, and each step its losses. A collective.
+    """Assert that a schedule of `torch.distributed.pipelining` trains as one device does. A collective.
 
-    The model must have as many linear layers as there are ranks, and `micro_batches` must be a power of two that divides
-    the batch: schedules divide gradients by it. Stages are dealt out to ranks in turn: each is a layer, or, where a rank has two,
-    the product of one, or its bias. Gradients are `scaled`: the loss is the mean over micro-batches; or else their sum.
+    Each micro-batch must get its part of keyword arguments, and each step its losses. The model must have as many linear layers as
+    there are ranks. `micro_batches` must be a power of two that divides the batch, because schedules divide gradients by it. Ranks
+    get stages in turn. A stage is a layer; with two stages per rank, one is the product of a layer and the other its bias.
+
+    Args:
+        scaled: the loss is the mean over micro-batches, else their sum.
 
     Raises:
         GradientMismatch: this rank's outputs, gradients or parameters differ.
@@ -218,7 +219,7 @@ def _of_stage(number: int, results: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _stages(training: ExactTraining, of_a_rank: int) -> list[_Stage]:
-    """Return the stages in their order: layers, or in turn their products and their biases."""
+    """Return the stages in order: layers, or alternately the product and the bias of each layer."""
     found = []
     *hidden, last = training.layers()
     for layer in (*hidden, last):
@@ -233,7 +234,7 @@ def _stages(training: ExactTraining, of_a_rank: int) -> list[_Stage]:
 
 
 class _Bias(nn.Module):
-    """What a linear layer adds to its products."""
+    """The bias of a linear layer as a module of its own."""
 
     def __init__(self, bias: nn.Parameter) -> None:
         super().__init__()
@@ -244,13 +245,13 @@ class _Bias(nn.Module):
 
 
 class _Stage(nn.Sequential):
-    """Layers that note which rows of the batch each micro-batch has."""
+    """Layers that record the rows of the batch in each micro-batch."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.rows: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage of its own takes more
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage has one more argument
         self.rows.append(rows)
         made: torch.Tensor = super().forward(x)
         return made

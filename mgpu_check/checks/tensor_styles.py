@@ -1,4 +1,4 @@
-"""Styles of `torch.distributed.tensor.parallel` beside columns and rows: of sequences, of inputs and outputs, and of losses."""
+"""Check styles of `torch.distributed.tensor.parallel` for sequences, for inputs and outputs, and for losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUNDOFF = 2.0**-24
 
 
 class _RMSNorm(nn.Module):
-    """The norm in Python that `SequenceParallel` is documented to take."""
+    """An RMSNorm written in Python, which `SequenceParallel` documents as supported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +42,19 @@ def _norm(kind: str) -> nn.Module:
 
 
 def _numbers(*shape: int, seed: int) -> torch.Tensor:
-    """Return whole numbers from -5 to 5, of which each has others beside it."""
+    """Return whole numbers from -5 to 5 that differ from their neighbours."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count, device="cpu") * 7 + seed) % 11 - 5.0).reshape(shape)
 
 
 def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
-    """Assert that norms under `SequenceParallel` give outputs and gradients of one device. A collective.
+    """Assert that norms under `SequenceParallel` give the outputs and gradients of one device. A collective.
 
-    A LayerNorm is given this rank's part of the sequence, the second dimension; an RMSNorm all of it, to be divided along the first.
+    A LayerNorm gets this rank's part along the second dimension. An RMSNorm gets a replicated DTensor, to be divided along the
+    first dimension.
 
     Raises:
-        GradientMismatch: outputs or gradients differ, or what is given back is divided in another way.
+        GradientMismatch: outputs or gradients differ, or the outputs are not sharded along the right dimension.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -96,8 +97,10 @@ def _norm_of_one_device(kind: str, inputs: torch.Tensor, factors: torch.Tensor) 
 
 
 def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, float]:
-    """Return by how much float32 may be off: 32 roundings of a number of a norm, none of which is above 64, and as many more as rows
-    are added up for a parameter, of which each gives 16 at most.
+    """Return the tolerance of each result for float32.
+
+    An element of a norm is below 64 and rounds up to 32 times. The gradient of a parameter also sums over the rows, whose terms are
+    at most 16.
     """
     rows = inputs.numel() // _FEATURES
     summed = (rows + 32) * rows * 16 * _ROUNDOFF
@@ -105,7 +108,7 @@ def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str,
 
 
 class _Told(nn.Module):
-    """A module that notes what it is given: a tensor that it needs whole, a word, and its own part of another tensor."""
+    """A module that records its arguments: a tensor that it needs whole, a word, and its part of another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +120,9 @@ class _Told(nn.Module):
 
 
 def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
-    """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and both in one give a module what it wants of other ranks, and
-    bring back what is asked for, with the gradients of one device. A collective.
+    """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and `PrepareModuleInputOutput` redistribute right. A collective.
+
+    The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of one device.
 
     Raises:
         GradientMismatch: inputs, keyword arguments, outputs or gradients differ.
@@ -144,7 +148,7 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
             own, other = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
             first, word, second = module(own, "word", y=other)
             parts = mine(factors[0], 0).to(rank.device), factors[1].to(rank.device)
-            # What has another shape has no gradient to compare; that of others could wait for it.
+            # With a wrong shape on any rank, no rank runs backward, because its collectives could hang.
             if not on_any_rank(rank, (first.shape, second.shape) != (parts[0].shape, parts[1].shape)):
                 (weighted(first, parts[0]) + weighted(second, parts[1])).backward()
             got = {f"{name} that the module is given": value for name, value in module.given.items()}
@@ -160,9 +164,7 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
 
 
 def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
-    """Return modules whose `x` comes divided by rows and is needed whole, and whose `y` comes whole and is needed divided by
-    columns; outputs likewise.
-    """
+    """Return modules that gather `x`, given by rows, and divide `y`, given whole, by columns; outputs are moved back."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         PrepareModuleInput,
@@ -191,7 +193,7 @@ def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 _NO_CLASS = -100
-"""What `ignore_index` is unless it is given."""
+"""The default of `ignore_index`."""
 
 _LOSSES: tuple[dict[str, Any], ...] = (
     {},
@@ -199,15 +201,16 @@ _LOSSES: tuple[dict[str, Any], ...] = (
     {"reduction": "sum", "ignore_index": 1, "weight": True},
     {"reduction": "none", "ignore_index": 1},
 )
-"""Options of `cross_entropy`; "weight": each class has one of its own."""
+"""Options of `cross_entropy`; "weight" gives each class a weight."""
 
 
 def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
-    """Assert that `cross_entropy` of logits that ranks divide by classes, within `loss_parallel`, gives loss and gradients of one device.
-    A collective.
+    """Assert that `cross_entropy` within `loss_parallel` gives the loss and gradients of one device. A collective.
+
+    The logits are divided among ranks by classes.
 
     Raises:
-        GradientMismatch: one of them differs.
+        GradientMismatch: the loss or a gradient differs.
     """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
@@ -217,17 +220,17 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     rows, classes = 6, 3 * rank.size
     logits = _numbers(rows, classes, seed=seed) / 2
     target = (torch.arange(rows, device="cpu") * 5 + seed) % classes
-    target[:2] = torch.arange(2, device="cpu")  # those that some losses leave out
+    target[:2] = torch.arange(2, device="cpu")  # the classes that some losses ignore
     without_class = target.clone()
     without_class[2] = _NO_CLASS
     factors = torch.arange(1.0, rows + 1, device="cpu")
     weight = torch.arange(1, classes + 1, device="cpu") % 5 + 0.5
-    # Logarithms of sums of `classes` exponents, below 8 each, for each row, times its factor.
+    # Each row is a logarithm of a sum of `classes` exponentials, below 8, times the factor of the row.
     tolerance = (classes + 32) * 8 * rows * rows * _ROUNDOFF
 
     def loss_of(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         held = {**options, "weight": weight.to(x.device, x.dtype)} if "weight" in options else options
-        # With weights torch looks up, for the gradient, that of what is no class.
+        # With weights, torch's gradient looks up the weight of the ignored index too, so it must be a class.
         given = target if "ignore_index" in options or "weight" in options else without_class
         return F.cross_entropy(x, given.to(x.device), **held)
 

@@ -1,4 +1,4 @@
-"""Time on a device, by its own clock."""
+"""Measure time on a device, by its own clock."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WARM_UP = 2
 
 
 class Stopwatch:
-    """Adds up the time that a device takes for what is queued between `start` and `stop`, without waiting for it."""
+    """A stopwatch for the work that a device gets between `start` and `stop`; it does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        """Begin a lap."""
+        """Start a lap."""
         if self._stream is not None:
             self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
             self._pairs[-1][0].record(self._stream)
@@ -33,17 +33,17 @@ class Stopwatch:
             self._pairs[-1][1].record(self._stream)
 
     def laps(self) -> list[float]:
-        """Wait for the device; return the seconds of each lap. No laps where there is no device."""
+        """Wait for the device, and return the seconds of each lap; empty for the CPU."""
         if self._stream is not None:
             self._stream.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in self._pairs]
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *, inner: int = 1) -> list[float]:
-    """Return the seconds that `work` takes on `device`, so many times, after a warm-up.
+    """Return `repeats` measurements of the seconds that `work` takes on `device`, after a warm-up.
 
     Args:
-        inner: how often it is done in a lap.
+        inner: the number of calls per measurement, which is their mean.
     """
     with torch.cuda.device(device):
         watch = Stopwatch(device)
@@ -66,9 +66,9 @@ def measured(
     laps: Sequence[float],
     size: int,
 ) -> list[Measurement]:
-    """Return how fast `subject` did `amount` of bytes or operations in each of `laps` seconds.
+    """Return the rate of `subject`, which did `amount` bytes or operations in each of `laps` seconds.
 
-    Nothing where a lap was too short for the clock of the device, or none was taken.
+    Empty if there are no laps, or if one was too short for the clock of the device.
     """
     if not laps or min(laps) <= 0:
         return []

@@ -1,4 +1,4 @@
-"""Training runs on several devices against the same run on one: DataParallel, DDP, and by hand."""
+"""Compare training on several devices with the same run on one: DataParallel, DDP, and by hand."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
 def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
     """Assert that `nn.DataParallel` over `devices` trains as the first of them alone does.
 
-    With BatchNorm the run on one device goes through each batch in the shards that DataParallel makes: samples of a
-    shard are normalised together. Statistics must be those of the first shard, because replicas drop theirs.
+    With BatchNorm the run on one device processes each batch in the shards of DataParallel, because the samples of a shard are
+    normalised together. Statistics must be those of the first shard, because the other replicas drop theirs.
 
     Raises:
         GradientMismatch: a gradient, parameter or statistic is off by more than the tolerance measured on this run.
@@ -64,12 +64,12 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
 
 
 def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
-    """Assert that the step by hand (`recipes.training.train_batch`) over `devices` trains as one device does.
+    """Assert that the hand-written step (`recipes.training.train_batch`) over `devices` trains as one device does.
 
-    SGD is without momentum here, whatever the spec says.
+    SGD has no momentum here, even if the spec has one.
 
     Raises:
-        ReplicaMismatch: the parameters are not the same on all devices, to the bit.
+        ReplicaMismatch: gradients or parameters differ between devices in some bit.
         GradientMismatch: a gradient or parameter is off by more than the tolerance measured on this run.
     """
     __tracebackhide__ = True
@@ -108,19 +108,20 @@ def assert_distributed_agrees(
 ) -> None:
     """Assert, on every rank, that DDP trains as one device does. A collective.
 
-    Ranks start from different parameters, because DDP must give them rank 0's. Gradients and parameters must be the
-    same on all ranks to the bit; those of rank 0 are compared with one device. With BatchNorm, in training, the run on one
-    device goes through each batch in the shards of the ranks, and the statistics of each rank are compared too.
+    Ranks start with different parameters, because DDP must give them those of rank 0. Gradients and parameters must agree on all
+    ranks bit for bit, and rank 0 compares its own with one device. With BatchNorm, in training, the run on one device processes
+    each batch in the shards of the ranks, and the statistics of each rank are compared too.
 
     Raises:
-        ReplicaMismatch: on the ranks whose gradients or parameters differ from the others'.
-        GradientMismatch: on rank 0, if a result is off by more than the tolerance measured on this run.
+        ReplicaMismatch: on the ranks whose gradients or parameters differ from those of most others.
+        GradientMismatch: on rank 0, if a result is off by more than the tolerance measured on this run; on any rank, if
+            evaluation changes statistics.
     """
     __tracebackhide__ = True
     with full_precision():
         model, start = _train(training, rank, evaluation, gradient_as_bucket_view, bucket_cap_mb)
         results = reference.observed(model)
-        # Collectives first: a rank that raises must not leave others waiting in one.
+        # Run all collectives first, so that a rank that raises does not leave others waiting.
         gathered = {} if evaluation else _gather_statistics(model, rank)
         assert_replicas_agree(results, group=rank.group, what=f"DDP after {_steps(training.steps)}")
         if evaluation:
@@ -146,10 +147,10 @@ def assert_distributed_agrees(
 
 
 def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> None:
-    """Assert, on every rank, that DDP keeps all parameters equal, to the bit, from the first step on. A collective.
+    """Assert, on every rank, that DDP keeps all parameters equal bit for bit, from the start on. A collective.
 
     Raises:
-        ReplicaMismatch: on the ranks whose parameters differ from the others'.
+        ReplicaMismatch: on the ranks whose parameters differ from those of most others.
     """
     __tracebackhide__ = True
 
@@ -170,7 +171,7 @@ def _train(
     bucket_cap_mb: float | None,
     after: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> tuple[nn.Module, nn.Module]:
-    """Run this rank's part under DDP; return the trained model, and the one that rank 0 has started from."""
+    """Train this rank's part under DDP; return the trained model, and the initial model of rank 0."""
     own = training.initial(rank.index).to(rank.device)
     parallel = DistributedDataParallel(
         own,
@@ -190,7 +191,7 @@ def _train(
 
 
 class Measure(Protocol):
-    """What measures a step."""
+    """Measures a step on one device, provisionally or in full."""
 
     def provisionally(self) -> Measurement[str]: ...
 
@@ -228,7 +229,7 @@ def _measured(
     *,
     evaluation: bool = False,
 ) -> Measure:
-    """Run on one device; return what measures the results, and how exactly float32 determines them."""
+    """Run on one device; return an object that measures the results and their tolerances in float32."""
 
     def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         return reference.on_one_device(
@@ -242,7 +243,7 @@ def _measured(
         )
 
     placed = {name: value.to(device) for name, value in inputs.items()}
-    # Where samples of a shard see each other, only the run in shards is the same computation.
+    # With BatchNorm, samples of a shard affect each other, so only the run in shards is the same computation.
     together = training.model in ("convnet", "resnet18") and not evaluation
     whole, sharded = run(shards if together else 1), run(shards)
     singles = [sharded(placed)] if together or shards == 1 else [whole(placed), sharded(placed)]
@@ -255,10 +256,11 @@ def _assert_as_measured(
     leave_out: Callable[[str], bool] = lambda name: False,
     **kwargs: Any,
 ) -> None:
-    """Assert that the results are those measured; where they are not, measure again before it is said.
+    """Assert that the results agree with the measurement; if they do not, measure more precisely before raising.
 
-    First in float32, which most right results are told by and takes a third of the time. A few perturbations may pass over a ReLU that is within rounding errors of its border: two in about one of a hundred
-    cases. More and larger ones do not; and they grant nothing to what is wrong by other causes.
+    The provisional measurement in float32 takes a third of the time, and suffices for most right results. With few perturbations the
+    full measurement may miss a ReLU that is within rounding errors of its border: two pairs miss it in about one of a hundred
+    cases. More and larger perturbations do not miss it, and do not excuse errors of other causes.
     """
     __tracebackhide__ = True
     enough = measure.provisionally()
@@ -288,7 +290,7 @@ def _statistics(model: nn.Module, rank: int | None) -> dict[str, torch.Tensor]:
 
 
 def _gather_statistics(model: nn.Module, rank: Rank) -> dict[str, torch.Tensor]:
-    """Gather the statistics of all ranks, on each."""
+    """Gather the statistics of all ranks on each rank. A collective."""
     gathered: dict[str, torch.Tensor] = {}
     for name, value in _statistics(model, None).items():
         rows = [torch.empty_like(value) for _ in range(rank.size)]

@@ -1,4 +1,4 @@
-"""Training on a GPU beside the same training in float64 on the host, within a bound that is measured."""
+"""Compare training on a GPU with the same training in float64 on the host, within a measured bound."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ROUNDOFF = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "autoca
 
 
 def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]:
-    """Train on the device of `rank` by SGD, and compare loss and parameters in the end with the same on the host.
+    """Train on the device of `rank` by SGD, and compare the final loss and parameters with those of the host.
 
-    The host computes in float64, and again with every intermediate result moved by some unit roundoffs of the precision of
-    the case; that is how far the device may be off. So what is off by a few of the lowest bits is not seen.
+    The host computes in float64, and again with every intermediate result perturbed by some unit roundoffs of the case's precision.
+    The spread is the tolerance for the device. So errors in the lowest few bits are not detected.
 
     Raises:
-        ValueError: the case has dropout, whose random numbers are the device's own, or another optimizer than SGD, whose
+        ValueError: the case has dropout, whose random numbers depend on the device, or an optimizer other than SGD, whose
             steps are not continuous in the gradients.
     """
     if case.dropout or case.optimizer != "sgd":
@@ -50,8 +50,8 @@ def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]
 
 
 def referenced(case: TransformerCase) -> Measurement[str]:
-    """Return loss and parameters that the case ends with, and how far rounding in its precision may lead from them."""
-    with one_thread():  # small matrices: threads would wait for each other most of the time
+    """Return the final loss and parameters of the case, with the tolerance for rounding in its precision."""
+    with one_thread():  # because with small matrices threads mostly wait for each other
         with arithmetic(case):
             single = _ended(prepared(case))
         reference = _ended(_widened(case))

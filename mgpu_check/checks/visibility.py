@@ -1,8 +1,7 @@
-"""Observe which devices a fresh process sees under `CUDA_VISIBLE_DEVICES`: one that has touched a device does not look
-again.
+"""Check which devices a fresh process sees under `CUDA_VISIBLE_DEVICES`, which a process reads once only.
 
-Run as a program, this module answers on stdout what `Question` on stdin asks. It forks for each value of the variable
-before anything touches a device, since importing torch anew for each would take seconds.
+Run as a program, this module reads a `Question` from stdin and writes the answer to stdout. It forks for each value of the
+variable before anything touches a device, because importing torch again for each would take seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Question:
     """A question to a child process.
 
     Attributes:
-        values: of `CUDA_VISIBLE_DEVICES`, one process each.
-        simulate: number of simulated devices, or None on real ones.
+        values: values of `CUDA_VISIBLE_DEVICES`; each gets its own process.
+        simulate: the number of simulated devices, or None for real ones.
     """
 
     values: list[str]
@@ -37,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Sight:
-    """The devices that a process sees: their UUIDs in order, and what the tutorials' helpers return."""
+    """The devices that a process sees: their UUIDs in order, and the results of the tutorials' helpers."""
 
     uuids: list[str]
     try_gpu: str
@@ -45,11 +44,10 @@ class Sight:
 
 
 def visible_subsets(entries: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return values of `CUDA_VISIBLE_DEVICES`, each with the positions in `entries` of the devices that must be seen
-    under it.
+    """Return values of `CUDA_VISIBLE_DEVICES`, each with the positions in `entries` of the devices that it makes visible.
 
-    They are: all devices backwards, the last alone, none, and a list with an invalid entry in it, at which the driver
-    stops. Source: CUDA C++ programming guide, environment variables.
+    The values list all devices backwards, the last device only, no device, and devices with an invalid entry between them, where
+    the driver stops. Source: CUDA C++ programming guide, environment variables.
 
     Args:
         entries: the names of all devices for that variable, such as ("0", "1", "2", "3").
@@ -65,13 +63,13 @@ def visible_subsets(entries: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def assert_visible_devices_honoured(uuids: Sequence[str]) -> None:
-    """Assert that processes under `CUDA_VISIBLE_DEVICES` see the devices that it lists, in its order, and no other.
+    """Assert that processes under `CUDA_VISIBLE_DEVICES` see exactly the devices that it lists, in its order.
 
     Args:
-        uuids: of the devices of this process, in order.
+        uuids: the UUIDs of the devices of this process, in order.
 
     Raises:
-        DeviceEnumerationError: naming the value, the devices that should be seen under it, and those that are.
+        DeviceEnumerationError: naming the value, the devices that it should make visible, and the visible ones.
     """
     __tracebackhide__ = True
     listed = os.environ.get(VARIABLE)
@@ -95,15 +93,16 @@ def assert_visible_devices_honoured(uuids: Sequence[str]) -> None:
 
 
 def devices_seen(values: Sequence[str]) -> list[Sight]:
-    """Return the devices that a fresh process sees under each value of `CUDA_VISIBLE_DEVICES`; simulated devices if
-    this process has them.
+    """Return the devices that a fresh process sees under each value of `CUDA_VISIBLE_DEVICES`.
+
+    The devices are simulated if this process has simulated ones.
 
     Raises:
         DeviceEnumerationError: a process failed; with its output.
     """
     from mgpu_check.simulated import simulated_device_count
 
-    # A simulated node is asked on the CPU, whatever backs it here: a real backing device would see the variable too.
+    # A simulated node runs on the CPU there, even if a real device backs it here, because that would obey the variable too.
     question = Question(list(values), simulated_device_count())
     answer = subprocess.run(
         [sys.executable, "-m", __name__],
@@ -121,9 +120,7 @@ def devices_seen(values: Sequence[str]) -> list[Sight]:
 
 
 def _package_path() -> list[str]:
-    """Return PYTHONPATH with the folder that this package was imported from in front, which need not be an installed
-    one.
-    """
+    """Return PYTHONPATH with the folder of this package in front, because the package need not be installed."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return [root, *filter(None, [os.environ.get("PYTHONPATH")])]
 
@@ -163,7 +160,7 @@ def _look_in_child(value: str, simulate: int | None) -> dict[str, object] | None
 
 
 def _import_once(simulate: int | None) -> None:
-    """Import before the forks what each would: torch, and what a simulated node needs of it when it is entered."""
+    """Import before the forks the modules that each fork needs: torch, and those of a simulated node."""
     import torch  # noqa: F401
 
     if simulate:
@@ -191,4 +188,4 @@ def _listed(names: Sequence[str]) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # the check waits for the end of this process, and torch takes a while to take itself apart
+    os._exit(code)  # skips torch's slow shutdown, because the check waits for the end of this process

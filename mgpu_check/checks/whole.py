@@ -1,7 +1,7 @@
-"""Training in whole numbers, on one device: what every parallel form of it must leave, to the bit.
+"""Train in whole numbers on one device, as the reference that every parallel form must match bit for bit.
 
-Gradients are computed in float64 on the CPU, where they are exact, shard by shard; so they are right whatever device is
-wrong. The optimizer's step, which may round, is taken on the device itself, from exact gradients.
+Gradients are computed in float64 on the CPU, shard by shard, where they are exact; so a wrong device cannot affect them. The
+optimizer's step, which may round, runs on the device itself, with exact gradients.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Prepare = Callable[[nn.Module], object]
 
 
 def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Call `model` with inputs alone."""
+    """Call `model` with the inputs only."""
     return torch.as_tensor(model(x))
 
 
 @contextlib.contextmanager
 def exact_arithmetic() -> Iterator[None]:
-    """Compute as float32 says, and convolutions as sums of products: Winograd's form rounds whole numbers, too."""
+    """Compute float32 without TF32, and without cuDNN, whose Winograd convolutions round even whole numbers."""
     from mgpu_check.numerics.steps import full_precision
 
     with full_precision(), torch.backends.cudnn.flags(enabled=False):
@@ -69,7 +69,7 @@ def judged() -> Iterator[Findings]:
     """Compute exactly, collect findings, and raise the first at the end.
 
     Raises:
-        GradientMismatch, ReplicaMismatch: there is one.
+        GradientMismatch, ReplicaMismatch: the first finding.
     """
     with Findings() as findings, exact_arithmetic():
         yield findings
@@ -91,14 +91,14 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def put_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Give each buffer of `model` the value of its name."""
+    """Copy `values`, by name, into the buffers of `model`."""
     with torch.no_grad():
         for name, value in model.named_buffers():
             value.copy_(values[name])
 
 
 def freeze_first(model: nn.Module) -> None:
-    """Let the parameters of the first layer need no gradient."""
+    """Freeze the parameters of the first layer."""
     for parameter in next(model.children()).parameters():
         parameter.requires_grad_(False)
 
@@ -108,7 +108,7 @@ def as_it_is(model: nn.Module) -> None:
 
 
 def counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the statistics of `recipes.whole.Counting` after rows of one more batch."""
+    """Return the statistics of `recipes.whole.Counting` after another batch with the rows `x`."""
     return {
         "rows": before["rows"] + PER_BATCH + len(x),
         "sums": before["sums"] + x[:, :CLASSES].sum(0),
@@ -120,7 +120,7 @@ def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device
     """Assert that each tensor is on `device`.
 
     Raises:
-        GradientMismatch: one is elsewhere; names it and both devices.
+        GradientMismatch: a tensor is on another device; names the tensor and both devices.
     """
     for name, value in tensors.items():
         if value.device != device:
@@ -133,24 +133,24 @@ class OneDevice:
     """A run on one device: exact gradients from the CPU, steps of the optimizer on `device`."""
 
     def __init__(self, run: WholeRun, device: torch.device, prepare: Prepare = as_it_is) -> None:
-        """Build the model as it is at the start; `prepare` freezes, marks or casts parts of it."""
+        """Build the initial model; `prepare` freezes, marks or casts parts of it."""
         self.run = run
         self.held = run.build()
         prepare(self.held)
         self.held.to(device)
         self.exact = run.build()
         prepare(self.exact)
-        # Arithmetic in float64 throughout: the buffers that are no floating-point numbers stay as they are.
+        # All arithmetic in float64; `double` does not convert integer and boolean buffers.
         self.exact.double()
         self.optimizer = run.optimize(self.held)
 
     def outputs(self, x: torch.Tensor, forward: Forward = plainly) -> torch.Tensor:
-        """Return the exact outputs, float64 on the CPU; buffers stay as they are."""
+        """Return the exact outputs, float64 on the CPU; buffers do not change."""
         with self._buffers_kept(), torch.no_grad():
             return forward(self.exact, x.double())
 
     def parts(self, shards: Sequence[Rows], forwards: Sequence[Forward] | Forward = plainly) -> list[Gradients]:
-        """Return the exact gradients of each shard's summed loss; None for a parameter that it does not reach."""
+        """Return the exact gradients of each shard's summed loss; None for a parameter that the loss does not use."""
         found: list[Gradients] = []
         for index, (x, targets) in enumerate(shards):
             forward = forwards if callable(forwards) else forwards[index]
@@ -174,7 +174,7 @@ class OneDevice:
         self.optimizer.step()
 
     def settle(self) -> None:
-        """Make parameters whole numbers again, after they were looked at."""
+        """Make parameters whole numbers again, after their comparison."""
         settle(self.held, self.run.most)
         with torch.no_grad():
             for exact, held in zip(self.exact.parameters(), self.held.parameters(), strict=True):
@@ -182,22 +182,22 @@ class OneDevice:
 
 
 def terms_of(parts: Sequence[Gradients], name: str) -> list[torch.Tensor]:
-    """Return the gradients of one parameter that shards have."""
+    """Return the gradients of one parameter from the shards that have one."""
     return [value for part in parts if (value := part[name]) is not None]
 
 
 def total(parts: Sequence[Gradients]) -> Gradients:
-    """Add up the gradients of shards; None where no shard has one."""
+    """Sum the gradients of shards; None for a parameter without a gradient in any shard."""
     there = {name: terms_of(parts, name) for name in parts[0]}
     return {name: torch.stack(values).sum(0) if values else None for name, values in there.items()}
 
 
 def slack(dtype: torch.dtype, size: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return how far the mean of `size` ranks may be from the exact sum of their `parts`, for each element.
+    """Return, for each element, the tolerance of the mean of `size` ranks around the exact sum of their `parts`.
 
-    Each rank's part is scaled by the number of ranks, and the mean divides by it: exact for a power of two. A sum of whole
-    numbers is exact as long as their magnitudes add up to what the significand of `dtype` holds. Elsewhere there are
-    size + 2 roundings at most (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
+    Each rank's part is scaled by the number of ranks, and the mean divides by it, which is exact for a power of two. A sum of whole
+    numbers is exact if the significand of `dtype` holds the sum of their magnitudes. Other elements have at most size + 2 roundings
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
     """
     magnitudes = torch.stack([part.abs() for part in parts]).sum(0)
     eps = torch.finfo(dtype).eps
@@ -208,12 +208,14 @@ def slack(dtype: torch.dtype, size: int, parts: Sequence[torch.Tensor]) -> torch
 def assert_gradients_are(
     model: nn.Module, parts: Sequence[Gradients], *, what: str, rank: int | None = None, size: int = 1
 ) -> None:
-    """Assert that the gradients of `model` are the sums of `parts`, and None where no part has one.
+    """Assert that the gradients of `model` are the sums of `parts`, and None if no part has a gradient.
 
     Args:
-        parts: exact gradients of each shard.
+        model: the model with the gradients.
+        parts: the exact gradients of each shard.
+        what: the name of the gradients, for the message.
         rank: the rank that holds `model`.
-        size: how many ranks the gradients were averaged over; 1 if they were added up as they are.
+        size: the number of ranks whose gradients were averaged; 1 if they were summed without a mean.
 
     Raises:
         GradientMismatch: names parameter, element and values.

@@ -1,11 +1,11 @@
-"""Errors that NVIDIA's driver numbers: what the common ones mean, and what to do about them."""
+"""Explain the common Xids, the error numbers of NVIDIA's driver, and give advice on them."""
 
 from __future__ import annotations
 
 __all__ = ["CONSEQUENCES", "advice_on", "meaning_of"]
 
 CONSEQUENCES = frozenset((43, 45, 154))
-"""Those that a process that was killed leaves, or that repeat what another one has said: they accuse nobody."""
+"""Xids that follow from a killed process or from another Xid, and so accuse no GPU."""
 
 _RESET = "reset the GPU and run again; if it comes back, exchange the GPU"
 _REMAP = "reset the GPU, so that the remapping takes effect, and run again"
@@ -47,7 +47,7 @@ _XIDS: dict[int, tuple[str, str]] = {
     140: ("uncorrectable error of memory or of a cache", _RESET),
     143: ("the GPU could not be initialized", _FIRMWARE),
     **dict.fromkeys(range(144, 151), ("error of an NVLink", _LINK)),
-    154: ("the action by which the GPU recovers has changed", "do what the recovery action of the GPU says"),
+    154: ("the recovery action of the GPU has changed", "take the recovery action of the GPU"),
     156: ("a resource of the GPU was retired", _REMAP),
     157: ("a resource of the GPU could not be retired", "exchange the GPU"),
     158: ("fatal timeout of the GPU", _RESET),
@@ -55,10 +55,10 @@ _XIDS: dict[int, tuple[str, str]] = {
 
 
 def meaning_of(xid: int) -> str:
-    """Return what an Xid says, as a line that begins with its number."""
+    """Return the meaning of an Xid, as a line that starts with its number."""
     return f"Xid {xid}: {_XIDS[xid][0]}" if xid in _XIDS else f"Xid {xid}"
 
 
 def advice_on(xid: int) -> str:
-    """Return what to do about an Xid."""
+    """Return the advice on an Xid."""
     return _XIDS[xid][1] if xid in _XIDS else f"look it up in NVIDIA's catalog of Xids; {_RESET}"

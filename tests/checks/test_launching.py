@@ -40,7 +40,7 @@ def run(world: int, **changed: Any) -> Launched:
     [
         ({"device": "cuda:0"}, "rank 1 of 2: device is 'cuda:0', expected 'cuda:1'"),
         ({"parameters": "b"}, "rank 1 ended with different parameters than rank 0: b, rank 0 a"),
-        ({"losses": [1.0, 0.3]}, "rank 1 ended with other losses"),
+        ({"losses": [1.0, 0.3]}, "rank 1 ended with different losses"),
     ],
 )
 def test_wrong_ranks_are_named(changed: dict[str, Any], words: str) -> None:

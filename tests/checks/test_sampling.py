@@ -12,7 +12,7 @@ from mgpu_check.errors import ShardError
     ("shares", "drop_last", "at_fault", "words"),
     [
         ([[0, 2, 4], [1, 3]], False, (1,), "rank 1 of 2 has 2 of 5 samples, expected 3"),
-        ([[0, 2, 4], [1, 3, 5]], False, (1,), "rank 1 of 2 has 5, which is none of 5 samples"),
+        ([[0, 2, 4], [1, 3, 5]], False, (1,), "rank 1 of 2 has 5, not an index of 5 samples"),
         ([[0, 2, 2], [1, 3, 4]], False, (0,), "rank 0 of 2 has sample 2 twice"),
         ([[0, 1, 2], [1, 2, 3]], False, (), "sample 4 of 5 is there 0 times over 2 ranks"),
         ([[0, 1], [0, 2]], True, (0, 1), r"sample 0 of 5 is there 2 times over 2 ranks \(on rank 0, rank 1\)"),
