@@ -112,15 +112,15 @@ class Terms:
         for rank in range(self.count):
             term = self.of_rank(rank, index).double()
             if torch.equal(found, total - term):
-                return "lacks what", rank
+                return "lacks the term of", rank
             if torch.equal(found, total + term):
-                return "has twice what", rank
+                return "has twice the term of", rank
         return self._alone(index, got)
 
     def _alone(self, index: torch.Tensor, got: torch.Tensor) -> tuple[str, int] | None:
         for rank in range(self.count):
             if torch.equal(as_bits(self.of_rank(rank, index)), as_bits(got)):
-                return "is only what", rank
+                return "is only the term of", rank
         return None
 
     def filled(

@@ -303,7 +303,7 @@ class _Examination:
         if (who := self.terms.who(index, got)) is not None:
             source = self.members[who[1]]
             # A single element may fit by chance, because the terms of ranks differ in few bits.
-            return f"it {who[0]} rank {source} gives", (source,) if len(index) > 1 else ()
+            return f"it {who[0]} rank {source}", (source,) if len(index) > 1 else ()
         shift = (iteration * 13 % _WINDOW) - ((iteration - 1) * 13 % _WINDOW)
         if iteration and torch.equal(as_bits(self.terms.result((index - shift).clamp_min(0))), as_bits(got)):
             return "it holds the result of the iteration before", ()
@@ -323,7 +323,7 @@ class _Examination:
             piece = got[number * part : (number + 1) * part].view(torch.uint8)
             should = self.content(place, start, start + part).view(torch.uint8)
             source = self.members[place]
-            names = {tag_of(member, HOST, self.case.seed): f"what rank {member} gives" for member in self.members}
+            names = {tag_of(member, HOST, self.case.seed): f"the data of rank {member}" for member in self.members}
             if (off := compare(piece, should, names)) is not None:
                 wrong.append(
                     Wrong(

@@ -156,7 +156,7 @@ def _origin(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, name
             if right is not None and right[0] == found[0]:
                 moved = begins - (right[1] * _WORD - back)
                 where = "further on" if moved > 0 else "further back"
-                return f"it holds {name}, of {abs(moved)} bytes {where}" if moved else ""
+                return f"it holds {name}, {abs(moved)} bytes {where}" if moved else ""
         return f"it holds {name}"
     return ""
 

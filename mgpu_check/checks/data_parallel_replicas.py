@@ -36,7 +36,9 @@ def assert_replicas_hold(devices: Devices, seed: int) -> None:
                 for name, expected in tensors.items():
                     _require_held(what, name, _found(replica, name), expected, device, detach)
                 if replica.twin is not replica.inner or _found(replica, "inner.weight") is not _found(replica, "tied"):
-                    raise ReplicaMismatch(f"{what} does not share what the module shares", ranks=[device.index])
+                    raise ReplicaMismatch(
+                        f"{what} does not share the parameters that the module shares", ranks=[device.index]
+                    )
     _many_buffers(devices, seed)
 
 

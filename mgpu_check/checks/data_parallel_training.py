@@ -254,7 +254,7 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     if len(seen) != 1:
         raise GradientMismatch(f"{what}: the hook of {name} was called {len(seen)} times, expected once")
     assert expected is not None
-    assert_same({name: seen[0]}, {name: expected}, f"{what}: what a hook was given")
+    assert_same({name: seen[0]}, {name: expected}, f"{what}: the argument of a hook")
 
 
 def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:

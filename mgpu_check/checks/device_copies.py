@@ -163,7 +163,7 @@ def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceM
     common = set.intersection(*({end for end in pair if end.type == "cuda"} for pair, _, _ in wrong))
     (one,) = common if len(common) == 1 else (None,)
     named = [Wrong(one or (pair[1] if pair[1].type == "cuda" else pair[0]), case, what) for pair, case, what in wrong]
-    return named_wrong(named, devices, cases, "what was sent")
+    return named_wrong(named, devices, cases, "the source")
 
 
 def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
@@ -295,7 +295,7 @@ def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> I
     yield "pin_memory", difference(pinned, data, "bits")
     there = pinned.to(device, non_blocking=True)
     # Without a wait: work that is queued behind the copy must see the data.
-    yield "what follows an upload from pinned memory", difference(there.clone(), data, "bits")
+    yield "a clone right after an upload from pinned memory", difference(there.clone(), data, "bits")
     back = torch.empty_like(data, pin_memory=True)
     back.copy_(there, non_blocking=True)
     torch.cuda.current_stream(device).synchronize()

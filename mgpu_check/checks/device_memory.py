@@ -60,7 +60,7 @@ def _recovers(device: torch.device) -> None:
     before = torch.cuda.memory_allocated(device)
     held = torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
     _refuses(device, total + (1 << 20), total)
-    _require(device, bool((held == 7).all()), "an allocation failed, and what it held before has changed")
+    _require(device, bool((held == 7).all()), "a failed allocation has changed the memory that was held before")
     after = torch.full((_BLOCK,), 9, dtype=torch.uint8, device=device)
     apart = bool((after == 9).all()) and bool((held == 7).all())
     _require(device, apart, "two blocks are the same memory, after an allocation failed")
@@ -157,9 +157,11 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
         for device in devices:
             what = _found(loaded[device.index], where(device), seed + device.index)
             if what:
-                wrong.append(Wrong(device, f"torch.load with {name} as map_location, of what was on {device}", what))
+                wrong.append(
+                    Wrong(device, f"torch.load with {name} as map_location, of tensors saved on {device}", what)
+                )
     if wrong:
-        raise named_wrong(wrong, devices, len(forms), "what was saved")
+        raise named_wrong(wrong, devices, len(forms), "the saved data")
     return len(forms)
 
 

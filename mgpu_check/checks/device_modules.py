@@ -78,7 +78,7 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
                 named = target if target.type == "cuda" else source
                 wrong.append(Wrong(named, f"{name} from {source} to {target}", what))
     if wrong:
-        raise named_wrong(wrong, devices, len(ways) * len(_MOVES | _TWINS), "what was sent")
+        raise named_wrong(wrong, devices, len(ways) * len(_MOVES | _TWINS), "the source")
     return len(ways) * len(_MOVES | _TWINS)
 
 
@@ -181,5 +181,5 @@ def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
                     what = "it shares memory with its source" if owned else "it has memory of its own"
                     wrong.append(Wrong(device, f"the result of {name}", what))
     if wrong:
-        raise named_wrong(wrong, devices, len(_COPIES) + len(_VIEWS), "what is documented")
+        raise named_wrong(wrong, devices, len(_COPIES) + len(_VIEWS), "the documentation")
     return len(devices) * (len(_COPIES) + len(_VIEWS))

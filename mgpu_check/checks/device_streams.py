@@ -65,9 +65,9 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
                 event.record(stream)
             wait(stream, event)
             if what := difference(target, data * 2, "values"):
-                wrong.append(Wrong(device, f"what {name} has waited for", what))
+                wrong.append(Wrong(device, f"a copy after {name}", what))
     if wrong:
-        raise named_wrong(wrong, devices, len(_HOST), "what was queued")
+        raise named_wrong(wrong, devices, len(_HOST), "the queued data")
     return len(devices) * len(_HOST)
 
 
@@ -110,11 +110,9 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
         torch.cuda.current_stream(target).wait_event(done)
         result.record_stream(torch.cuda.current_stream(target))
         if what := difference(result.cpu(), data, "bits"):
-            wrong.append(
-                Wrong(target, f"what a stream of {target} reads after it has waited for one of {source}", what)
-            )
+            wrong.append(Wrong(target, f"a read on a stream of {target} after it waited for one of {source}", what))
     if wrong:
-        raise named_wrong(wrong, devices, len(pairs), "what was written")
+        raise named_wrong(wrong, devices, len(pairs), "the written data")
     return len(pairs)
 
 

@@ -87,8 +87,8 @@ def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[E
 def _examine(ways: Sequence[_Way], devices: Sequence[torch.device], case: Copies) -> list[Entry]:
     names = {}
     for way in ways:
-        names[way.tag(case.seed)] = f"what was to be copied {way}"
-        names[way.tag(case.seed, before=True)] = f"what was there before the copy {way}"
+        names[way.tag(case.seed)] = f"the data of the copy {way}"
+        names[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
     free = _free(devices)
     largest = _largest(free, case, copies=max(1, len(devices) - 1) if case.together else 1)
     found: dict[_Way, list[_Copy]] = {way: [] for way in ways}

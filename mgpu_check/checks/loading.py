@@ -173,8 +173,8 @@ def assert_workers_in_order(seed: int) -> None:
             worker = number % 3
             if sample["worker"] != (worker, 3, True, worker):
                 raise ShardError(
-                    f"{what}: sample {sample['number']} knows worker, workers, whether the dataset is its own, and what "
-                    f"worker_init_fn was given as {sample['worker']}, expected {(worker, 3, True, worker)}"
+                    f"{what}: sample {sample['number']} has (worker, workers, own dataset, argument of worker_init_fn) "
+                    f"{sample['worker']}, expected {(worker, 3, True, worker)}"
                 )
     try:
         next(batches)
@@ -306,7 +306,7 @@ def assert_partitions(seed: int) -> None:
     got = [sample["number"] for sample in (joined[place] for place in (*range(len(joined)), -1, -11))]
     if got != [*range(11), 10, 0]:
         raise ShardError(
-            f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected those in order"
+            f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected the samples in order"
         )
     # Loaders request whole batches from nested parts.
     inner = Subset(Numbered(20), range(19, 3, -2))

@@ -64,7 +64,7 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
     apart("all_gather_object", gathered)
     dist.all_gather_object(gathered, _empty(seed, me), group=group)
     compare(
-        "all_gather_object of what is empty",
+        "all_gather_object of empty objects",
         [repr(one) for one in gathered],
         [repr(_empty(seed, n)) for n in range(size)],
     )

@@ -41,10 +41,12 @@ def test_terms_have_one_result_in_every_order(dtype):
                 got = (got.double() / count).to(got.dtype)
             assert torch.equal(as_bits(got), as_bits(right)), (count, reduction)
         if reduction == "sum" and count in (2, 4, 8):
-            assert terms.who(index[:50], (right - parts[1])[:50]) == ("lacks what", 1)
+            assert terms.who(index[:50], (right - parts[1])[:50]) == ("lacks the term of", 1)
             if dtype == "float64":  # others have no room for it
-                assert terms.who(index[:50], (right + parts[0])[:50]) == ("has twice what", 0)
-            assert terms.who(index[:50], parts[1][:50]) == (("is only what", 1) if count > 2 else ("lacks what", 0))
+                assert terms.who(index[:50], (right + parts[0])[:50]) == ("has twice the term of", 0)
+            assert terms.who(index[:50], parts[1][:50]) == (
+                ("is only the term of", 1) if count > 2 else ("lacks the term of", 0)
+            )
 
 
 def test_elements_and_ranks_differ():

@@ -60,8 +60,8 @@ CHANGES = {
     "nothing": (lambda got: None, None),
     "another's data": (lambda got: got.copy_(content(OTHER, 5, 5005)), "it holds what another sent"),
     "stale data": (lambda got: got[900:].copy_(content(BEFORE, 905, 5005)), "it holds what was there before"),
-    "shifted data": (lambda got: got.copy_(content(OWN, 8, 5008)), "it holds what was sent, of 3 bytes further on"),
-    "aliased data": (lambda got: got[2000:].copy_(content(OWN, 5, 3005)), "what was sent, of 2000 bytes further back"),
+    "shifted data": (lambda got: got.copy_(content(OWN, 8, 5008)), "it holds what was sent, 3 bytes further on"),
+    "aliased data": (lambda got: got[2000:].copy_(content(OWN, 5, 3005)), "what was sent, 2000 bytes further back"),
     "zeros": (lambda got: got[700:].zero_(), "it holds zeros"),
     "ones": (lambda got: got[700:].fill_(255), "all bits are ones"),
     "one bit": (lambda got: got[100].bitwise_xor_(8), "bit 3 of a byte is inverted"),
@@ -92,9 +92,9 @@ SMALL = Copies("engine", (1, 37), 1, 3, seed=8)
 
 BETWEEN = [
     ("copy-zeros", SMALL, "it holds zeros"),
-    ("copy-stale", ENGINE, "it holds what was there before the copy cuda:0 -> cuda:2"),
+    ("copy-stale", ENGINE, "it holds the data from before the copy cuda:0 -> cuda:2"),
     ("copy-of-another-peer", TOGETHER, "it holds"),
-    ("copy-offset", ENGINE, "it holds what was to be copied cuda:0 -> cuda:2, of"),
+    ("copy-offset", ENGINE, "it holds the data of the copy cuda:0 -> cuda:2, "),
     ("copy-tail", CASTING, "from byte 130002 on"),
     ("copy-large:above=66000", ENGINE, "from byte 33000 on: it holds zeros"),
     ("copy-by-kernel", CASTING, "it holds zeros"),

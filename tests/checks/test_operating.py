@@ -123,7 +123,7 @@ def test_operators_under_autocast_are_named_with_their_dtypes(node: Devices) -> 
     with planted("softmax-in-low-precision"), pytest.raises(DeviceMismatch) as caught:
         assert_autocast_as_documented(node, seed=1)
     assert "cuda:3 alone is wrong in softmax, autocast to " in str(caught.value)
-    assert "16, expected float32; the other 3 agree with what is documented" in str(caught.value)
+    assert "16, expected float32; the other 3 agree with the documentation" in str(caught.value)
 
 
 def test_draws_are_named_with_what_is_wrong(node: Devices) -> None:

@@ -147,7 +147,7 @@ def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0
                         wrong.append(Wrong(device, f"{case.name}, autocast to {name_of(low)}", what))
     covered(cases=count)
     if wrong:
-        raise named_wrong(wrong, devices, count, "what is documented")
+        raise named_wrong(wrong, devices, count, "the documentation")
     return count
 
 

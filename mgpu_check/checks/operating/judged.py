@@ -39,7 +39,7 @@ def assert_arithmetic_known(devices: Sequence[torch.device], families: Sequence[
                     Wrong(device, f"{operation} of {dtype}, {_SIZE}x{_SIZE}", seen) for device, seen in found if seen
                 ]
     if wrong:
-        raise named_wrong(wrong, devices, judged, "what is known of it")
+        raise named_wrong(wrong, devices, judged, "the known results")
     return judged
 
 
