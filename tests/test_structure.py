@@ -70,14 +70,14 @@ def test_imports_point_down():
 
 
 def test_the_house_is_as_its_plan_says():
-    """Floors and tree have the same rooms, no more than 20, and each stands in the page on architecture."""
+    """Layers and tree have the same packages, no more than 20, and the page on architecture lists each of them."""
     directories = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*.py")}
     files = {path.stem for path in PACKAGE.glob("*.py")}
     assert set.union(*FLOORS) | LOOSE == directories | files
     assert files == LOOSE
     assert len(directories) <= 20
     page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
-    plan = page[page.index("## Rooms") : page.index("## The engine")]
+    plan = page[page.index("## Packages and layers") : page.index("## The engine")]
     assert {room for room in set.union(*FLOORS) if not re.search(rf"\b{room}\b", plan)} == set()
 
 
