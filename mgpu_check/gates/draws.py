@@ -35,7 +35,7 @@ _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
 class DrawsOfFloat32(TorchDispatchMode):
     """Makes float64 code draw the random numbers that float32 code draws from the same seed, widened.
 
-    The dtype decides how many random bits an operator takes, and in which order. This holds for normal numbers on a CPU
+    The dtype decides how many random bits an operator takes, and their order. This holds for normal numbers on a CPU
     as for the dropout mask on a GPU.
     """
 

@@ -25,7 +25,7 @@ class Axes:
     Attributes:
         needed: the axes that the failure needs.
         how: whether it needs all of them together ("all"), or any one of them ("any").
-        passing: axes on which the step passes if only that axis is larger than 1.
+        passing: axes that pass alone: the step passes if only this axis is larger than 1.
         others: axes whose size does not matter.
     """
 

@@ -1,4 +1,4 @@
-"""Record in a rank the output of each module of the model, and the gradient of that output."""
+"""Record in a rank the output of each module of the model, with its gradient."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _returns_gradients(reference: Observation) -> bool:
 
 
 def _account(first: Observation) -> dict[str, torch.Tensor]:
-    """Return the gradients or parameters that the step returns, by parameter; empty if it returns none of them.
+    """Return the gradients or parameters that the step returns, by parameter; empty if it returns neither.
 
     The step returns tensors under the names of parameters, or one flat tensor of all parameters in order.
     """

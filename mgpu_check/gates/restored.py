@@ -33,7 +33,7 @@ class Entries:
 
     @property
     def irreproducible(self) -> str:
-        """A description of the entries in which two uninterrupted runs differ by more than rounding; "" if there are none."""
+        """A description of the entries that differ between two uninterrupted runs by more than rounding, or ""."""
         differing = {
             name: [rank for rank, row in rows.items() if not row.repeats] for name, rows in self.by_name.items()
         }
@@ -45,7 +45,7 @@ class Entries:
 
     @property
     def state_moves(self) -> bool:
-        """Whether any comparable entry has changed since the earlier state."""
+        """True if any comparable entry has changed since the earlier state."""
         return any(
             row.moved and row.same is not None
             for name, rows in self.by_name.items()

@@ -20,7 +20,7 @@ from mgpu_check.rank_side.rank import Rank
 __all__ = ["run_step", "run_traced", "run_traced_alone"]
 
 _SMALL = 100_000
-"""Elements up to which every rank sends its values; above, only rank 0 does, and the others send checksums."""
+"""Most elements whose values every rank sends; above, only rank 0 does, and the others send checksums."""
 
 
 def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = False) -> Observation:

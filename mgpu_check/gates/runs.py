@@ -26,8 +26,8 @@ from mgpu_check.torch_hooks.threads import some_threads
 __all__ = ["LARGE", "Measured", "Part", "Provisional", "Runs", "alike", "left_alike", "wide"]
 
 LARGE = 1_000_000
-"""Elements of results from which a step counts as large. Large steps get fewer perturbations, since each needs a random
-sign for every intermediate value."""
+"""Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
+random sign for every intermediate value."""
 _OF_PARTS = 4.0
 """Factor for tolerances in a narrow dtype: ranks round their own parts, which may be larger than the sum that one device
 rounds."""

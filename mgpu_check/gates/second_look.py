@@ -27,7 +27,7 @@ _SMALL = 2.0**-10
 _FURTHER = 2
 _LARGE = 1_000_000
 _ENDS = (CheckFailure, RankHang)
-"""Errors after which a run gives no evidence."""
+"""Errors that end a run without evidence."""
 
 
 def as_seen(failed: Trial, relations: Relations) -> Tensors:

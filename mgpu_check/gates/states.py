@@ -78,7 +78,7 @@ class Part:
         directory: directory of the checkpoint.
         apart: whether each rank has its own checkpoint, in `directory` under its index.
         spread: size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
-        signs: seed of the signs of those errors.
+        signs: seed of the signs of the errors.
     """
 
     start: int
@@ -226,7 +226,7 @@ def is_real(value: Any) -> bool:
 
 
 def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str:
-    """Describe a difference that exceeds `granted`; "" if there is none."""
+    """Describe a difference that exceeds `granted`; return "" if there is no such difference."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         same = type(got) is type(expected) and got == expected
         return "" if same else f"got {_cut(got)}, expected {_cut(expected)}"

@@ -34,7 +34,7 @@ class RanksFixture(Protocol):
 
     @property
     def _seeds_apart(self) -> bool:
-        """Whether ranks already have different hash seeds."""
+        """True if ranks already have different hash seeds."""
         ...
 
     def _remark(self, line: str) -> None:

@@ -83,7 +83,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
     wrong = ~close
     if not wrong.any():
         return None
-    # The worst element exceeds its tolerance by the largest factor. Where a tolerance is 0, it is the largest error.
+    # The worst element exceeds its tolerance by the largest factor; if a tolerance is 0, it has the largest error.
     excess = distance / allowed if bool((allowed > 0).all()) else distance
     excess = torch.where(wrong, excess.nan_to_num(torch.inf), -1.0)
     indices = wrong.nonzero()

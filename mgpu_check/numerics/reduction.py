@@ -82,7 +82,7 @@ def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
     tolerance = sum_bound(magnitude, count, dtype) + 2 * unit_roundoff(torch.float64) * magnitude
     tolerance = torch.where(sums_exactly(values), 0.0, tolerance)
     if operation == "avg":
-        # Libraries divide either each part or the sum. That adds at most one rounding and half a subnormal per part.
+        # Libraries divide either each part or the sum, which adds at most one rounding and half a subnormal per part.
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         roundings = gamma(count, unit_roundoff(dtype)) * magnitude + 2 * unit_roundoff(torch.float64) * magnitude
         return Reduced(total / count, roundings / count + count * smallest / 2, values, operation)

@@ -250,8 +250,8 @@ def granted_at_least(
 def errors_seen(single: Mapping[Key, torch.Tensor], again: Mapping[Key, torch.Tensor]) -> dict[Key, float]:
     """Return the largest relative error of each result that two runs in one precision prove.
 
-    `assess` measures the errors of both runs from float64, and grants the larger one everywhere. That error is at least
-    half of the difference between the two runs. It is relative to the size of the element (see `_size`).
+    `assess` measures the errors of both runs from float64, and grants the larger one everywhere. It is at least half of the
+    difference between the two runs. Errors are relative to the size of the element (see `_size`).
 
     Args:
         single: results of the step on one device in its own dtype, all finite.
@@ -323,8 +323,8 @@ def _least_mean_square(count: int) -> float:
 def full_precision() -> Iterator[None]:
     """Compute float32 without TF32 in matrix products and convolutions inside the context; see `precision.exact`.
 
-    TF32 rounds to 11 significant bits. Two steps that round differently may then differ by 5e-4, which would hide a
-    flipped bit of that size.
+    TF32 rounds to 11 significant bits. Two steps that round differently may then differ by 5e-4, which would hide an equally
+    large flipped bit.
     """
     before = precision.kept()
     precision.exact()

@@ -50,7 +50,7 @@ def test_one_case_is_enough(ranks):
     ("argument", "value"), [("build", nn.Linear(2, 2)), ("batch", (torch.ones(2),)), ("reference", 3)]
 )
 def test_functions_that_are_none(ranks, argument, value):
-    with pytest.raises(ValueError, match=f"{argument}=.* is no function"):
+    with pytest.raises(ValueError, match=f"{argument}=.* is not a function"):
         passes(ranks, right, **{argument: value})
 
 

@@ -159,7 +159,7 @@ def test_code_without_sets_is_not_tried_and_a_seed_of_the_user_is_told(monkeypat
     assert not ranks.remarks
     with_seeds_apart(ranks, "gate", (in_order,), {}, judge_by([]))
     assert ranks.remarks == [
-        "gate: different hash seeds on ranks were not tried, because PYTHONHASHSEED=7 gives all one"
+        "gate: different hash seeds on ranks were not tried, because PYTHONHASHSEED=7 fixes the seed"
     ]
     monkeypatch.delenv("PYTHONHASHSEED")
     ranks._seeds_apart = True
