@@ -1,1 +1,1 @@
-"""Processes of a run, and what they say to each other: messages, records, output, temporary directories. Imports no torch."""
+"""Communication between the processes of a run: messages, records, output, temporary directories. Imports no torch."""

@@ -1,11 +1,11 @@
 """Messages between the pytest process and a rank: pickled objects in frames, on a stream socket.
 
-The rank's end blocks, because a rank has nothing else to do. The pytest process never blocks on one rank: a stopped one
-reads nothing, and may have written half a message.
+The rank's end blocks, because a rank has nothing else to do. The pytest process never blocks on one rank, because a halted
+rank reads nothing, and may have written half a message.
 
-Large buffers of what a rank sends go before the message that they belong to, each in a frame of its own (pickle's
-protocol 5, out of band): they are read from where they are, and written to where they stay. Where they are many megabytes,
-and the rank is on this machine, they go as one file in memory, which the pytest process maps: that takes half the time.
+A rank sends the large buffers of a message before the message, each in its own frame (pickle protocol 5, out of band), which
+avoids copies at both ends. Buffers of many megabytes from a rank on this machine travel as one memfd, which the pytest
+process maps, which takes half the time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ __all__ = ["Channel", "Garbled", "RankEnd", "frame"]
 _MAGIC, _BUFFER, _FILE = b"MGPU", b"MGPB", b"MGPF"
 _HEADER = struct.Struct("!4sQ")
 _LENGTH = struct.Struct("!Q")  # of each buffer in a file
-_ALIGNED = 64  # bytes, where each of them begins: more than any dtype asks for
-_LEAST_FILE = 16 << 20  # bytes, because each takes a descriptor as long as what came in it is in use
+_ALIGNED = 64  # bytes: alignment of each buffer in a file, sufficient for every dtype
+_LEAST_FILE = 16 << 20  # bytes: for smaller messages a file is not worth a descriptor for the life of its contents
 _CHUNK = 1 << 20
-_AT_ONCE = 64 * _CHUNK  # then whoever waits looks at the clock, and at the others
+_AT_ONCE = 64 * _CHUNK  # bytes per `receive`, so that its caller can check the deadline and serve other ranks
 
-# A message is in memory twice, as it came and as what it means. What says that it is longer was never one.
+# A message is in memory twice, pickled and unpickled, so a longer one cannot be genuine.
 _LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class Garbled(Exception):
-    """A message that is none: somebody else has written to the socket."""
+    """The received bytes are not a valid message: other code has written to the socket."""
 
 
 def frame(message: object) -> bytes:
-    """Encode `message` as it is sent."""
+    """Pickle a message into a frame."""
     return _framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
@@ -47,17 +47,17 @@ def _framed(body: bytes) -> bytes:
 
 
 def _header(header: bytes | bytearray) -> tuple[bytes, int]:
-    """Return what follows, a message, a buffer, or the lengths of those in a file, and how many bytes it has."""
+    """Return the kind of a frame (message, buffer, or lengths of the buffers in a file), and its number of bytes."""
     magic, length = _HEADER.unpack_from(header)
     if magic not in (_MAGIC, _BUFFER, _FILE):
-        raise Garbled(f"{bytes(header[:16])!r} is no message")
+        raise Garbled(f"{bytes(header[:16])!r} is not a message")
     if length > _LONGEST:
-        raise Garbled(f"it is said to have {length} bytes, of which this machine can hold {_LONGEST}")
+        raise Garbled(f"its header announces {length} bytes, but this machine can hold at most {_LONGEST}")
     return magic, int(length)
 
 
 class Channel:
-    """The end of the pytest process."""
+    """The pytest process's end of a connection, which never blocks."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -69,16 +69,16 @@ class Channel:
         self._missing = memoryview(b"")
 
     def fileno(self) -> int:
-        """Return the descriptor for `select` and its kin; -1 once it is closed."""
+        """Return the file descriptor for selectors; -1 once the channel is closed."""
         return self._socket.fileno()
 
     @property
     def unsent(self) -> bool:
-        """True if `flush` is to be called as soon as the socket can be written to."""
+        """True if `flush` must be called once the socket is writable."""
         return bool(self._out)
 
     def send(self, framed: bytes) -> None:
-        """Send what `frame` made, as much of it as the socket takes now.
+        """Send bytes from `frame`, as far as the socket accepts them now.
 
         Raises:
             OSError: the other end is gone.
@@ -87,7 +87,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send more, without waiting.
+        """Send more of the unsent bytes without blocking.
 
         Raises:
             OSError: the other end is gone.
@@ -104,12 +104,12 @@ class Channel:
                 self._out[0] = head[sent:]
 
     def receive(self) -> object | None:
-        """Return the next message, None as long as it is not complete, or more of it than a moment's work is there.
+        """Return the next message; None until it is complete, or after a large part of it, to let the caller do other work.
 
         Raises:
-            EOFError: the other end is closed, and has left no complete message.
+            EOFError: the other end is closed, and left no complete message.
             OSError: the connection broke.
-            Garbled: what came is no message.
+            Garbled: the received bytes are not a message.
         """
         left = _AT_ONCE
         while True:
@@ -143,14 +143,16 @@ class Channel:
         self._in += data
         self._files += files
         if flags & socket.MSG_CTRUNC:
-            raise Garbled("a file came with it, and this process can open no more; raise its limit with ulimit -n")
+            raise Garbled(
+                "it came with a file, but this process can open no more files; raise its limit with ulimit -n"
+            )
         return len(data)
 
     def _begin_buffer(self, length: int) -> None:
-        """Make room for a buffer, and move there what of it has come with what was before it."""
+        """Allocate a buffer, and move the bytes of it that have already arrived there."""
         if not length or length + sum(map(len, self._buffers)) > _LONGEST:
-            raise Garbled(f"a buffer of {length} bytes beside {len(self._buffers)} others is no part of a message")
-        buffer = mmap.mmap(-1, length)  # its pages are made as they are written to
+            raise Garbled(f"a buffer of {length} bytes beside {len(self._buffers)} others is not part of a message")
+        buffer = mmap.mmap(-1, length)  # memory is committed only as data arrives
         come = self._in[_HEADER.size : _HEADER.size + length]
         buffer[: len(come)] = come
         del self._in[: _HEADER.size + len(come)]
@@ -158,17 +160,17 @@ class Channel:
         self._missing = memoryview(buffer)[len(come) :]
 
     def _map_file(self, end: int) -> None:
-        """Have the buffers of the file that came with their lengths."""
+        """Map the file that came with a frame of lengths, and add its buffers."""
         lengths = bytes(self._in[_HEADER.size : end])
         if not self._files or not lengths or len(lengths) % _LENGTH.size:
-            raise Garbled(f"{len(lengths)} bytes of lengths and {len(self._files)} files are no part of a message")
+            raise Garbled(f"{len(lengths)} bytes of lengths and {len(self._files)} files are not part of a message")
         places, total = _places([length for (length,) in _LENGTH.iter_unpack(lengths)])
         file = self._files.popleft()
         try:
             if os.fstat(file).st_size != total or not 0 < total <= _LONGEST:
                 raise Garbled(f"a file has {os.fstat(file).st_size} bytes, and its buffers {total}")
             content = memoryview(mmap.mmap(file, total, flags=mmap.MAP_SHARED))
-        except OSError as error:  # no descriptor, or no address space, is left
+        except OSError as error:  # out of descriptors or address space
             raise Garbled(f"a file of {total} bytes cannot be mapped: {error}") from error
         finally:
             os.close(file)
@@ -184,26 +186,26 @@ class Channel:
             except (Exception, SystemExit) as error:
                 raise Garbled(f"it cannot be unpickled: {error}") from error
         if next(buffers, None) is not None:
-            raise Garbled("a buffer came before it that it has no use for")
+            raise Garbled("it came with a buffer that it does not use")
         del self._in[:end]
         return message
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket, and the files that have arrived."""
         self._socket.close()
         while self._files:
             os.close(self._files.pop())
 
 
 class RankEnd:
-    """The end of a rank."""
+    """The rank's end of a connection, which blocks."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(True)
 
     def send(self, message: object) -> None:
-        """Send `message`, all of it."""
+        """Send all of `message`."""
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
         with contextlib.ExitStack() as released:
@@ -215,7 +217,7 @@ class RankEnd:
         self._socket.sendall(_framed(body))
 
     def _send_file(self, contents: Sequence[memoryview]) -> bool:
-        """Send buffers as one file in memory; False where that is not worth while, or none can be made or sent."""
+        """Send buffers as one memfd; return False if they are too small for it, or the file cannot be made or sent."""
         size = sum(content.nbytes for content in contents)
         if size < _LEAST_FILE or self._socket.family != socket.AF_UNIX:
             return False
@@ -229,7 +231,7 @@ class RankEnd:
         framed = _HEADER.pack(_FILE, len(lengths)) + lengths
         try:
             sent = socket.send_fds(self._socket, [framed], [file])
-        except OSError:  # a sandbox lets no files through; or nobody receives, as the next to send will find
+        except OSError:  # a sandbox blocks files; or the peer is gone, which the next send reports
             return False
         finally:
             os.close(file)
@@ -247,7 +249,7 @@ class RankEnd:
         return message
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._socket.close()
 
     def _read(self, count: int) -> bytearray:
@@ -262,7 +264,7 @@ class RankEnd:
 
 
 def _places(lengths: Sequence[int]) -> tuple[list[slice], int]:
-    """Return where buffers of these lengths are in a file, and the bytes of the file."""
+    """Return the places of buffers of these lengths in a file, and the size of the file."""
     places, total = [], 0
     for length in lengths:
         places.append(slice(total, total + length))
@@ -271,7 +273,7 @@ def _places(lengths: Sequence[int]) -> tuple[list[slice], int]:
 
 
 def _file_of(contents: Sequence[memoryview]) -> int:
-    """Return the descriptor of a new file in memory that holds them."""
+    """Return the descriptor of a new memfd with the contents."""
     places, total = _places([content.nbytes for content in contents])
     file = os.memfd_create("mgpu-check")
     try:

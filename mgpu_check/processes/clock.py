@@ -1,7 +1,7 @@
 """A clock that tests cannot stop.
 
-What replaces the clocks of Python, as freezegun and time-machine do, replaces `time.monotonic` in every module that has
-it. This one is held by a class, and asks the system by a function that none of them replaces for this clock.
+freezegun and time-machine replace functions such as `time.monotonic` in every module that holds them. This clock is held by
+a class, and reads CLOCK_MONOTONIC through `time.clock_gettime`, which these tools do not replace for that clock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["Clock", "ready"]
 
-_LONGEST = 1e6  # milliseconds are passed to the system as 32 bits
+_LONGEST = 1e6  # seconds: poll takes its milliseconds as a 32-bit integer
 
 
 class Clock:
@@ -29,17 +29,17 @@ class Clock:
 
     @classmethod
     def until(cls, deadline: float) -> float:
-        """Return the seconds until `deadline`, 0 if it has passed; as many as can be waited for at once."""
+        """Return the seconds until `deadline`, 0 if it has passed, limited to a timeout that `poll` accepts."""
         return min(_LONGEST, max(0.0, deadline - cls.now()))
 
     @classmethod
     def sleep(cls, seconds: float) -> None:
-        """Wait."""
+        """Sleep."""
         cls._sleep(seconds)
 
 
 def ready(files: Sequence[int], deadline: float) -> list[int]:
-    """Return those of `files` that can be read from, or have ended; wait for one until `deadline` at most."""
+    """Wait until `deadline` for a file that is readable or closed at its other end, and return all such files."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)

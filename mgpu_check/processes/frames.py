@@ -1,4 +1,4 @@
-"""Tell which files are the engine's own: their frames help nobody who reads a report."""
+"""Recognize the engine's own files, whose frames are left out of reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import types
 
 __all__ = ["calling_line", "is_engine", "is_installed"]
 
-# By the end of the path, because the stacks of another host come with the paths of that host.
+# Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(
     r"/mgpu_check/((processes|torch_hooks|rank_side|engine(/remote)?|gates|simulated|compare)/\w+"
     r"|pytest_plugin/(in_rank|serialization|forwarding))\.py$"
@@ -20,20 +20,21 @@ _OURS = "/mgpu_check/"
 
 @functools.lru_cache(maxsize=1024)
 def is_engine(filename: str) -> bool:
-    """Return whether a file is part of what runs a function on a rank, or of the simulated node."""
+    """Return whether a file belongs to the code that runs a function on a rank, or to the simulated node."""
     return _ENGINE.search(filename) is not None
 
 
 @functools.lru_cache(maxsize=1024)
 def is_installed(filename: str) -> bool:
-    """Return whether a file is of the standard library, of torch or another package, rather than of the code under
-    test.
-    """
+    """Return whether a file belongs to the standard library, torch or another installed package, not to the user."""
     return _INSTALLED.search(filename) is not None and _OURS not in filename
 
 
 def calling_line() -> tuple[str, int]:
-    """Return file and line of the code under test, innermost first; of anything but the engine where none is running."""
+    """Return file and line of the innermost frame of the code under test.
+
+    Without such a frame, return those of the innermost frame outside the engine, or ("", 0).
+    """
     frame: types.FrameType | None = sys._getframe(1)
     other: tuple[str, int] | None = None
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The environment of a Python that we start for somebody else's script: without a launcher's variables, on simulated GPUs."""
+"""Build the environment of a Python that runs a user's script: without a launcher's variables, on simulated GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_LAUNCHERS = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)"
     r"|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID)"
 )
-"""Variables that describe one of the launched processes, and would be wrong in any other."""
+"""Variables that describe one launched process, and would be wrong in its children."""
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
@@ -22,12 +22,12 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def simulating(environment: Mapping[str, str], gpus: int | None, backing: str = "cpu") -> dict[str, str]:
-    """Return an environment with what makes a Python started in it simulate `gpus` GPUs on `backing`; nothing for None."""
+    """Return an environment whose Pythons simulate `gpus` GPUs on `backing`; an unchanged copy if `gpus` is None."""
     made = dict(environment)
     if gpus is None:
         return made
     if backing == "cpu":
-        # It says which real devices may be used, often none. What the program itself sets for its children holds.
+        # It restricts real devices, often to none. If the program sets it for its children, it takes effect there.
         made.pop("CUDA_VISIBLE_DEVICES", None)
     made["PYTHONPATH"] = with_startup(made)
     made["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"

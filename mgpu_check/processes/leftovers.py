@@ -1,4 +1,4 @@
-"""Remove what outlives ranks that were killed: names of shared memory and semaphores, and their children."""
+"""Clean up after killed ranks: remove names of shared memory and semaphores, and kill child processes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 __all__ = ["MARK", "children", "children_but_managers", "clear", "file_of_names", "remove_all_names", "remove_names"]
 
 MARK = "_MGPU_CHECK_RANKS"
-"""A variable that ranks, and what they start, have: the directory of their run."""
+"""Environment variable of ranks and their children: the directory of their run."""
 
 _NAMES = "names-{}"
 _READ = "from multiprocessing.resource_tracker import main; main({})"
-_MOST_ROUNDS = 100
+_MOST_ROUNDS = 100  # so that a program that keeps starting processes cannot hold `clear` forever
 
 
 def file_of_names(directory: str, pid: int) -> Path:
-    """Return the file where a rank notes what it makes by a name, as Python does for its tracker; see `shared_names`."""
+    """Return the file of a rank's shared names, in the format of Python's resource tracker; see `shared_names`."""
     return Path(directory, _NAMES.format(pid))
 
 
 def remove_names(directory: str, pid: int) -> None:
-    """Remove what a rank, which has ended, has made by a name and has not removed itself."""
+    """Remove the shared memory and semaphores that an ended rank made and did not remove."""
     with contextlib.suppress(OSError):
         path = file_of_names(directory, pid)
         if path.stat().st_size:
@@ -34,13 +34,13 @@ def remove_names(directory: str, pid: int) -> None:
 
 
 def remove_all_names(directory: str) -> None:
-    """Remove names as `remove_names` does, for all ranks of a run."""
+    """Call `remove_names` for all ranks of a run."""
     for path in Path(directory).glob(_NAMES.format("*")):
         remove_names(directory, int(path.name.rpartition("-")[2]))
 
 
 def _read(path: Path) -> None:
-    """Have Python's own tracker read the file. In a process, because it closes files, and says of each name what it does."""
+    """Run Python's resource tracker on the file, in a new process, because it closes files and prints warnings."""
     with path.open("rb") as file:
         subprocess.run(
             [sys.executable, "-I", "-S", "-c", _READ.format(file.fileno())],
@@ -52,7 +52,7 @@ def _read(path: Path) -> None:
 
 
 def children() -> list[int]:
-    """Return the processes that this one has started, or has inherited from them."""
+    """Return the child processes of this process, including adopted orphans."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
@@ -61,16 +61,15 @@ def children() -> list[int]:
 
 
 def children_but_managers() -> list[int]:
-    """Return the same without managers of torch's shared memory."""
+    """Return the child processes, except for torch's managers of shared memory."""
     return [pid for pid in children() if not _is_manager(pid)]
 
 
 def _is_manager(pid: int) -> bool:
-    """Return whether it is torch's manager of shared memory, which removes names, and ends, 2 s after the last that has
-    used it.
+    """Return whether a process is torch's manager of shared memory.
 
-    Killed before, it leaves them; and nobody else knows them well enough: they have the number of a process in them, which
-    may be that of another in a container that shares the memory.
+    The manager removes its names and ends 2 s after its last user. If it is killed, the names remain, and no other process
+    can remove them safely: they contain a process id, which a process of another container may have, too.
     """
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == "torch_shm_manager"
@@ -78,9 +77,9 @@ def _is_manager(pid: int) -> bool:
 
 
 def clear(directory: str) -> None:
-    """End what the ranks of a run have started and their fork server could not end; and remove their names."""
+    """Kill the processes that the ranks of a run started, if their fork server could not, and remove their names."""
     ended: set[int] = set()
-    for _ in range(_MOST_ROUNDS):  # each of them may just have started another
+    for _ in range(_MOST_ROUNDS):  # a process may start another before it is killed
         found = {pid for pid in _marked(directory) - ended if not _is_manager(pid)}
         for pid in found:
             with contextlib.suppress(OSError):
@@ -92,7 +91,7 @@ def clear(directory: str) -> None:
 
 
 def _marked(directory: str) -> set[int]:
-    """Return the processes that have the mark of a run, but for this one."""
+    """Return the other processes whose environment has the mark of a run."""
     mark = os.fsencode(f"{MARK}={directory}")
     found = set()
     for entry in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""Find a collective that one rank has entered and another one has not, in numbers and records of ranks."""
+"""Find a collective that one rank entered and another did not, from the counts and records of the ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mgpu_check.processes.record import Entered, Record
 __all__ = ["Uneven", "ahead", "uneven"]
 
 Counts = Mapping[Group, int]
-"""How many collectives one rank has entered in each group."""
+"""Group -> number of collectives that one rank has entered there."""
 
 
 @dataclass(frozen=True)
 class Uneven:
-    """A group in which ranks have entered different numbers of collectives.
+    """A group whose ranks have entered different numbers of collectives.
 
     Attributes:
         group: the group.
-        described: what its maker has called it; empty where nobody has.
-        counts: rank -> how many it has entered.
-        unmatched: rank -> the first collective of this rank that others lack; empty where the records have lost it.
+        described: the description that its maker gave, or empty.
+        counts: rank -> number of collectives that it has entered.
+        unmatched: rank -> its first collective that other ranks lack; empty if the records no longer contain it.
     """
 
     group: Group
@@ -34,11 +34,16 @@ class Uneven:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have entered fewest."""
+        """The ranks that have entered the fewest collectives."""
         return [rank for rank, count in self.counts.items() if count == min(self.counts.values())]
 
     def told(self, when: str, what: str = "") -> str:
-        """Describe it in a line: who has made how many, and which one is not matched on whom."""
+        """Describe the difference in a line: the counts of the ranks, and the unmatched collective.
+
+        Args:
+            when: a clause that ends the first count, such as "by the end of step 1".
+            what: the counted noun; default "collectives".
+        """
         where = "the default group"
         if self.group.name:
             where = f"group {self.described or self.group.name} of {named(self.group.ranks)}"
@@ -56,12 +61,12 @@ class Uneven:
 
 
 def uneven(counts: Mapping[int, Counts], records: Mapping[int, Record], described: Mapping[str, str]) -> Uneven | None:
-    """Find a group whose members have entered different numbers of collectives.
+    """Return the first group whose members have entered different numbers of collectives, or None.
 
     Args:
         counts: of every rank.
-        records: what each rank has entered last.
-        described: by name of a group, what its maker has called it.
+        records: rank -> the last collectives that it has entered.
+        described: name of a group -> the description that its maker gave.
     """
     for group in sorted({group for of_rank in counts.values() for group in of_rank}):
         of_group = {rank: counts[rank].get(group, 0) for rank in group.ranks if rank in counts}
@@ -77,18 +82,19 @@ def ahead(
     size: int,
     described: Mapping[str, str],
 ) -> Uneven | None:
-    """Find a collective that ranks have entered, and that others have done without.
+    """Return the group of a collective that late ranks have entered and finished ranks have skipped, or None.
 
     Args:
-        counts: of the ranks that have come to the end of a step.
-        late: the others.
-        records: what each rank has entered so far.
+        counts: of the ranks that have finished the step.
+        late: the ranks that have not.
+        records: rank -> the last collectives that it has entered.
         size: number of ranks in the world.
+        described: name of a group -> the description that its maker gave.
     """
     latest: dict[str, dict[int, Entered]] = {}
     for rank in late:
         for entered in records[rank].entries:
-            if entered.number:  # not a receive: who sends may do so later
+            if entered.number:  # sends and receives have number 0, and their peer may still follow
                 latest.setdefault(entered.group_name, {})[rank] = entered
     for name, entries in latest.items():
         group = Group(name, _members(next(iter(entries.values())), size))
@@ -104,7 +110,7 @@ def _count(counts: Counts, group: Group) -> int:
 
 
 def _members(entered: Entered, size: int) -> tuple[int, ...]:
-    """Return the ranks of a collective's group, as far as its entry has room for them."""
+    """Return the ranks of a collective's group; only the first ones if its entry was cut."""
     if not entered.group:
         return tuple(range(size))
     *sure, last = entered.group.split(",")
@@ -128,7 +134,7 @@ def _uneven(
 
 
 def _first_unmatched(more: Mapping[int, Entered], less: Mapping[int, Entered], fewest: int) -> int:
-    """Return the number of the first collective of one rank that another, which has made `fewest`, lacks."""
+    """Return the number of the first collective in `more` that is missing in `less`, a rank with `fewest` collectives."""
     begin = max(min(more, default=0), min(less, default=1))
     longer = [number for number in sorted(more) if number >= begin]
     shorter = [number for number in sorted(less) if number >= begin]
@@ -136,7 +142,7 @@ def _first_unmatched(more: Mapping[int, Entered], less: Mapping[int, Entered], f
         None, _looks([more[number] for number in longer]), _looks([less[number] for number in shorter]), autojunk=False
     )
     surplus = [longer[i] for kind, i, _, _, _ in matcher.get_opcodes() if kind == "delete"]
-    # Where ranks take other branches, the collectives of both are pairs: only what is left over has none.
+    # If ranks take different branches, the collectives of both branches pair up, and only the surplus is unmatched.
     surplus += [
         longer[i + k - j] for kind, i, i2, j, k in matcher.get_opcodes() if kind == "replace" and i2 - i > k - j
     ]

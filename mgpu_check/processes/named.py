@@ -1,8 +1,8 @@
-"""Send by name what each process has one of: modules of any kind, torch's registries.
+"""Pickle by name the objects that exist once per process: modules of any kind, and torch's registries.
 
-Pickle and cloudpickle know plain modules, functions and classes by name. ``torch.backends.cudnn`` and its kin are modules
-of a class of their own; operators, ``torch.default_generator`` and switches such as ``torch.backends.cuda.matmul`` are
-objects. A copy of one would be refused, or change nothing.
+pickle and cloudpickle send only plain modules, functions and classes by name. ``torch.backends.cudnn`` is a module of its own
+class. Operators, ``torch.default_generator`` and switches such as ``torch.backends.cuda.matmul`` are objects. Copies of them
+would be refused, or have no effect.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from typing import Any
 __all__ = ["by_name"]
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
-"""What `pickle` wants of a reducer: a function, and what to call it with."""
+"""The result of a reducer for `pickle`: a function and its arguments."""
 
 _places: dict[int, tuple[str, str]] = {}
 _known_modules = 0
 
 
 def by_name(value: Any) -> Reduced | None:
-    """Return how to find `value` in another process that has imported the same; None for what travels as any other
-    object.
-    """
+    """Return a reduction that finds `value` by name in another process; None if it must be pickled in the usual way."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         return _module(value, kind)
@@ -51,10 +49,10 @@ def by_name(value: Any) -> Reduced | None:
 def _module(value: types.ModuleType, kind: type) -> Reduced | None:
     name = value.__name__
     if sys.modules.get(name) is value:
-        # Plain ones are cloudpickle's, which sends those of tests by value.
+        # cloudpickle handles plain modules, and sends test modules by value.
         return None if kind is types.ModuleType else (importlib.import_module, (name,))
-    # ``torch.ops.aten`` and ``torch._C._functions`` can be reached only from what holds them; torch spells the name of
-    # ``torch.classes.prim`` without its last dot.
+    # ``torch.ops.aten`` and ``torch._C._functions`` are reachable only as attributes of their owners. torch writes the name
+    # of ``torch.classes.prim`` without its last dot.
     for full in (name, f"torch.classes.{vars(value).get('name')}"):
         owner, _, attribute = full.rpartition(".")
         if owner in sys.modules and vars(sys.modules[owner]).get(attribute) is value:
@@ -63,7 +61,7 @@ def _module(value: types.ModuleType, kind: type) -> Reduced | None:
 
 
 def _class(value: type) -> Reduced | None:
-    """Find classes of torch that are not where they claim to be, as ``torch.nn.attention.SDPBackend``."""
+    """Reduce a class of torch that is not an attribute of its `__module__`, such as ``torch.nn.attention.SDPBackend``."""
     if not _of_torch(value):
         return None
     here: Any = sys.modules.get(value.__module__)
@@ -73,7 +71,7 @@ def _class(value: type) -> Reduced | None:
 
 
 def _held(value: Any) -> Reduced | None:
-    """Find a value by the name under which a module of torch holds it."""
+    """Reduce a value that is an attribute of a module of torch."""
     global _known_modules
     if _known_modules != len(sys.modules):
         _known_modules = len(sys.modules)
@@ -90,8 +88,8 @@ def _held(value: Any) -> Reduced | None:
 
 
 def _is_single(value: Any) -> bool:
-    """Return whether it may be something of torch of which a process has one: no tensors or models, which are values."""
-    kind = type(value)  # asked of the object itself, deprecated ones warn
+    """Return whether a value may be a per-process object of torch, which tensors and models are not."""
+    kind = type(value)  # isinstance would read `__class__`, and deprecated objects warn about that
     if issubclass(kind, type):
         return _of_torch(value)
     torch = sys.modules["torch"]

@@ -1,7 +1,7 @@
-"""Keep what a rank prints in a file, and limit how much of it is kept, on the disk and in reports.
+"""Limit how much of a rank's output is kept, on the disk and in reports.
 
-The beginning and the end are kept. The middle of a file that grows large is given back to the disk, and reads as if it
-were there: so sizes stay true, whoever writes or reads meanwhile.
+The beginning and the end are kept. The middle of a large file becomes a hole, which frees its disk space. The size of the
+file does not change, so processes may read and write it at the same time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 __all__ = ["LOOK", "MOST_OUTPUT", "kept", "thin_out"]
 
 MOST_OUTPUT = 64 * 1024
-"""Bytes of each stream of a rank that a report shows at most."""
+"""Maximum bytes of each stream of a rank in a report."""
 
 LOOK = 0.25
-"""Seconds after which the files of running ranks are looked at again."""
+"""Seconds between two checks of the sizes of running ranks' files."""
 
 _HEAD = MOST_OUTPUT // 4
 _TAIL = MOST_OUTPUT - _HEAD
@@ -25,7 +25,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 def kept(file: int) -> str:
-    """Return the text in a file: its beginning and its end, with a line in between that tells how much is left out."""
+    """Return the text of a file; of a long one, beginning and end, with a line between them that counts omitted bytes."""
     size = os.fstat(file).st_size
     if size <= MOST_OUTPUT:
         return os.pread(file, size, 0).decode(errors="replace")
@@ -35,7 +35,7 @@ def kept(file: int) -> str:
 
 
 def thin_out(file: int) -> None:
-    """Give back to the disk what `kept` leaves out, where that is much, and the file system can."""
+    """Free the disk space of the part that `kept` omits, if the file is large and the file system supports holes."""
     found = os.fstat(file)
     if sys.platform == "linux" and found.st_blocks * 512 > _MOST_ON_DISK:
         hole = ctypes.c_int64(_HEAD), ctypes.c_int64(found.st_size - MOST_OUTPUT)

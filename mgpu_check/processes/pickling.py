@@ -1,4 +1,4 @@
-"""Pickling between processes: functions by value, device tensors as CPU tensors."""
+"""Pickle between processes: functions by value, device tensors as CPU tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mgpu_check.processes.named import by_name
 __all__ = ["ORIGINAL", "Pickled", "Pickler", "dumps", "dumps_apart", "loads", "loads_apart"]
 
 ORIGINAL = "_mgpu_check_original"
-"""Attribute by which a function that stands in for a test's body, in the pytest process, names that body."""
+"""Attribute of a function that replaces a test's body in the pytest process: the body."""
 
 _LARGE = 1 << 18
-"""Bytes from which on it is worth while to send a buffer apart from what it belongs to."""
+"""Minimum bytes of a buffer that is sent apart from its message. Smaller ones are cheaper to copy."""
 
 _FIND = "_find_imported_submodules"
 _SLOW = getattr(_cloudpickle, _FIND, None)
@@ -30,8 +30,8 @@ _SLOW = getattr(_cloudpickle, _FIND, None)
 def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[object]) -> list[types.ModuleType]:
     """Return the imported submodules of `dependencies` that `code` names.
 
-    cloudpickle's own function of this name reads the whole of `sys.modules` for each package that a function uses: with torch
-    imported, a third of what a small test costs the pytest process.
+    cloudpickle's own function of this name scans `sys.modules` for each package that a function uses. With torch imported,
+    the scan takes a third of the pytest process's time for a small test.
     """
     found = []
     names = set(code.co_names)
@@ -49,10 +49,10 @@ def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[objec
     return found
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
-    """Sends code with the name of its file, which cloudpickle 3.1.3 and newer replace by "<dynamic-code>".
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
+    """Keeps the file names of code objects, which cloudpickle 3.1.3 and newer replace by "<dynamic-code>".
 
-    Tracebacks, stacks and the record of collectives read that name in the rank.
+    Tracebacks, stacks and the record of collectives need the names in the rank.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -74,7 +74,7 @@ class _Pickler(Pickler):
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return _to_cpu(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, types.FunctionType) and getattr(obj, "is_hypothesis_test", False):
-            # A test class travels with all its methods, but what draws examples is for the pytest process only.
+            # A test class is sent with all its methods. Only the pytest process draws examples, so send the test's body.
             inner = obj.hypothesis.inner_test  # type: ignore[attr-defined]
             obj = getattr(inner, ORIGINAL, inner)
         if (named := by_name(obj)) is not None:
@@ -91,10 +91,11 @@ def _to_cpu(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class Pickled:
-    """A pickled value, and its large buffers, which are not copied.
+    """A pickled value and its large buffers, which are not copied.
 
     Attributes:
-        buffers: where it was pickled, the memory of the value itself; where it arrives, memory that the value will have.
+        data: the pickle without the buffers.
+        buffers: in the sending process, the memory of the value itself; in the receiving one, the new value's memory.
     """
 
     data: bytes
@@ -102,12 +103,12 @@ class Pickled:
 
 
 def dumps(value: object) -> bytes:
-    """Pickle `value`; functions and classes that cannot be imported elsewhere go by value."""
+    """Pickle `value`, with functions and classes by value if other processes cannot import them."""
     return _dumped(value, None)
 
 
 def dumps_apart(value: object) -> Pickled:
-    """Pickle `value` as `dumps` does, but for its large buffers."""
+    """Pickle `value` as `dumps` does, with its large buffers apart."""
     large: list[pickle.PickleBuffer] = []
 
     def stays(buffer: pickle.PickleBuffer) -> bool:

@@ -1,4 +1,4 @@
-"""Set what Linux does with a process when its parent ends. Elsewhere these do nothing."""
+"""Set what Linux does with a process when its parent ends. On other systems these functions do nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent() -> None:
-    """Have this process killed when its parent ends. Compare `os.getppid()` afterwards: it may have ended before."""
+    """Have Linux kill this process when its parent ends. Check `os.getppid()` afterwards: it may have ended before."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

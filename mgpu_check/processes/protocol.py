@@ -1,8 +1,7 @@
 """Messages between the pytest process and a rank.
 
-Each message is one pickled object on a stream socket. What users wrote (functions, arguments, results) travels inside as
-bytes that only the receiving user code needs to be able to load, so that a bad payload is an error of that call and
-never of the connection.
+Each message is one pickled object on a stream socket. Functions, arguments and results of users are pickled separately and
+travel inside it as bytes. So a payload that cannot be loaded is an error of its call, never of the connection.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 SEED = 0
-"""Every call starts from this seed, on every rank: a failure repeats, and an example does not depend on those before."""
+"""The random seed of every call on every rank, so that failures repeat and no example depends on earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,10 @@ class CallContext:
     """The context of a call in the pytest process: `sys.path`, directory, environment.
 
     Attributes:
-        removed: None where `environment` is all of it. Beyond one machine, a process keeps what it has from its own
-            host, but for these variables, and those in `environment`.
+        path: `sys.path`.
+        directory: the working directory.
+        environment: the variables; on several hosts only those that changed since the start.
+        removed: the variables removed since the start, on several hosts; None if `environment` is complete.
     """
 
     path: tuple[str, ...]
@@ -56,7 +57,7 @@ class CallContext:
     removed: frozenset[str] | None = None
 
     def over(self, own: CallContext) -> CallContext:
-        """Return these surroundings, in a process that had its `own` when it started."""
+        """Return the context for a process that had the context `own` when it started."""
         if self.removed is None:
             return self
         kept = {name: value for name, value in own.environment.items() if name not in self.removed}
@@ -69,20 +70,23 @@ class CallContext:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All that a new process needs to become a rank, or the node process.
+    """The parameters of a new process that becomes a rank, or the node process.
 
     Attributes:
         index: rank; None for the node process, which sees all devices of its host and is in no process group.
-        local_index: rank among those of this host.
-        node_index: index of this host among those of the world.
-        device: index of the rank's own device, as the process sees it.
-        devices: how many devices the process sees.
+        size: number of ranks.
+        local_index: index of the rank on its host.
+        node_index: index of its host in the world.
+        device: index of the rank's own device among those that the process sees.
+        devices: number of devices that the process sees.
         simulate: backing device of the simulated node, None on real devices.
-        backend: of the default group, None for what `init_process_group()` takes by itself.
+        backend: of the default group, None for the default of `init_process_group()`.
         store: address of the rendezvous: ``file:///path``, or ``tcp://host:port/prefix``.
-        own_environment: variables that this process has, whatever those of the pytest process are.
-        uuids: of the real devices that the process must see, in this order; empty where that is not looked at.
-        group_timeout: seconds until a collective gives up by itself; above any deadline of the parent.
+        group_timeout: seconds until a collective times out by itself; longer than any deadline of the parent.
+        threads: number of threads of torch's CPU operators.
+        call_context: at the start.
+        own_environment: variables of this process that override those of the pytest process.
+        uuids: of the real devices that the process must see, in this order; empty to skip the check.
     """
 
     index: int | None
@@ -103,11 +107,12 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands, among the arguments of a call, for a value that exists only in the process that runs it.
+    """Represents, among the arguments of a call, a value that exists only in the process that runs the call.
 
     Attributes:
-        count: of GPUs, None for all.
-        order: the GPUs themselves, by index, where they are not the first ones in order.
+        name: the value: the `Rank`, or a list of GPUs.
+        count: number of GPUs, None for all.
+        order: indices of the GPUs; empty for the first `count`.
     """
 
     name: Literal["rank", "gpus"]
@@ -117,12 +122,15 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Call:
-    """Run a function.
+    """A request to run a function, answered by `Outcome`.
 
     Attributes:
-        function: None where the process was sent it before under the same key.
-        keep: it will be called again before the test ends.
-        call_context: None where they are those of the last call.
+        number: identifies the call in its answer.
+        key: identifies the function among those of a test.
+        function: the pickled function; None if the process has it already under `key`.
+        arguments: the pickled ``(args, kwargs)``.
+        keep: whether to keep the function, because it will be called again before the test ends.
+        call_context: None if it is that of the last call.
     """
 
     number: int
@@ -135,15 +143,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a rank, as the parent can show it.
+    """An exception in a rank, in a form that the parent can show.
 
     Attributes:
-        kind: all but "error" are the outcomes by which pytest and Hypothesis abandon a test or an example.
+        kind: "error", or how pytest or Hypothesis abandons a test ("skip", "xfail") or an example ("reject").
         type: name of its class.
-        message: the first line of what it says; empty where it says nothing.
+        message: the first line of its message, may be empty.
         text: the rendered traceback.
         filename, lineno: where it was raised.
-        pickled: the exception itself, None where it cannot be pickled.
+        pickled: the exception itself, None if it cannot be pickled.
     """
 
     kind: Literal["error", "skip", "xfail", "reject"]
@@ -164,8 +172,8 @@ class Group(NamedTuple):
     """A process group.
 
     Attributes:
-        name: what it is called on all its ranks, because there may be several of the same ranks; empty for the default one.
-        ranks: ascending or not, as it was made.
+        name: its name on all its ranks, which distinguishes groups of the same ranks; empty for the default group.
+        ranks: its global ranks in the order of the group, not necessarily ascending.
     """
 
     name: str
@@ -173,20 +181,21 @@ class Group(NamedTuple):
 
 
 ANY = -1
-"""In place of a peer: a receive from whoever sends."""
+"""In place of a peer: a receive from any source."""
 
 COLLECTIVE = -1
 """In place of a tag: the part of a collective."""
 
 MANY = "many"
-"""In place of dtype and size: tensors of which only the number is known."""
+"""In place of dtype and size: only the number of tensors is known."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tensors that followed each other, all alike.
+    """Consecutive tensors of the same kind.
 
     Attributes:
+        count: number of tensors.
         what: dtype and number of elements, such as "float32[8]"; or "objects"; or `MANY`.
         name: of the function of ``torch.distributed``.
         file, line: where the code under test called it.
@@ -201,12 +210,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Flow:
-    """Data that a rank has given one peer, or taken from it, in one group and under one tag.
+    """The tensors that a rank has sent to one peer, or received from it, in one group and with one tag.
 
     Attributes:
-        given: else taken.
-        peer: its rank; `ANY` for receives from whoever sends.
-        tag: of sends and receives; those of collectives are counted apart, under `COLLECTIVE`.
+        group: the process group.
+        given: True if sent, False if received.
+        peer: rank of the peer; `ANY` for receives from any source.
+        tag: of sends and receives; `COLLECTIVE` for the parts of collectives, which are counted separately.
+        runs: the tensors in their order.
     """
 
     group: Group
@@ -221,15 +232,18 @@ class Outcome:
     """The end of a call on one rank.
 
     Attributes:
-        value: the pickled result.
-        lockstep: what the call added to the sequence numbers of the default group's backends, and groups made. Equal on
-            all ranks, if they entered the same collectives and as many sends and receives.
-        agreement: for each group in which it has entered collectives: how many, and a checksum
-            of their names, dtypes, sizes, operations and roots.
-        told: what the function said besides its result; see `worker.tell`.
-        flows: what it has given other ranks, and taken from them; see `balance`.
-        settled: its devices have done all that was queued; else `Settle` is to be sent, and answered by the same again.
-        reusable: its devices can be used by another call: none has an error that sticks, or work that may never end.
+        number: of the call.
+        value: the pickled result, None after a failure.
+        failure: the exception, None after a result.
+        lockstep: the increases of the sequence numbers of the default group's backends during the call, and the number of
+            groups made. They are equal on all ranks if the ranks entered the same collectives, and equally many sends and
+            receives.
+        agreement: for each group whose collectives it has entered: their number, and a checksum of their names, dtypes,
+            sizes, operations and roots.
+        told: the messages that the function reported besides its result; see `worker.tell`.
+        flows: the tensors that it has sent to other ranks and received from them; see `balance`.
+        settled: whether its devices have finished all queued work. If not, `Settle` asks for a new `Outcome`.
+        reusable: whether another call can use its devices: no device has a sticky error, or work that may never end.
     """
 
     number: int
@@ -245,16 +259,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Paused:
-    """In the middle of a call: this rank has done a part of it, and waits until all ranks have. Answered by `Resume`.
+    """Sent during a call by a rank that has done a part of it and waits for the other ranks. Answered by `Resume`.
 
     Attributes:
         done: the part, such as "step 1".
-        agreement, flows: as in `Outcome`, since the call began.
-        last: it is the last part, so that nothing may be on its way between ranks.
-        operations: for each group whose backends count alike on all ranks: what they have counted since the call began,
-            which includes what C++ has called.
-        described: by name of a group, what its maker has called it.
-        held: what this rank holds, such as "gradient of 0.weight", with the ranks that must all hold it.
+        agreement, flows: as in `Outcome`, since the start of the call.
+        last: whether it is the last part. Then no message may be in transit between ranks.
+        operations: for each group whose backends count equally on all ranks: the operations counted since the start of the
+            call, including those called from C++.
+        described: name of a group -> the description that its maker gave.
+        held: each tensor with a part on this rank, such as "gradient of 0.weight", with all ranks that must hold a part.
     """
 
     done: str
@@ -268,30 +282,30 @@ class Paused:
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on after `Paused`: all ranks have made the same calls."""
+    """A request to continue after `Paused`, because all ranks have made the same calls."""
 
 
 @dataclass(frozen=True)
 class Settle:
-    """Wait until the devices have done what the last call queued; answered by its `Outcome` anew."""
+    """A request to wait until the devices have done the last call's work; answered by the call's new `Outcome`."""
 
 
 @dataclass(frozen=True)
 class Explain:
-    """Give the last failure a text as good as can be; answered by that text.
+    """A request for the fullest text of the last failure; answered by the text.
 
-    Apart from the failure itself, because good texts take long, and Hypothesis looks at one of a hundred failures.
+    It is not part of the failure, because it takes long to make, and Hypothesis shows one of a hundred failures.
     """
 
 
 @dataclass(frozen=True)
 class Meet:
-    """Enter a barrier with all other ranks; answered by `Rested`."""
+    """A request to enter a barrier with all other ranks; answered by `Rested`."""
 
 
 @dataclass(frozen=True)
 class EndTest:
-    """Forget the functions of the test and undo what it left behind."""
+    """A request to forget the functions of the test and undo its changes; answered by `Rested`."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +313,8 @@ class Rested:
     """Answer to `EndTest` and `Meet`.
 
     Attributes:
-        left_behind: names what cannot be undone; who has any is to be replaced.
-        told: what there was to say since the last call.
+        left_behind: the changes that cannot be undone, in words. A rank with any must be replaced.
+        told: the messages since the last call.
     """
 
     left_behind: tuple[str, ...]
@@ -309,6 +323,6 @@ class Rested:
 
 @dataclass(frozen=True)
 class Ready:
-    """The process is up; or `failure` says why not."""
+    """Sent by a new process once it is ready, or with the `failure` that kept it from starting."""
 
     failure: Failure | None = None

@@ -1,4 +1,4 @@
-"""The path of a Python that we start: for somebody else's program our ``sitecustomize`` comes first, for our own this package."""
+"""Set the import path of a new Python: with this package for our own code, with our ``sitecustomize`` for a user's program."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _HOME = str(Path(__file__).parents[2])
 
 
 def with_this_package(statement: str) -> str:
-    """Return what ``python -P -c`` is to run for `statement` to find this package, in any directory, where this process has it.
+    """Return code for ``python -P -c`` that imports this process's copy of the package and then runs `statement`.
 
-    It need not be installed, and another version may be, which comes first on the path. What lies beside it shadows nothing.
+    It works in any directory, without an installed package, and even if another version is installed. Modules beside the
+    package do not shadow others.
     """
     return (
         f"import sys; sys.path.insert(0, {_HOME!r}); import mgpu_check; sys.path.append(sys.path.pop(0)); {statement}"
@@ -23,8 +24,6 @@ def with_this_package(statement: str) -> str:
 
 
 def with_startup(environment: Mapping[str, str]) -> str:
-    """Return the value of PYTHONPATH with which a Python runs ``startup/sitecustomize.py``; the entries of now come
-    after.
-    """
+    """Return a PYTHONPATH that makes a Python run ``startup/sitecustomize.py`` at its start, before the present entries."""
     inherited = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _STARTUP]
     return os.pathsep.join([_STARTUP, *inherited])

@@ -1,4 +1,4 @@
-"""An exception of a rank, as the pytest process can show it."""
+"""Convert an exception of a rank into a form that the pytest process can show."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mgpu_check.processes.frames import is_engine
 __all__ = ["EXPLAIN", "clipped", "failure_of", "shortened", "without_engine"]
 
 EXPLAIN = "_mgpu_check_explain"
-"""Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
+"""Attribute of an exception: a function that renders a fuller traceback, set by a wrapper around the call."""
 
 _MOST_CHAINED = 20  # exceptions that a traceback shows
 _MOST_TEXT = 100_000  # characters at its beginning, and at its end
 
-# By module and name, because neither pytest nor Hypothesis is imported here unless the test did. Of pytest's own some
-# say that they are builtins.
+# Keyed by module and name, because this module must not import pytest or Hypothesis. Some of pytest's exceptions have
+# `__module__` "builtins".
 _KINDS: dict[tuple[str, str], Any] = {
     ("builtins", "Skipped"): "skip",
     ("unittest.case", "SkipTest"): "skip",
@@ -40,13 +40,13 @@ def _kind(error: BaseException) -> Any:
 def _message(error: BaseException) -> str:
     try:
         return str(error).strip()
-    except BaseException as broken:  # whatever it is, the error to be told is another
+    except BaseException as broken:  # the error to report is `error`
         return f"<str() of it raised {type(broken).__name__}>"
 
 
 def failure_of(error: BaseException) -> protocol.Failure:
     origin = traceback.extract_tb(error.__traceback__)
-    # A wrapper around a method in C++ is no place: Hypothesis takes what is raised in one place for one failure.
+    # Skip the wrappers around C++ methods: Hypothesis would confuse all failures that are raised in the same wrapper.
     others = [frame for frame in origin if not is_engine(frame.filename)] or origin
     last = others[-1] if others else None
     message = _message(error)
@@ -76,7 +76,7 @@ def _render(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def shortened(error: BaseException) -> Iterator[None]:
-    """Have at most a few exceptions behind `error`: Python's own rendering of thousands fails by recursion."""
+    """Cut the chain of exceptions behind `error` for a while: rendering thousands exceeds Python's recursion limit."""
     last = error
     for _ in range(_MOST_CHAINED):
         behind = last.__cause__ if last.__cause__ is not None or last.__suppress_context__ else last.__context__
@@ -95,14 +95,14 @@ def shortened(error: BaseException) -> Iterator[None]:
 
 
 def clipped(text: str) -> str:
-    """Return `text` without its middle, where it is longer than anyone reads."""
+    """Return `text`, without its middle if it is very long."""
     if len(text) <= 2 * _MOST_TEXT:
         return text
     return f"{text[:_MOST_TEXT]}\n[{len(text) - 2 * _MOST_TEXT} characters are left out]\n{text[-_MOST_TEXT:]}"
 
 
 def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Return `tb` from the first frame on that is not of the engine, or of what is put around a function that is sent."""
+    """Return `tb` from its first frame outside the engine and its wrappers."""
     while tb is not None and tb.tb_next is not None and is_engine(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
@@ -112,7 +112,7 @@ def _pickled(error: BaseException) -> bytes | None:
     explanation = getattr(error, "__dict__", {}).pop(EXPLAIN, None)
     try:
         return pickling.dumps(error)
-    except BaseException:  # code of the exception's own runs here
+    except BaseException:  # pickling runs code of the exception's class
         return None
     finally:
         if explanation is not None:

@@ -1,4 +1,4 @@
-"""Say once what holds for several ranks: group equal statements, and write rank numbers in short."""
+"""Format statements about several ranks: group equal ones, and abbreviate rank numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Member = TypeVar("Member")
 
 
 def grouped(pairs: Iterable[tuple[Key, Member]]) -> list[tuple[Key, list[Member]]]:
-    """Group equal things that ranks report: each thing with its ranks, both in the order in which they come."""
+    """Return each distinct key with its members, both in the order of `pairs`."""
     groups: dict[Key, list[Member]] = {}
     for key, member in pairs:
         groups.setdefault(key, []).append(member)
@@ -20,7 +20,7 @@ def grouped(pairs: Iterable[tuple[Key, Member]]) -> list[tuple[Key, list[Member]
 
 
 def intervals(numbers: Sequence[int]) -> str:
-    """Write ascending numbers in short: "0-2, 5"."""
+    """Abbreviate ascending numbers: "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -36,12 +36,12 @@ def named(ranks: Collection[int]) -> str:
 
 
 def few(names: Sequence[object], shown: int = 2) -> str:
-    """Name the first of many, and count the rest: "a, b and 3 more"."""
+    """List the first names, and count the rest: "a, b and 3 more"."""
     return ", ".join(map(str, names[:shown])) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def by_ranks(ranks_of: Mapping[Key, Sequence[int]], shown: int = 2) -> str:
-    """Name things by the ranks that they are on: "a, b on ranks 1-2; c on rank 3"; of each group the first few."""
+    """List names by their ranks, at most `shown` names per group of ranks: "a, b on ranks 1-2; c on rank 3"."""
     groups: dict[tuple[int, ...], list[Key]] = {}
     for name, ranks in ranks_of.items():
         groups.setdefault(tuple(ranks), []).append(name)

@@ -1,7 +1,7 @@
-"""The record of the collectives that a rank has entered: how it lies in a file, and how the pytest process reads it.
+"""The record of the collectives that a rank has entered: its format in a file, and its parser for the pytest process.
 
-The rank writes it through memory that it shares with the file, so it can be read while the rank hangs, stands still or
-is dead, and costs no system call.
+The rank maps the file into its memory. So writing costs no system call, and the record is readable while the rank hangs, is
+halted or is dead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Literal
 __all__ = ["HEADER", "KEPT", "SIZE", "SLOT", "Entered", "Record", "pack_entry", "parse"]
 
 KEPT = 32
-"""Collectives that a record holds: the last ones."""
+"""Number of collectives in a record, which holds the last ones."""
 
 SLOT = 512
-"""Bytes for each."""
+"""Bytes for each collective, enough for texts of the lengths below."""
 
 HEADER = struct.Struct("=Q")
-"""How many collectives were entered in this call."""
+"""The number of collectives that were entered in this call."""
 
 SIZE = HEADER.size + KEPT * SLOT
 
@@ -39,15 +39,14 @@ class Entered:
 
     Attributes:
         name: of the function of ``torch.distributed``.
-        number: how many collectives of this group the rank has entered in this call, this one included; 0 for sends
-            and receives, which only two ranks enter.
-        group_name: what the group is called, empty for the default one.
-        group: ranks of the group where they are not all, such as "0,2".
-        operand: dtype and shape of its tensor, such as "float32[4, 2]", with the number of tensors where it is a list.
-        options: what must be equal on all ranks besides: "sum", "src=0"; for a send or receive the peer.
-        compared: a checksum of the dtypes and sizes that must be equal on all ranks; empty where they need not be.
+        number: 1 for the first collective of this group in this call, and so on; 0 for sends and receives.
+        group_name: name of the group, empty for the default group.
+        group: ranks of the group, such as "0,2"; empty for all ranks.
+        operand: dtype and shape of its tensor, such as "float32[4, 2]", with the number of tensors if it is a list.
+        options: other options that must be equal on all ranks: "sum", "src=0"; for a send or receive the peer.
+        compared: a checksum of the dtypes and sizes that must be equal on all ranks; empty if they may differ.
         file, line: where the code under test called it.
-        state: "inside" the call, "waiting" for an asynchronous one, which is "pending" before; "done"; "failed".
+        state: "inside" the call; "pending" once an asynchronous call has returned, then "waiting" for it; "done"; "failed".
     """
 
     name: str
@@ -73,7 +72,7 @@ class Entered:
 
     @property
     def cut(self) -> bool:
-        """True if there was no room for all ranks of its group."""
+        """True if `group` was cut for want of space."""
         return len(self.group) >= _LONGEST
 
     @property
@@ -88,30 +87,30 @@ class Entered:
 
 @dataclass(frozen=True)
 class Record:
-    """The last collectives that one rank has entered in a call, the oldest first, of `total`."""
+    """The last of the `total` collectives that one rank has entered in a call, the oldest first."""
 
     entries: tuple[Entered, ...]
     total: int
 
     @property
     def last(self) -> Entered | None:
-        """The collective that the rank is in; else the last that it has entered."""
+        """The collective that the rank is in, or else the last that it entered; None if it has entered none."""
         unfinished = [entry for entry in self.entries if entry.unfinished]
         return next(reversed(unfinished or self.entries), None)
 
     @property
     def current(self) -> Entered | None:
-        """The collective that the rank is in, or waits for."""
+        """The collective that the rank is in or waits for; None if it is in none."""
         return self.last if self.last is not None and self.last.unfinished else None
 
 
 def fewest(entered: Mapping[int, int | tuple[int, ...]]) -> list[int]:
-    """Return those of waiting ranks that have entered fewest collectives: the others wait for them."""
+    """Return the ranks that have entered the fewest collectives, because the others wait for them."""
     return [rank for rank, count in entered.items() if count == min(entered.values())]
 
 
 def relative(file: str) -> str:
-    """Return `file` as seen from the working directory, if it lies below it."""
+    """Return `file` relative to the working directory if it is below it, otherwise unchanged."""
     return file.removeprefix(os.getcwd() + os.sep)
 
 
@@ -127,7 +126,7 @@ def pack_entry(
     compared: str,
     file: str,
 ) -> bytes:
-    """Pack an entry as it lies in its slot; its first byte is the state, which may be written alone."""
+    """Return the bytes of an entry for its slot. The first byte is the state, which may be overwritten alone."""
     texts = (
         name[:_LONGEST],
         str(number),
@@ -141,7 +140,7 @@ def pack_entry(
 
 
 def parse(data: bytes) -> Record:
-    """Read a record; what is torn, because the rank goes on writing, is left out."""
+    """Parse a record, without entries that the rank was writing at the time."""
     if len(data) < HEADER.size:
         return Record((), 0)
     (total,) = HEADER.unpack_from(data)
@@ -166,9 +165,9 @@ def _parse_entry(slot: bytes) -> Entered | None:
 
 
 def parting(records: Mapping[int, Record]) -> dict[int, Entered] | None:
-    """Find where ranks entered different collectives of a group: rank -> what it entered, of the first that differ.
+    """Return the first collectives of a group that differ between ranks, rank -> collective; None if none differ.
 
-    Sends and receives are left aside, as are collectives that only some have reached yet.
+    Sends and receives do not count. Ranks that have not reached the collective yet are left out.
     """
     by_group: dict[str, dict[int, dict[int, Entered]]] = {}
     for rank, record in records.items():

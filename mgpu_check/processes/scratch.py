@@ -1,7 +1,8 @@
-"""Temporary directories that go with the last process that uses them, however it ends.
+"""Temporary directories that are removed after the last process that uses them has ended, even if it was killed.
 
-Who uses a directory keeps a shared lock on it (`flock`), which the kernel takes back. Who can lock it alone removes it: a
-process that leaves it, the fork server of one that was killed, or whoever makes such a directory next.
+Each user of a directory holds a shared lock on it (`flock`), which the kernel releases at the end of the process. A process
+that gets an exclusive lock removes the directory: the last user, the fork server of a killed one, or the next process that
+makes such a directory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _live: weakref.WeakSet[Scratch] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Close the locks in a process that was forked from this one: a copy would hold as long as the lock itself."""
+    """Close the locks in a forked copy of this process, which would keep them locked."""
     for scratch in list(_live):
         scratch._close()
 
@@ -37,17 +38,17 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Scratch:
-    """A directory that this process uses, until `leave` or `remove`, or until it ends.
+    """A directory that this process uses until `leave`, `remove`, or its end.
 
     Attributes:
-        path: where it is.
+        path: of the directory.
     """
 
     def __init__(self, path: Path) -> None:
-        """Use the directory `path`, and make it if it is not there.
+        """Use the directory `path`, and make it if it does not exist.
 
         Raises:
-            OSError: it cannot be made, or is no directory.
+            OSError: it cannot be made, or is not a directory.
         """
         self.path = path
         descriptor = None
@@ -60,14 +61,14 @@ class Scratch:
 
     @classmethod
     def new(cls, kind: Kind) -> Scratch:
-        """Make a new directory. Remove what was left behind by others."""
+        """Make a new directory, and remove unused directories of other runs."""
         directory = Path(tempfile.gettempdir())
         sweep(directory)
         return cls(Path(tempfile.mkdtemp(prefix=_prefix(kind), dir=directory)))
 
     @classmethod
     def named(cls, kind: Kind, name: str) -> Scratch:
-        """Return the directory that all who give the same name use."""
+        """Use the directory that all processes of this machine with the same `name` share."""
         return cls(Path(tempfile.gettempdir()) / f"{_prefix(kind)}{name}")
 
     def __enter__(self) -> Path:
@@ -77,21 +78,25 @@ class Scratch:
         self.remove()
 
     def leave(self) -> bool:
-        """Use it no more, and remove it if nobody else uses it; whether it is gone. To be called again if it is not."""
+        """Stop using the directory if this process is its last user, and remove it.
+
+        Returns:
+            False if other processes use it, or the file system has no locks; then call this again later.
+        """
         if self._descriptor is None:
             return True
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # or there are no locks, and nobody can know
+        except OSError:  # other processes use it, or the file system has no locks
             return False
-        # To lock it for oneself gives up the lock that is shared: others may have removed it meanwhile, and made a new one.
+        # An upgrade of the lock is not atomic: another process may have removed the directory meanwhile, and made a new one.
         if _stands_at(self._descriptor, self.path):
             self.remove()
         self._close()
         return True
 
     def remove(self) -> None:
-        """Remove it, whoever uses it. A second time, or in a process that was forked from this one: nothing."""
+        """Remove the directory even if others use it. Do nothing on a second call or in a forked process."""
         if self._descriptor is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._close()
@@ -103,7 +108,7 @@ class Scratch:
 
 
 def sweep(directory: Path) -> None:
-    """Remove the directories of this user in `directory` that no process of this machine uses any more."""
+    """Remove this user's directories in `directory` that no process of this machine uses."""
     pattern = re.compile("|".join(re.escape(_prefix(kind)) for kind in get_args(Kind)))
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
@@ -113,11 +118,11 @@ def sweep(directory: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """Return a descriptor by which a directory is locked; None if it was removed before that."""
+    """Return a descriptor that holds a shared lock on a directory; None if the directory was removed before that."""
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, _LOCKED)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks: nobody else can lock it either
+            with contextlib.suppress(OSError):  # a file system without locks: no other process can lock it either
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
             if _stands_at(descriptor, path):
                 return descriptor
@@ -133,15 +138,15 @@ def _remove_unused(path: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid == os.geteuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _stands_at(descriptor, path):  # and not a new one, which others have made before the lock was had
-                clear(os.fspath(path))  # where the fork server of ranks was killed, too
+            if _stands_at(descriptor, path):  # not a new directory of the same name
+                clear(os.fspath(path))  # the fork server of its ranks may have been killed, too
                 shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
 
 
 def _stands_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open directory is the one that has this name now."""
+    """Return whether an open directory is still the directory at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -149,10 +154,7 @@ def _stands_at(descriptor: int, path: Path) -> bool:
 
 
 def _prefix(kind: str) -> str:
-    """Return what names begin with.
-
-    They tell machines apart, because these locks are unknown to others that share a disk.
-    """
+    """Return the prefix of names, which contains the machine, because machines that share a disk do not share locks."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     except OSError:

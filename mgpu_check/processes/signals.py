@@ -1,4 +1,4 @@
-"""Ask a rank for its stacks, and let it say goodbye; apart from the worker, which imports torch."""
+"""Signals and exit codes that the pytest process and ranks agree on. The worker is no place for them: it imports torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _BLOCKED_OR_PENDING = re.compile(r"^(?:SigBlk|SigPnd|ShdPnd):\s*([0-9a-f]+)$", r
 
 
 def held_back(pid: int, number: int) -> int:
-    """Count the threads of a process that do not take a signal now: it is blocked there, or pending.
+    """Return the number of a process's threads that block a signal or have it pending; 0 without proc(5).
 
-    A handler in C blocks its signal while it runs: it has ended once there are no more such threads than before. Always 0
-    where proc(5) is not at hand.
+    A handler in C blocks its signal while it runs. So the handler has ended once the number is back at its earlier value.
     """
     count = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):

@@ -1,6 +1,7 @@
-"""Send functions and classes to processes that ranks spawn: `multiprocessing` names them by their module.
+"""Pickle functions and classes by value for processes that ranks spawn, if `multiprocessing` cannot name them.
 
-Those of tests came to the rank by value, so the module may be another one there, or none, and they go on by value.
+`multiprocessing` pickles them by the name of their module. The functions of tests came to the rank by value, so their module
+may be missing in the spawned process, or be another one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["give_by_value"]
 
 
 def give_by_value() -> None:
-    """Pickle test modules by value in this process, from now on."""
+    """Make `multiprocessing` in this process pickle functions and classes of test modules by value."""
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign,assignment]
 
 
@@ -31,7 +32,7 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
 
 
 def _found(value: types.FunctionType | type) -> object:
-    """Return what other processes find by the name of a function or class."""
+    """Return the object that another process would import by the name of a function or class."""
     found: object = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)

@@ -1,4 +1,4 @@
-"""Reading the stacks that `faulthandler` writes."""
+"""Parse the stacks that `faulthandler` writes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mgpu_check.processes.record import relative
 __all__ = ["HALTED", "Location", "clean", "location_of"]
 
 HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
-"""In place of the stacks of a process that does not run."""
+"""In place of the stacks of a halted process."""
 
-# What stands below the test's own frames in every rank, and helps nobody; the engine's frames besides.
+# Lines below the test's frames that are the same in every rank. The engine's frames are left out, too.
 _NOISE = re.compile(r'^  File "<string>", line 1 in <module>$|^Extension modules: ')
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _COLLECTIVES = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
@@ -25,8 +25,8 @@ class Location:
     """The location in the code where a rank was.
 
     Attributes:
-        collective: the one that it was in, if it was.
-        function: the innermost one.
+        collective: the collective that it was in, or None.
+        function: the innermost function.
         file, line: the innermost line of the code under test.
     """
 
@@ -51,8 +51,9 @@ def _is_noise(line: str) -> bool:
 
 
 def location_of(stacks: str) -> Location | None:
-    """Return where the thread was that took the signal, which is the main one unless that cannot take any; it stands
-    last.
+    """Return the location of the thread that received the signal, which is written last; None without stacks.
+
+    That is the main thread, unless it cannot receive signals.
     """
     frames = []
     lines = stacks.splitlines()
@@ -64,7 +65,7 @@ def location_of(stacks: str) -> Location | None:
         frames.append(frame)
     collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
     if frames and frames[0]["function"] == _BACKWARD:
-        collective = "backward"  # where the reducer of DistributedDataParallel waits for the other ranks
+        collective = "backward"  # DistributedDataParallel's reducer waits there for the other ranks
     others = [frame for frame in frames if not is_engine(frame["file"])]
     frame = next((frame for frame in others if not is_installed(frame["file"])), next(iter(others), None))
     if frame is None:

@@ -1,4 +1,4 @@
-"""Find the value that cannot be sent to another process."""
+"""Find a value that cannot be pickled, for an error message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["culprit", "culprit_of"]
 
 
 def culprit_of(function: Callable[..., Any]) -> str | None:
-    """Find the variable that `function` refers to and that cannot be pickled."""
+    """Describe the first variable of `function` that cannot be pickled; None if there is no such variable."""
     try:
         variables = inspect.getclosurevars(function)
     except (TypeError, ValueError):
