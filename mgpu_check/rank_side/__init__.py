@@ -1,1 +1,1 @@
-"""Run functions in a rank: what surrounds each call there."""
+"""Run calls in a rank, and restore its state between them."""

@@ -1,4 +1,4 @@
-"""Count what ranks run in the coverage of a pytest run: pass them how coverage.py measures here, and measure there."""
+"""Measure the coverage of code in ranks, with the configuration that coverage.py has in the pytest process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Measuring", "coverage_here"]
 
 
 def coverage_here() -> str | None:
-    """Return how coverage.py measures this process, for `Measuring` in another; None where it does not."""
+    """Return the configuration of coverage.py in this process, for `Measuring` in a rank; None if it does not measure."""
     coverage = sys.modules.get("coverage")
     current = getattr(getattr(coverage, "Coverage", None), "current", lambda: None)()
     if current is None:
@@ -23,11 +23,11 @@ def coverage_here() -> str | None:
 
 
 class Measuring:
-    """Coverage of what one rank runs.
+    """Coverage of one rank.
 
     Args:
-        at_rest: called with a function that is to be called at the end of each test: data is written then, because a
-            rank may end by a signal at any time afterwards.
+        at_rest: registers a function to call at the end of each test. The data is written then, because a signal may end
+            the rank at any later time.
     """
 
     def __init__(self, at_rest: Callable[[Callable[[], None]], None]) -> None:
@@ -36,7 +36,7 @@ class Measuring:
         self._runs = False
 
     def start(self, configuration: str | None) -> None:
-        """Measure from here to the end of the test, by what `coverage_here` said in the pytest process."""
+        """Measure from here to the end of the test; `configuration` is from `coverage_here` in the pytest process."""
         if configuration is None or self._runs:
             return
         if self._measured is None:
@@ -44,14 +44,14 @@ class Measuring:
 
             inherited = coverage.Coverage.current()
             if inherited is not None and inherited.config.serialize() == configuration:
-                # coverage.py measures every process, this one since it was forked: write what it has at rest, no more.
+                # coverage.py measures every process, and so this one since its fork: only write its data at rest.
                 self._at_rest(inherited.save)
                 self._runs = True
                 return
             if inherited is not None:  # of the fork server
                 inherited._auto_save = False
                 inherited.stop()
-            # A file for each rank; pytest-cov combines them with its own.
+            # Each rank has its own data file, which pytest-cov combines with its own.
             self._measured = coverage.Coverage(config_file=f":data:{configuration}", data_suffix=True)
             for kind in ("no_data", "unimported_source", "preimported_source"):
                 setattr(self._measured, f"_warn_{kind}", False)

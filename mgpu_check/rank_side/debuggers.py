@@ -1,4 +1,4 @@
-"""A debugger in a rank is refused, because there is no terminal: `breakpoint()`, and what calls a debugger by itself."""
+"""Refuse debuggers in a rank, which has no terminal: `breakpoint()`, and direct calls of a debugger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSED = (
 
 @contextlib.contextmanager
 def without_debugger() -> Iterator[None]:
-    """Refuse ``breakpoint()``, which would read from a terminal; a debugger that PYTHONBREAKPOINT names works."""
+    """Make ``breakpoint()`` raise an error, unless PYTHONBREAKPOINT names a debugger."""
     hook = sys.breakpointhook
     if not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = _refuse
@@ -35,7 +35,7 @@ def _refuse(*args: object, **kwargs: object) -> None:
 
 
 def refused(error: BaseException) -> BaseException:
-    """Replace the error of a debugger that has found no terminal by our own words; return any other error as it is."""
+    """Replace the error of a debugger without a terminal by an error that says what to do; return any other unchanged."""
     if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb":
         return RuntimeError(_REFUSED).with_traceback(_without_debugger(error.__traceback__))
     if isinstance(error, RuntimeError) and str(error) == _REFUSED:
@@ -44,7 +44,7 @@ def refused(error: BaseException) -> BaseException:
 
 
 def _without_debugger(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Return `tb`, cut where the debugger was called."""
+    """Return `tb` without the debugger's own frames at its end."""
     last = tb
     one = tb
     while one is not None:

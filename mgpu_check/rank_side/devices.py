@@ -1,6 +1,6 @@
-"""The real devices of a rank: which it sees, whether they are idle, and whether they can still be used.
+"""The devices of a rank: check which ones it sees, whether they are idle, and whether they can still be used.
 
-Nothing but `take` makes a context: a device that the code under test has not touched is left alone.
+Only `take` makes a context, so a device that the code under test has not touched stays untouched.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 _GRACE = 0.005
-"""Seconds that devices get to finish what a call has queued, before the pytest process is asked to see to it."""
+"""Seconds for devices to finish the work of a call before the rank answers. Later the pytest process sends `Settle`."""
 
 _LONGER_GRACE = 0.25
-"""The same after a failure, where a device that is not idle costs the world."""
+"""Seconds after a failed call. They are more, because the world must be replaced if a device is still busy then."""
 
 
 class DeviceRefused(RuntimeError):
@@ -38,7 +38,7 @@ class DeviceRefused(RuntimeError):
 
 
 class DeviceBusy(DeviceRefused):
-    """Another process uses the device alone, or most of its memory: of the device itself this says nothing."""
+    """Another process holds the device exclusively, or has most of its memory. The device itself may be healthy."""
 
 
 _BUSY = (2, 46)
@@ -46,11 +46,11 @@ _BUSY = (2, 46)
 
 
 class MaskIgnored(RuntimeError):
-    """The process sees other devices than it was given."""
+    """The process sees other devices than those leased for it."""
 
 
 def check_visible(uuids: Sequence[str]) -> None:
-    """See that this process has exactly the devices that were leased for it.
+    """Check that this process sees exactly the devices that were leased for it.
 
     Raises:
         MaskIgnored: the driver does not honour the variable that masks devices, or the devices have changed.
@@ -66,11 +66,11 @@ def check_visible(uuids: Sequence[str]) -> None:
 
 
 def take(device: int) -> None:
-    """Make `device` the current one, and its context.
+    """Make `device` the current device, and create its context.
 
     Raises:
-        DeviceRefused: it cannot be used, as one that is broken.
-        DeviceBusy: another process uses it in an exclusive mode, or has most of its memory.
+        DeviceRefused: the device cannot be used, for example because it is broken.
+        DeviceBusy: another process holds it exclusively, or has most of its memory.
     """
     properties = torch.cuda.get_device_properties(device)
     try:
@@ -86,18 +86,18 @@ class Devices(abc.ABC):
 
     @abc.abstractmethod
     def idle(self, patience: float = _GRACE) -> bool:
-        """Return whether all that was queued is done; wait for `patience` seconds at most.
+        """Wait up to `patience` seconds for the queued work, and return whether it is done.
 
         Raises:
-            RuntimeError: an error of a kernel has come up.
+            RuntimeError: a kernel failed.
         """
 
     def wait(self) -> None:
-        """Wait as long as it takes until all that was queued is done; raise as `idle`."""
+        """Wait without a limit until the queued work is done; raises as `idle` does."""
         self.idle(threading.TIMEOUT_MAX)
 
     def usable(self) -> bool:
-        """Return whether devices are idle, and have no error that sticks to this process."""
+        """Return whether the devices are idle and have no sticky error in this process."""
         try:
             return self.idle(_LONGER_GRACE)
         except Exception:
@@ -105,19 +105,19 @@ class Devices(abc.ABC):
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Put back what a call may have changed of CUDA's own settings."""
+        """Restore the CUDA settings that a call may have changed."""
 
     @abc.abstractmethod
     def give_back(self) -> None:
-        """Free the memory that nobody needs any more."""
+        """Free cached memory that is not in use."""
 
 
 class _WithDriver(Devices):
-    """Waits in a thread of its own, because CUDA has no way to ask whether a device is idle, and to wait may take for ever."""
+    """Waits in its own thread, because CUDA cannot report whether a device is idle, and a wait may never end."""
 
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mgpu-check-synchronize")
-        self._thread.submit(lambda: None).result()  # it is there from now on, and no leftover of a test
+        self._thread.submit(lambda: None).result()  # start the thread now, so that it does not count as left by a test
         self._pending: concurrent.futures.Future[None] | None = None
 
     def idle(self, patience: float = _GRACE) -> bool:
@@ -132,8 +132,8 @@ class _WithDriver(Devices):
         except BaseException as error:
             self._pending = None
             error.add_note(
-                "It came up when the devices were waited for, after the call: the line that caused it may be any before "
-                "(CUDA_LAUNCH_BLOCKING=1 has each one wait)."
+                "The error appeared when the devices were synchronized after the call, so any earlier line may have caused "
+                "it (CUDA_LAUNCH_BLOCKING=1 makes each operation wait)."
             )
             raise error.with_traceback(None) from None
         self._pending = None
@@ -141,15 +141,15 @@ class _WithDriver(Devices):
 
     @abc.abstractmethod
     def used(self) -> bool:
-        """Return whether anything can be queued there."""
+        """Return whether a device has a context, without which it cannot have work."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Wait for all that is queued, in a thread that has no device of its own yet."""
+        """Wait for all queued work. Runs in a thread without a current device."""
 
 
 class RealDevices(_WithDriver):
-    """All that this process sees."""
+    """All real devices that this process sees."""
 
     def used(self) -> bool:
         return bool(torch.cuda.is_initialized())
@@ -159,17 +159,17 @@ class RealDevices(_WithDriver):
             torch.cuda.synchronize(device)
 
     def restore(self) -> None:
-        """Put back what a call may have changed of CUDA's own settings: streams, and what is said of synchronization."""
+        """Restore the CUDA settings that a call may have changed: current streams, and the sync debug mode."""
         if not torch.cuda.is_initialized():
             return
         if torch.cuda.get_sync_debug_mode():
             torch.cuda.set_sync_debug_mode("default")
         for device in range(torch.cuda.device_count()):
-            if torch.cuda.current_stream(device).stream_id:  # that of the default stream is 0
+            if torch.cuda.current_stream(device).stream_id:  # the id of the default stream is 0
                 torch.cuda.set_stream(torch.cuda.default_stream(device))
 
     def give_back(self) -> None:
-        """Free the memory that nobody needs any more: the device is leased to others next, who may need all of it."""
+        """Free unused memory, because the next user of the device may need all of it."""
         if not torch.cuda.is_initialized():
             return
         if any(torch.cuda.memory_allocated(device) for device in _with_contexts()):
@@ -186,13 +186,13 @@ def _with_contexts() -> list[int]:
 
 
 class BackingDevice(_WithDriver):
-    """The one that computes for a simulated node. To be made before the node is entered, which replaces CUDA's functions."""
+    """The device that computes for a simulated node. Create it before the node is entered, which replaces CUDA functions."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self._index = index
         self._cuda: dict[str, Any] = {
-            name: getattr(torch._C, f"_cuda_{name}", None)  # a CPU build has none, and can have no such node either
+            name: getattr(torch._C, f"_cuda_{name}", None)  # missing in a CPU build, which never backs a node with CUDA
             for name in ("hasPrimaryContext", "setDevice", "synchronize", "emptyCache")
         }
 
@@ -212,14 +212,13 @@ class BackingDevice(_WithDriver):
 
 
 class SimulatedDevices(Devices):
-    """Devices of a simulated node: their streams are busy where code has had them sleep, and beside them what computes
-    for them.
+    """The devices of a simulated node, and the device that computes for them, if any.
 
-    Streams and other settings of the code under test are put back by the node.
+    A simulated stream is busy while it sleeps. The node itself restores streams and other settings.
     """
 
     def __init__(self, backing: BackingDevice | None) -> None:
-        from mgpu_check.simulated.streams import wait_until_idle  # here: real ranks have no use for the simulator
+        from mgpu_check.simulated.streams import wait_until_idle  # here: real ranks do not need the simulator
 
         self._streams_idle = wait_until_idle
         self._backing = backing
@@ -236,7 +235,7 @@ class SimulatedDevices(Devices):
 
 
 def devices_behind(simulate: str | None) -> Devices:
-    """Return the devices of a process whose node is simulated on the device `simulate`, or is real."""
+    """Return the devices of a process: simulated on the device `simulate`, or real if it is None."""
     if simulate is None:
         return RealDevices()
     device = torch.device(simulate)
@@ -244,9 +243,9 @@ def devices_behind(simulate: str | None) -> Devices:
 
 
 def has_nccl() -> bool:
-    """Return whether tensors on devices travel by NCCL in the default group, and not as CPU tensors do."""
+    """Return whether the default group uses NCCL for tensors on devices."""
     try:
         backend = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]  # not in the stubs
     except RuntimeError:
-        return False  # there is none for devices
+        return False  # the group has no backend for devices
     return bool(backend.name() == "nccl")

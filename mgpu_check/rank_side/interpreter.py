@@ -1,4 +1,4 @@
-"""Restore what a test may change in Python and its standard library, and in how the system treats the process."""
+"""Restore the state of Python, its standard library, and the process's user, group and scheduling after a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 __all__ = ["InterpreterState", "files_left_open", "open_files"]
 
 Kept = tuple[str, Callable[[], Any], Callable[[Any], Any]]
-"""A name for it, how it is read, and how it is set."""
+"""The name of a setting, its getter, and its setter."""
 
 
 def _attribute(owner: Any, name: str) -> Kept:
@@ -68,7 +68,7 @@ def _set_niceness(value: int) -> None:
 
 
 _OF_SYSTEM: tuple[Kept, ...] = (
-    ("user", os.getresuid, lambda value: os.setresuid(*value)),  # first: the others may need what it may do
+    ("user", os.getresuid, lambda value: os.setresuid(*value)),  # first: the others may need its privileges
     ("group", os.getresgid, lambda value: os.setresgid(*value)),
     ("niceness", lambda: os.getpriority(os.PRIO_PROCESS, 0), _set_niceness),
     ("processor affinity", lambda: os.sched_getaffinity(0), _set_affinity),
@@ -77,7 +77,7 @@ _OF_SYSTEM: tuple[Kept, ...] = (
 
 @dataclass
 class InterpreterState:
-    """State of the interpreter in a fresh rank, to which it returns after every test."""
+    """The state of the interpreter in a fresh rank, which `restore` restores after every test."""
 
     kept: list[Any]
     of_system: list[Any]
@@ -86,7 +86,7 @@ class InterpreterState:
 
     @classmethod
     def take(cls) -> InterpreterState:
-        """Record the state of now."""
+        """Record the current state."""
         return cls(
             kept=[get() for _, get, _ in _KEPT],
             of_system=[get() for _, get, _ in _OF_SYSTEM],
@@ -95,14 +95,14 @@ class InterpreterState:
         )
 
     def restore(self) -> None:
-        """Undo what a test may have changed, as far as a process can."""
+        """Undo the changes of a test, as far as a process can."""
         for (_, get, put), value in zip((*_KEPT, *_OF_SYSTEM), (*self.kept, *self.of_system), strict=True):
             if get() != value:
                 with contextlib.suppress(OSError):
                     put(value)
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
-        time.tzset()  # the variable is what it was; what has been read from it need not be
+        time.tzset()  # the variable TZ is restored already, but the time zone may still be the test's
         if logging.root.manager.disable != self.disabled:
             logging.disable(self.disabled)
         for logger, state in self.loggers:
@@ -110,7 +110,7 @@ class InterpreterState:
                 _restore(logger, state)
 
     def left_behind(self) -> list[str]:
-        """Return what could not be undone."""
+        """Describe the changes that could not be undone."""
         pairs = zip(_OF_SYSTEM, self.of_system, strict=True)
         return [f"another {name} of the process" for (name, get, _), value in pairs if get() != value]
 
@@ -123,40 +123,38 @@ def _restore(logger: logging.Logger, state: tuple[int, bool, bool, list[logging.
     for handler in set(logger.handlers) - set(handlers):
         logger.removeHandler(handler)
         with contextlib.suppress(Exception):
-            handler.close()  # its file is not to be open in the next test
+            handler.close()  # its file must not stay open in the next test
     logger.handlers[:], logger.filters[:] = handlers, filters
     logger.setLevel(level)
 
 
 def _loggers() -> list[logging.Logger]:
-    """Return the root and those of packages and their parts, as "torch.distributed".
+    """Return the root logger and those with at most two name parts, such as "torch.distributed".
 
-    Others take after these, unless they have settings of their own. There are hundreds, and they are asked after each test.
+    Most deeper loggers inherit from these. There are hundreds of them, too many to check after each test.
     """
     found = [(name, one) for name, one in logging.root.manager.loggerDict.items() if name.count(".") < 2]
     return [logging.root, *(one for _, one in found if isinstance(one, logging.Logger))]
 
 
 def open_files() -> dict[int, tuple[int, int]]:
-    """Return the file of each file descriptor."""
+    """Return file descriptor -> (device, inode) for all open files; empty without /proc."""
     found: dict[int, tuple[int, int]] = {}
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:
-        return found  # no Linux
+        return found  # not Linux
     for number in map(int, names):
         try:
             status = os.fstat(number)
         except OSError:
-            continue  # that of the directory itself
+            continue  # the descriptor of the listing itself, which is closed now
         found[number] = status.st_dev, status.st_ino
     return found
 
 
 def files_left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]]) -> list[str]:
-    """Return the names of the regular files that are open now, and were not before; a lock on one would stop the next
-    test.
-    """
+    """Return the regular files that a test left open. A lock on one could block the next test."""
     names = []
     for number, identity in now.items():
         if before.get(number) != identity:

@@ -1,7 +1,7 @@
-"""Pause a call until all ranks have done the same part of it, and compare what they have called.
+"""Pause a call until all ranks have done the same part of it, and compare their collectives.
 
-Ranks say so to the pytest process by the connection that they have to it: it cannot pair with a collective of anybody,
-and what becomes of a rank that hangs or dies meanwhile is told by the same wait as everywhere.
+A rank reports the part to the pytest process over its connection and waits for the answer. Such a message cannot pair with a
+collective of the code under test. The pytest process waits as for any answer, so it also reports a rank that hangs or dies.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _UNDESCRIBED = ("", "undefined", "default_pg")
 
 _wait: Callable[[Paused], None] | None = None
 _before: dict[str, int] = {}
-"""By name of a group, the operations that it had entered when the call began."""
+"""Name of a group -> number of its operations at the start of the call."""
 
 
 def on_pause(wait: Callable[[Paused], None]) -> None:
-    """Have `wait` called at each pause from now on."""
+    """Set the function that sends a `Paused` and waits for the answer."""
     global _wait
     _wait = wait
 
 
 def begin() -> None:
-    """Count operations from here."""
+    """Start to count operations, at the start of a call."""
     _before.clear()
     _before.update((str(group.group_name), _operations(group)) for group in _groups())
 
 
 def pause(done: str, *, last: bool = False, held: Iterable[tuple[str, tuple[int, ...]]] = ()) -> None:
-    """Wait until all ranks of the world have done a part of the call; compare the collectives that they have entered.
+    """Wait until all ranks of the world have done a part of the call and entered the same collectives.
 
-    Where they differ this does not return: the pytest process ends the ranks, and reports what differs.
+    If the collectives differ, this does not return: the pytest process kills the ranks and reports the difference.
 
     Args:
         done: the part, such as "step 1".
-        last: no later part may receive what this one has sent.
+        last: whether this is the last part, so that every message must have been received.
         held: see `Paused`.
     """
     if _wait is None or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -1,8 +1,8 @@
-"""Restore what a test may change in the process that it runs in, beside what is torch's."""
+"""Restore the process state that a test may change, apart from torch's."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # it has no stubs
+import _signal  # type: ignore[import-not-found]  # no stubs
 import gc
 import os
 import resource
@@ -23,7 +23,7 @@ _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 @dataclass
 class ProcessState:
-    """State of the process of a fresh rank, to which it returns after every test."""
+    """The state of a fresh rank's process, which `restore` restores after every test."""
 
     path: tuple[str, ...]
     handlers: dict[int, Any]
@@ -39,7 +39,7 @@ class ProcessState:
 
     @classmethod
     def take(cls) -> ProcessState:
-        """Record the state of now."""
+        """Record the current state."""
         return cls(
             path=tuple(sys.path),
             handlers=_handlers(),
@@ -55,14 +55,14 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Undo what a test may have changed, as far as a process can."""
+        """Undo the changes of a test, as far as a process can."""
         for timer in _TIMERS:
             if signal.getitimer(timer)[0]:
                 signal.setitimer(timer, 0)
         for number, handler in _handlers().items():
             if handler is not self.handlers.get(number):
                 signal.signal(number, self.handlers[number])
-        # Last, because what was blocked comes now: to the handlers that belong here.
+        # After the handlers, because this delivers signals that the test had blocked.
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         os.umask(self.umask)
         for limit, (soft, hard) in self.limits.items():
@@ -79,7 +79,7 @@ class ProcessState:
             sys.path[:] = self.path
 
     def left_behind(self) -> list[str]:
-        """Return what is left behind and cannot be undone in a living process."""
+        """Describe the changes that cannot be undone in a living process."""
         found = []
         if running := [name for pid in children_but_managers() if pid not in self.children and (name := _command(pid))]:
             found.append(f"processes that still run: {', '.join(sorted(set(running)))}")
@@ -97,8 +97,8 @@ class ProcessState:
 
 
 def _handlers() -> dict[int, Any]:
-    """Return the handler of each signal, but for those that were set outside of Python."""
-    # Not `signal.getsignal`: it makes an enum of each of 62 answers, and this is asked after each test.
+    """Return signal number -> handler, without handlers that were set outside Python."""
+    # `signal.getsignal` would convert each of 62 answers to an enum after each test.
     return {number: handler for number in _SIGNALS if (handler := _signal.getsignal(number)) is not None}
 
 
@@ -109,7 +109,7 @@ def _umask() -> int:
 
 
 def _command(pid: int) -> str:
-    """Name of a running process; nothing for one that has ended."""
+    """Return the name of a running process; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             name, _, rest = file.read().partition("(")[2].rpartition(")")

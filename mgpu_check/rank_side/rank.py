@@ -1,4 +1,4 @@
-"""Facts that a rank knows about itself."""
+"""Describe the rank that this process is."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Rank:
     Attributes:
         index: rank in the default process group, 0 to size - 1.
         size: world size.
-        local_index: rank among those of this machine.
+        local_index: index of the rank on this machine.
         node_index: index of this machine.
-        device: the device that this rank owns: ``cuda:<local_index>``, unless the ranks run on devices that were chosen.
-        mesh: the mesh of a gate that was given `meshes`; ``rank.mesh["tp"]`` is one of its axes.
+        device: the device that this rank owns: ``cuda:<local_index>``, unless the caller chose other devices.
+        mesh: the mesh of a gate with `meshes`, else None; ``rank.mesh["tp"]`` is one of its axes.
     """
 
     index: int
@@ -47,11 +47,11 @@ _current: Rank | None = None
 
 
 def become(rank: Rank) -> None:
-    """Make this process `rank`."""
+    """Set the rank of this process."""
     global _current
     _current = rank
 
 
 def current_rank() -> Rank | None:
-    """Return the rank that this process is; None in the node process and outside the engine."""
+    """Return the rank of this process; None in the node process and outside the engine."""
     return _current

@@ -1,4 +1,4 @@
-"""Let the ranks of a world meet."""
+"""Open the store for the rendezvous of a world's ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ __all__ = ["open_store"]
 
 
 def open_store(address: str, size: int) -> Any:
-    """Open the rendezvous at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a store that serves already."""
+    """Open the store at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a running store.
+
+    Args:
+        address: of the store.
+        size: number of ranks that will use it.
+    """
     parts = urllib.parse.urlsplit(address)
     if parts.scheme == "file":
         return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)), size)  # type: ignore[attr-defined]  # not in its __all__
     assert parts.scheme == "tcp" and parts.hostname is not None and parts.port is not None, address
-    stores: Any = dist  # they are not in its __all__
+    stores: Any = dist  # the stores are not in its __all__
     store = stores.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
     return stores.PrefixStore(parts.path.strip("/"), store)

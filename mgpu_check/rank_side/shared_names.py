@@ -1,7 +1,7 @@
-"""The names of shared memory and semaphores that a rank makes: noted in a file, so that they can be removed after it.
+"""Note the names of a rank's shared memory and semaphores in a file, so that they can be removed after the rank has ended.
 
-Python notes them in a tracker, a process that it starts for that. The tracker of a rank would be killed with the process group
-of the rank, before it has removed anything, and it would count as left behind by the test.
+Python notes them in a resource tracker, a separate process. A rank's tracker would be killed with the rank's process group
+before it could remove the names, and would count as left behind by the test.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["note_names"]
 
 
 def note_names(directory: str) -> None:
-    """Note, in a file of the run's `directory`, what this process, and what it spawns, makes by a name from now on."""
-    # As it is done in processes that Python spawns, to which the tracker of their parent is given.
+    """Note the names that this process and its spawned children make from now on, in a file in `directory`."""
+    # A file descriptor replaces the tracker, as in spawned processes, which inherit that of their parent's tracker.
     tracker: Any = resource_tracker._resource_tracker
     tracker._fd = os.open(
         file_of_names(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
@@ -28,9 +28,7 @@ def note_names(directory: str) -> None:
 
 
 def _pass_over_attached() -> None:
-    """Keep Python from noting shared memory of others that is merely attached: they would lose it at the end of this
-    process.
-    """
+    """Keep Python from noting shared memory that is only attached, whose owner would lose it when this process ends."""
     original = shared_memory.SharedMemory.__init__
     made: set[str] = set()
 

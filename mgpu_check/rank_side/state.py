@@ -1,4 +1,4 @@
-"""The global state of torch and of the process that a test may change, and how it is put back."""
+"""Restore the global state of torch and of the process after each call and each test."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "deterministic"),
 )
 
-_MOMENT = 0.2  # seconds, that threads have to end: more than one needs, and little beside new ranks
+_MOMENT = 0.2  # seconds for threads to end: ample for a thread that is ending, and little compared to new ranks
 
 _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 
 def _default_device() -> torch.device | None:
-    """Return the device that was set with `torch.set_default_device`, None where nothing was."""
+    """Return the device set by `torch.set_default_device`, None if none was set."""
     mode = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if mode is None else mode.device
 
 
 @dataclass
 class Baseline:
-    """The state that a fresh rank has, to which every call and every test returns."""
+    """The state of a fresh rank, which is restored after every call and every test."""
 
     torch_state: list[Any]
     flags: list[Any]
@@ -82,7 +82,11 @@ class Baseline:
 
     @classmethod
     def take(cls, device: int | None) -> Baseline:
-        """Record the state of now. `device` is the index of the current device, None for a node process' own 0."""
+        """Record the current state.
+
+        Args:
+            device: index of the current device, None for device 0 of a node process.
+        """
         return cls(
             torch_state=[get() for get, _ in _TORCH_STATE],
             flags=[getattr(owner, name) for owner, name in _FLAGS],
@@ -99,7 +103,7 @@ class Baseline:
         )
 
     def restore(self) -> None:
-        """Undo what a call may have changed, cheaply: this stands between any two examples."""
+        """Undo the changes of a call. This must be cheap, because it runs between any two examples."""
         if _default_device() is not None:
             torch.set_default_device(None)
         self.modes.restore()
@@ -114,7 +118,7 @@ class Baseline:
         seed_everything(SEED)
 
     def restore_process(self) -> None:
-        """Undo what a test may have changed in the process itself."""
+        """Undo the changes of a test to the process."""
         self.restore_context()
         self.process.restore()
         if torch.multiprocessing.get_sharing_strategy() != self.sharing:
@@ -130,13 +134,13 @@ class Baseline:
         try:
             os.chdir(self.directory)
         except OSError:
-            pass  # the directory is gone: the tests that need it will say so
+            pass  # the directory is gone, and a test that needs it fails with its own error
 
     def left_behind(self) -> tuple[str, ...]:
-        """Return what is left behind and cannot be undone in a living process."""
+        """Describe the changes that cannot be undone in a living process."""
         found = []
         threads = _still_running(one for one in threading.enumerate() if one not in self.threads)
-        # More than `threading` knows, where one was started by `_thread`.
+        # `_thread` may have started threads that `threading` does not know.
         strangers = _thread._count() - self.count
         if threads or strangers > 0:
             shown = ", ".join(threads) or f"{strangers} that threading does not know"
@@ -148,14 +152,14 @@ class Baseline:
 
 
 def _still_running(threads: Iterable[threading.Thread]) -> list[str]:
-    """Return the names of the threads that still run, once all of them together have had a moment to end.
+    """Wait a moment for threads to end, and return the names of those that still run.
 
-    The thread of a queue, for one, ends just after nobody needs the queue any more.
+    The thread of a queue, for example, ends shortly after the last use of the queue.
     """
     deadline = Clock.now() + _MOMENT
     running = []
     for thread in threads:
-        foreign = isinstance(thread, threading._DummyThread)  # of C, which nobody can wait for
+        foreign = isinstance(thread, threading._DummyThread)  # started in C, so that it cannot be joined
         if not foreign:
             thread.join(Clock.until(deadline))
         if foreign or thread.is_alive():
@@ -171,18 +175,17 @@ def _destroy_extra_groups() -> None:
     for group in extra:
         dist.destroy_process_group(group)
     if extra and "torch.distributed.tensor" in sys.modules:
-        # DTensor keeps, by meshes that are equal, what it has found out: with the mesh whose groups are gone now.
+        # DTensor caches sharding decisions by equal meshes, and a cached mesh may have groups that are destroyed now.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
 
 
 class Steps:
-    """Counter of the operations that the default group enters from now on: collectives, and with gloo sends and
-    receives too.
+    """Counts the operations of the default group from now on: collectives, and with gloo sends and receives, too.
 
-    Those of CPU tensors and those of tensors on devices, which may have a backend, and numbers, each of their own. What one
-    backend does for both is counted as the first.
+    CPU tensors and tensors on devices may have separate backends, which are counted separately. A common backend counts as
+    the one for CPU tensors.
     """
 
     def __init__(self) -> None:
@@ -191,14 +194,14 @@ class Steps:
         self._before = tuple(number_of(backend) for backend in self._backends)
 
     def taken(self) -> tuple[int, ...]:
-        """Return the steps taken; all -1 where the group is gone, or another has taken its place."""
+        """Return the number of operations per backend; all -1 if the group was destroyed or replaced."""
         if _world() is not self._group:
             return (-1,) * len(self._before)
         return tuple(number_of(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
 
 
 def operations() -> int:
-    """Count the operations that the default group of now has entered, by whichever backend; see `Steps`."""
+    """Return the number of operations that all backends of the current default group have counted; see `Steps`."""
     return sum(map(number_of, backends_of(_world())))
 
 
@@ -207,7 +210,7 @@ def _world() -> dist.ProcessGroup | None:
 
 
 def backends_of(group: Any) -> tuple[Any, Any]:
-    """Return the backends for CPU tensors, and for those on devices; None where there is none, or it is the same."""
+    """Return the backends for CPU tensors and for devices; None if one is missing, or the second is the same as the first."""
     found = []
     for device in _DEVICES:
         try:
@@ -221,9 +224,9 @@ def number_of(backend: Any) -> int:
     try:
         return 0 if backend is None else int(backend._get_sequence_number_for_group())
     except RuntimeError:
-        return 0  # it does not number its operations
+        return 0  # this backend does not number its operations
 
 
 def groups_made() -> int:
-    """Count the groups that were made in this process, on which the name of the next depends."""
+    """Return the number of groups made in this process, which determines the name of the next group."""
     return dist.distributed_c10d._world.group_count if dist.is_initialized() else 0

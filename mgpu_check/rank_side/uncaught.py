@@ -1,6 +1,6 @@
-"""Exceptions in a rank that nobody can catch: those that end a thread, and those of finalizers, such as ``__del__``.
+"""Collect uncaught exceptions of a rank: those that end a thread, and those of finalizers, such as ``__del__``.
 
-Python prints them and goes on. They are kept here until someone tells of them, as pytest does in its own process.
+Python prints them and continues. They are kept here until the rank reports them, as pytest does in its own process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["Stray", "listen", "take"]
 
-_MOST = 100  # that nobody has taken yet: a thread that is started for each step is not to fill the memory
+_MOST = 100  # kept until the next `take`, so that a failing thread in each step does not fill the memory
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Stray:
     """An exception or warning that no call reported.
 
     Attributes:
-        warning: name of pytest's class of warnings for it.
-        summary: what it has ended, in one line.
+        warning: name of pytest's warning class for it.
+        summary: the thread or object that raised it, in one line.
         text: the same with the traceback.
         file, line: where it was raised.
         error: the exception itself.
@@ -38,7 +38,7 @@ class Stray:
 
     @property
     def plain(self) -> tuple[str, str, str, int]:
-        """The part that another process can be told: warning, text, file, line."""
+        """The picklable part: warning, text, file, line."""
         return self.warning, self.text, self.file, self.line
 
 
@@ -46,13 +46,13 @@ _found: deque[Stray] = deque(maxlen=_MOST)
 
 
 def listen() -> None:
-    """Keep them from now on, also where the code under test has set hooks of its own."""
+    """Start to collect, and replace any hooks of the code under test."""
     threading.excepthook = _of_thread
     sys.unraisablehook = _of_finalizer
 
 
 def take() -> list[Stray]:
-    """Return those that came since the last call."""
+    """Return the exceptions since the last call."""
     taken = []
     while _found:
         taken.append(_found.popleft())
@@ -62,7 +62,7 @@ def take() -> list[Stray]:
 def _of_thread(args: Any) -> None:
     name = "<unknown>" if args.thread is None else args.thread.name
     _keep("PytestUnhandledThreadExceptionWarning", f"Exception in thread {name}", args)
-    threading.__excepthook__(args)  # to the output of the rank, which may be all that is left of it
+    threading.__excepthook__(args)  # also print it, because the rank may die before it reports
 
 
 def _of_finalizer(args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The main loop of a rank, and of the node process. Depends on nothing of pytest or Hypothesis."""
+"""The main loop of a rank, and of the node process. It must not import pytest or Hypothesis."""
 
 from __future__ import annotations
 
@@ -42,20 +42,23 @@ _at_rest: list[Callable[[], None]] = []
 
 
 def tell(what: tuple[str, Any]) -> None:
-    """Have plain values handed to the pytest process with the outcome of this call."""
+    """Add a message of plain values to the outcome of this call."""
     _told.append(what)
 
 
 def at_rest(callback: Callable[[], None]) -> None:
-    """Have `callback` called at the end of every test from now on."""
+    """Register `callback` to run at the end of every test."""
     _at_rest.append(callback)
 
 
 def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
-    """Be the rank that the first message describes, until told to stop. Returns the exit code.
+    """Run the rank that the first message describes until the connection closes, and return the exit code.
 
     Args:
-        directory: that of the run, for temporary files.
+        connection_fd: the socket to the pytest process.
+        stacks_fd: the file for stacks.
+        record_fd: the file for the record of collectives.
+        directory: the run's directory for temporary files.
     """
     connection = RankEnd(connection_fd)
     _write_stacks_to(stacks_fd)
@@ -63,11 +66,11 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> 
     uncaught.listen()
     give_by_value()
     keep_freed_memory()
-    # It goes with the run: a rank that is killed removes no temporary files of its own.
+    # Temporary files of `multiprocessing` go to the run's directory, because a killed rank cannot remove them.
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
     note_names(directory)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text files here
     try:
         spec = connection.recv()
         assert isinstance(spec, protocol.RankSpec)
@@ -87,10 +90,10 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> 
 
 
 def _write_stacks_to(fd: int) -> None:
-    """Write the stacks of all threads to `fd` when asked for them, and when a signal ends the process.
+    """Write the stacks of all threads to `fd` on `STACKS_SIGNAL`, and when a fatal signal ends the process.
 
-    By handlers in C: one in Python does not run while the main thread waits in a collective. Those that a test has put in
-    their place, by whatever means, go.
+    The handlers are C functions, because a Python handler does not run while the main thread waits in a collective. They
+    replace handlers of a test.
     """
     faulthandler.cancel_dump_traceback_later()
     faulthandler.disable()
@@ -100,18 +103,18 @@ def _write_stacks_to(fd: int) -> None:
 
 
 class Worker:
-    """One process of the pool."""
+    """The state and the message loop of one process of the pool."""
 
     def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int, directory: str) -> None:
         self.connection = connection
         self.stacks_fd = stacks_fd
         self.pid = os.getpid()
-        os.register_at_fork(after_in_child=connection.close)  # what the test forks is no rank
+        os.register_at_fork(after_in_child=connection.close)  # a process that a test forks must not act as this rank
         self.spec = spec
         self.functions: dict[str, Any] = {}
         self.error: BaseException | None = None
-        self.fresh = False  # nothing has run since the state of a fresh rank was put back
-        self.entered = 0  # collectives, sends and receives, when the last call returned
+        self.fresh = False  # True while no call has run since the state was restored
+        self.entered = 0  # number of collectives, sends and receives when the last call returned
         self.outcome: protocol.Outcome | None = None
         self.devices = devices_behind(spec.simulate)
         self.nccl = False
@@ -126,9 +129,9 @@ class Worker:
         if spec.simulate is not None:
             from mgpu_check.simulated import simulated_node
 
-            self.node = simulated_node(spec.devices, spec.simulate)  # kept, because its end would end the simulation
+            self.node = simulated_node(spec.devices, spec.simulate)  # a reference, because the simulation ends with it
             self.node.__enter__()
-            torch.cuda.init()  # as where a real node is checked: from here on `CUDA_VISIBLE_DEVICES` changes nothing
+            torch.cuda.init()  # as on real devices, `CUDA_VISIBLE_DEVICES` has no effect from here on
         check_visible(spec.uuids)
         if spec.index is not None:
             self.join(spec.index)
@@ -142,7 +145,7 @@ class Worker:
         else:
             torch.cuda.set_device(spec.device)
         dist.init_process_group(
-            # By name: without, it is the accelerator's only since torch 2.6, and CPU tensors have none.
+            # Named explicitly: since torch 2.6 the default is the accelerator's backend only, with none for CPU tensors.
             backend=spec.backend or _BACKENDS,
             store=open_store(spec.store, spec.size),
             rank=index,
@@ -151,7 +154,7 @@ class Worker:
         )
         self.nccl = spec.simulate is None and spec.size > 1 and has_nccl()
         if self.nccl:
-            # NCCL makes its communicator with the first collective: all ranks have to be in it, and it takes seconds.
+            # NCCL creates its communicator in the first collective, which takes seconds and needs all ranks.
             dist.barrier(device_ids=[spec.device])
         become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
 
@@ -212,15 +215,15 @@ class Worker:
             try:
                 failure = failure_of(error)
             except MemoryError:
-                traceback.clear_frames(error.__traceback__)  # what the test holds leaves nothing to tell of it with
+                traceback.clear_frames(error.__traceback__)  # free the test's memory, to have enough for the report
                 failure = failure_of(error)
             self.error = error
             reusable = self.devices.usable()
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            with contextlib.suppress(BaseException):  # the test has closed them, or put something else there
+            with contextlib.suppress(BaseException):  # the test may have closed or replaced them
                 stream.flush()  # type: ignore[union-attr]
         if os.getpid() != self.pid:
-            os._exit(0)  # the test has forked, and both have returned: only one of them is the rank
+            os._exit(0)  # the test has forked, and both processes have returned: only the parent is the rank
         self.entered = recorder.total
         self.outcome = protocol.Outcome(
             call.number,
@@ -236,13 +239,13 @@ class Worker:
         return self.outcome
 
     def pause(self, message: protocol.Paused) -> None:
-        """Tell of a part of the call that is done, and wait until the others have done it."""
+        """Report a finished part of the call, and wait until the other ranks have finished it, too."""
         if os.getpid() == self.pid:
             self.connection.send(message)
             self.connection.recv()
 
     def settle(self) -> protocol.Outcome:
-        """Wait for the devices: an error of a kernel, or a collective that never ends, belongs to the call that it is of."""
+        """Wait for the devices, so that a kernel's error, or a collective that never ends, is reported for its own call."""
         assert self.outcome is not None
         try:
             self.devices.wait()
@@ -254,12 +257,12 @@ class Worker:
         return dataclasses.replace(self.outcome, settled=True)
 
     def restore(self) -> None:
-        """Have the state of a fresh rank, as far as any call may have changed it."""
+        """Restore the state of a fresh rank, as far as a call may have changed it."""
         self.devices.restore()
         self.baseline.restore()
 
     def move(self, call_context: protocol.CallContext) -> None:
-        """Take over what has changed around the pytest process: a fixture may have set a variable."""
+        """Adopt the context of the pytest process, which a fixture may have changed."""
         call_context = call_context.over(self.own)
         sys.path[:] = call_context.path
         self.baseline.process.path = call_context.path
@@ -278,7 +281,7 @@ class Worker:
         try:
             recorder.aside(dist.barrier)
             if self.nccl:
-                # Of the two backends each has its own order, and a barrier of one proves nothing of the other.
+                # Each backend has its own order of operations, so each needs its own barrier.
                 recorder.aside(lambda: dist.barrier(device_ids=[self.spec.device]))
         except Exception as error:
             return protocol.Rested((f"an error in a barrier: {error}",))
@@ -291,12 +294,12 @@ class Worker:
             with shortened(self.error):
                 return clipped(str(getattr(self.error, EXPLAIN, lambda: "")()))
         except BaseException:
-            return ""  # the plain traceback stands
+            return ""  # keep the plain traceback
 
     def end_test(self) -> protocol.Rested:
         self.error = self.outcome = None
         self.functions.clear()
-        gc.collect(1)  # what finalizers have to say is of this test; what is older has seldom anything to say
+        gc.collect(1)  # so that warnings of finalizers belong to this test; older objects rarely have any
         for callback in _at_rest:
             callback()
         uncaught.listen()

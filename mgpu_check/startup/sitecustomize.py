@@ -1,8 +1,9 @@
-"""First on the path of every Python that ``mgpu-check simulate`` and ``mgpu-check compare`` start.
+"""Set up simulation and recording in every Python that ``mgpu-check simulate`` and ``mgpu-check compare`` start.
 
-Once torch is imported, it simulates GPUs where `_MGPU_CHECK_SIMULATE` is set, and records what is trained where
-`_MGPU_CHECK_COMPARE` is. It imports nothing of ours until then, and hands on to the ``sitecustomize`` that it stands
-before. What the program starts is simulated, too, but not recorded.
+The directory of this file is first on the path of such a Python. Once the program imports torch, this module simulates GPUs
+if `_MGPU_CHECK_SIMULATE` is set, and records training if `_MGPU_CHECK_COMPARE` is set. Until then it imports no module of
+this package. At its end it runs the user's own ``sitecustomize``. Child processes of the program are simulated, too, but not
+recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib.util
 import os
 import sys
 
-TYPE_CHECKING = False  # importing typing would slow down every Python that is started
+TYPE_CHECKING = False  # importing typing would slow down the start of every Python
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
@@ -27,7 +28,7 @@ _HOME = os.path.dirname(os.path.dirname(_HERE))
 
 
 class _OurPackage:
-    """Finder of this package as it is here, also for a Python that does not have it installed, or has another version."""
+    """Makes this copy of the package importable, even if none, or another version, is installed."""
 
     def __enter__(self) -> None:
         if "mgpu_check" not in sys.modules:
@@ -55,7 +56,7 @@ def _simulate(count: int, backing: str) -> None:
 
 
 def _tell_entered(file: str | None) -> None:
-    """Let the command know that one of its Pythons is simulated; it may have ended, and be of another host."""
+    """Report to the command that this Python is simulated. The command may have ended, or run on another host."""
     if file:
         try:
             with open(file, "ab") as marks:
@@ -67,7 +68,7 @@ def _tell_entered(file: str | None) -> None:
 def _record(settings: dict[str, Any]) -> None:
     with _OurPackage():
         from mgpu_check.compare.recorder import install
-    # Simulated collectives wait as gloo's do.
+    # Simulated collectives block as gloo's do, so the stacks show where a rank waits, and no count is needed.
     entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
     install(
         settings["trace"],
@@ -82,7 +83,7 @@ def _record(settings: dict[str, Any]) -> None:
 
 
 class _AfterTorch:
-    """Finds torch like the finders behind it, and has its loader call `then` when the import is done."""
+    """A finder that finds torch through the other finders, and makes its loader call `then` after the import."""
 
     def __init__(self, then: Sequence[Callable[[], None]]) -> None:
         self.then = then
@@ -100,7 +101,7 @@ class _AfterTorch:
 
         def exec_module(module: ModuleType) -> None:
             collecting = gc.isenabled()
-            gc.disable()  # it takes a good part of the time of importing torch, and finds nearly nothing
+            gc.disable()  # collecting takes a good part of the time of importing torch, and finds almost nothing
             try:
                 execute(module)
             finally:
@@ -109,12 +110,12 @@ class _AfterTorch:
             for act in self.then:
                 act()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # on this loader only
         return spec
 
 
 def _prepare_recording(settings: dict[str, Any]) -> None:
-    """Have this process end with the one that records, and say where it is when that asks."""
+    """Make this process end with the recording command, and write its stacks when that command sends a signal."""
     import ctypes
     import faulthandler
     import signal
@@ -130,7 +131,10 @@ def _prepare_recording(settings: dict[str, Any]) -> None:
 
 
 def _watch_variables(*names: str) -> dict[str, tuple[str, int]]:
-    """Return where these variables are set from now on, as file and line: torch reads them much later."""
+    """Return a dict that receives name -> (file, line) when the program sets one of these variables.
+
+    Errors in the variables show up only later, when torch reads them.
+    """
     places: dict[str, tuple[str, int]] = {}
     kind: Any = type(os.environ)
     original = kind.__setitem__
@@ -149,7 +153,7 @@ def _watch_variables(*names: str) -> dict[str, tuple[str, int]]:
 
 
 def _leave_environment() -> None:
-    """Be found by no Python that the program starts."""
+    """Remove this directory from PYTHONPATH, so that child processes of the program do not run this module."""
     kept = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != _HERE]
     if kept:
         os.environ["PYTHONPATH"] = os.pathsep.join(kept)
@@ -176,12 +180,12 @@ def _main() -> None:
         _leave_environment()
     told = os.environ.pop("_MGPU_CHECK_COMPARE", None)
     if told is not None:
-        import json  # here, as much else: most Pythons that are started do not need it
+        import json  # imported here, because most Pythons do not need it
 
         settings = json.loads(told)
         _prepare_recording(settings)
-        then.append(functools.partial(_record, settings))  # what runs on the simulated node, if there is one
-    if "torch" in sys.modules:  # a .pth file has imported it
+        then.append(functools.partial(_record, settings))  # after the simulation, if any
+    if "torch" in sys.modules:  # a .pth file may import torch
         for act in then:
             act()
     elif then:

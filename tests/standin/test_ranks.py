@@ -133,7 +133,7 @@ def test_green_nccl_only(rank):
 
 TOLD = {
     "test_red_backward_on_rank_0_only": r"entered different numbers of operations .*\(rank 0: 4, rank 1: 3\)",
-    "test_red_assert_in_a_kernel_from_500_on": r"device-side assert triggered(.|\n)*came up when the devices(.|\n)*n=500,",
+    "test_red_assert_in_a_kernel_from_500_on": r"device-side assert triggered(.|\n)*error appeared when the devices(.|\n)*n=500,",
     "test_red_assert_in_a_kernel_of_the_node_process": r"device-side assert triggered",
     "test_red_collective_that_rank_1_never_enters": r"rank 0 is in .*after all_reduce #2(.|\n)*rank 1 finished",
     "test_red_hang_of_who_entered_fewest": r"\nrank 1 of 3 did not finish",

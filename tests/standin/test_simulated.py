@@ -35,8 +35,8 @@ def test_green_after_a_kernel_that_never_ends(rank):
 )
 
 TOLD = {
-    "test_red_assert_in_a_kernel_from_500_on": r"device-side assert triggered(.|\n)*came up when the devices(.|\n)*n=500,",
-    "test_red_assert_in_a_kernel_of_the_node_process": r"device-side assert triggered(.|\n)*came up when the devices",
+    "test_red_assert_in_a_kernel_from_500_on": r"device-side assert triggered(.|\n)*error appeared when the devices(.|\n)*n=500,",
+    "test_red_assert_in_a_kernel_of_the_node_process": r"device-side assert triggered(.|\n)*error appeared when the devices",
 }
 """What the report of each red case says."""
 
