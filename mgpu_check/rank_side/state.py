@@ -184,8 +184,8 @@ def _destroy_extra_groups() -> None:
 class Steps:
     """Counts the operations of the default group from now on: collectives, and with gloo sends and receives, too.
 
-    CPU tensors and tensors on devices may have separate backends, which are counted separately. A common backend counts as
-    the one for CPU tensors.
+    CPU tensors and tensors on devices may have separate backends with separate counts. A common backend counts for CPU
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ def _world() -> dist.ProcessGroup | None:
 
 
 def backends_of(group: Any) -> tuple[Any, Any]:
-    """Return the backends for CPU tensors and for devices; None if one is missing, or the second is the same as the first."""
+    """Return the backends for CPU tensors and for devices, None for a missing one; the second is None if both are the same."""
     found = []
     for device in _DEVICES:
         try:

@@ -1,1 +1,1 @@
-"""Wrap functions of torch, and restore its global switches that a test may have changed."""
+"""Wrap functions of torch, and restore the global switches of torch that a test may have changed."""

@@ -1,4 +1,4 @@
-"""Describe the arguments of a collective, and what of them must be equal on all ranks."""
+"""Describe the arguments of a collective, and the properties that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 4  # tensors of a list
 
 
 def group_of(group: Any) -> Group | None:
-    """Return what names a group on all its ranks; None where this process is none of them, or it cannot be told."""
+    """Return the name and ranks of a process group; None if this process is not a member, or the group is invalid."""
     try:
         if group is None or group is dist.group.WORLD:
             return Group("", tuple(range(dist.get_world_size())))
@@ -28,23 +28,21 @@ def group_of(group: Any) -> Group | None:
             return None
         if isinstance(group, str):
             group = c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]  # takes a str
-        elif isinstance(group, tuple):  # a mesh, and one of its dimensions
+        elif isinstance(group, tuple):  # a mesh and one of its dimensions
             group = group[0].get_group(group[1])
         elif hasattr(group, "get_group"):
             group = group.get_group()
         if isinstance(group, list):
             return Group("", tuple(group)) if all(isinstance(rank, int) for rank in group) else None
-        if group is dist.group.WORLD:  # by its name
+        if group is dist.group.WORLD:  # given by its name
             return Group("", tuple(range(dist.get_world_size())))
         return Group(str(group.group_name), tuple(dist.get_process_group_ranks(group)))
     except Exception:
-        return None  # the collective itself will say what is wrong with it
+        return None  # the collective itself will report the invalid group
 
 
 def shown(value: Any) -> str:
-    """Describe operands: "float32[4, 2]"; of several tensors how many, and the first kinds of them: "9x float32[4],
-    int32[1]…".
-    """
+    """Describe an operand, "float32[4, 2]", or a list with its length and first kinds: "9x float32[4], int32[1]…"."""
     if isinstance(value, torch.Tensor):
         return f"{name_of(value.dtype)}{list(value.shape)}"
     if isinstance(value, (list, tuple)) and value:
@@ -54,7 +52,7 @@ def shown(value: Any) -> str:
 
 
 def compared(value: Any) -> str:
-    """Return what must be equal on all ranks; of several tensors a checksum, for there may be many."""
+    """Return dtype and size of an operand, which must be equal on all ranks; for a list a checksum, as it may be long."""
     if isinstance(value, torch.Tensor):
         return size_of(value)
     if isinstance(value, (list, tuple)):
@@ -66,10 +64,10 @@ def compared(value: Any) -> str:
 def option(name: str, value: Any) -> str:
     """Describe an option: "sum", "src=0".
 
-    Of an operation with a factor its kind: each rank may well have a factor of its own.
+    The factor of an operation is left out, because it may differ between ranks.
     """
     if name in OPERATIONS:
-        if type(value) is dist.ReduceOp:  # an object, of which each rank has its own; `SUM` is none
+        if type(value) is dist.ReduceOp:  # an object with a factor, unlike `SUM`
             state: Any = value.__getstate__()
             value = state[0]
         return str(getattr(value, "name", value)).rpartition(".")[2].lower()

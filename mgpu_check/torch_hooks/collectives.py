@@ -1,7 +1,7 @@
-"""Record each collective in a rank as it is entered, and what the ranks must agree on.
+"""Record each collective that a rank enters, with the properties that must be equal on all ranks.
 
-The public functions of ``torch.distributed``, and those of its functional collectives, are replaced by ones that note
-name, operand and call site before they do the same. The C++ reducer of DistributedDataParallel passes them by.
+The public functions of ``torch.distributed`` and the functional collectives are replaced by wrappers. A wrapper notes name,
+operand and call site, and then calls the function. DistributedDataParallel's C++ reducer bypasses the wrappers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS
 __all__ = ["Agreement", "Recorder", "install", "recorded_method", "recorded_wait", "recorder"]
 
 Agreement = tuple[tuple[Group, int, int], ...]
-"""For each group in which a rank has entered collectives: how many, and a checksum of what must be equal."""
+"""For each group whose collectives a rank has entered: their number, and a checksum of their properties."""
 
 
 _HOMES = {module.__name__.rpartition(".")[2]: module for module in (c10d, functional, utils)}
@@ -56,12 +56,12 @@ class Recorder:
         self._unlike: set[Group] = set()
 
     def attach(self, fd: int) -> None:
-        """Write to the file `fd` from now on."""
+        """Map the file `fd`, and record to it from now on."""
         os.ftruncate(fd, record.SIZE)
         self._memory = mmap.mmap(fd, record.SIZE)
 
     def begin(self) -> None:
-        """Start the account of a call."""
+        """Start a new record, at the start of a call."""
         if self._memory is None:
             return
         self._total = 0
@@ -73,23 +73,23 @@ class Recorder:
 
     @property
     def total(self) -> int:
-        """Number of operations that have begun."""
+        """The number of operations that have been entered."""
         return self._total
 
     def agreement(self) -> Agreement:
-        """Return what the members of each group must agree on."""
+        """Return the counts and checksums that must be equal on all members of each group."""
         return tuple((group, count, check) for group, (count, check) in sorted(self._groups.items()))
 
     def alike(self, group: Group) -> bool:
-        """Return whether all ranks of a group do as many operations in what was recorded: not in sends and receives."""
+        """Return whether backends must count equally on all ranks: not with sends, receives or "paired" sizes."""
         return group not in self._unlike
 
     def flows(self) -> tuple[Flow, ...]:
-        """Return what this rank has given others, and taken from them."""
+        """Return the tensors that this rank has sent to other ranks and received from them."""
         return self._flows.told()
 
     def call(self, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a collective, written down unless another one calls it."""
+        """Call a collective, and record it unless it is called inside another one."""
         if self._memory is None or self._inside.depth or not dist.is_initialized():
             return function(*args, **kwargs)
         slot, take_back = self._enter(form, args, kwargs)
@@ -111,7 +111,7 @@ class Recorder:
         return result
 
     def wait(self, function: Callable[..., Any], work: dist.Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wait for an asynchronous collective."""
+        """Wait for an asynchronous collective, and record its states."""
         slot = self._pending.get(id(work), -1)
         self._note(slot, b"W")
         result = function(work, *args, **kwargs)
@@ -120,7 +120,7 @@ class Recorder:
         return result
 
     def aside(self, function: Callable[[], Any]) -> None:
-        """Call a collective that is the engine's own, and is not written down."""
+        """Call a collective of the engine itself, which is not recorded."""
         self._inside.depth += 1
         try:
             function()
@@ -130,7 +130,7 @@ class Recorder:
     def _enter(
         self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Callable[[], None] | None]:
-        """Write a collective down. Its slot in the record; and what takes it out of the account of flows."""
+        """Record a collective; return its slot, and a function that removes it from the flows again, or None."""
         group = group_of(form.argument(form.group, args, kwargs))
         given = form.argument(form.operand, args, kwargs) if form.operand else None
         operand = shown(given)
@@ -166,32 +166,32 @@ class Recorder:
     ) -> Callable[[], None] | None:
         me, ranks = dist.get_rank(), group.ranks
         peer, in_group = get(form.root), get(f"group_{form.root}")
-        # Where it is said by neither, a receive is from anyone, and a collective has its root at 0.
+        # By default a receive accepts any source, and a collective has its root at 0.
         root = in_group if in_group is not None else ANY if form.peer else 0
         if peer is not None:
             root = ranks.index(peer) if peer in ranks else None
         if not isinstance(root, int) or me not in ranks or root >= len(ranks):
-            return None  # the collective itself will say what is wrong with it
+            return None  # the collective itself will report the invalid root
         tag = get("tag") if form.peer else COLLECTIVE
         return self._flows.add(form.name, get, group, me, root, tag or 0, site)
 
     def _note(self, slot: int, state: bytes) -> None:
-        """Change the state of an entry, unless a later one has taken its place, or a later call."""
+        """Change the state of an entry, unless later entries or a new call have overwritten it."""
         if self._memory is not None and max(0, self._total - record.KEPT) <= slot < self._total:
             start = record.HEADER.size + slot % record.KEPT * record.SLOT
             self._memory[start : start + 1] = state
 
 
 recorder = Recorder()
-"""That of this process."""
+"""The recorder of this process."""
 
 
 def install() -> None:
-    """Replace the functions, wherever torch has a name for them by now. Once, before the code under test is imported."""
+    """Replace the functions under all their names in torch. Call once, before the code under test is imported."""
     patches = Patches(among="torch.")
     for name, collective in COLLECTIVES.items():
         for home in collective.homes:
-            function = getattr(_HOMES[home], name, None)  # torch's versions differ in which they have
+            function = getattr(_HOMES[home], name, None)  # not every version of torch has all
             if function is not None and function.__name__ in COLLECTIVES:
                 patches.replace(function, _around(function, FunctionForm(function)))
     patches.apply()
@@ -202,7 +202,7 @@ def install() -> None:
 
 
 def recorded_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method of a work by which one waits for it."""
+    """Wrap the method `wait` of `Work`."""
 
     @functools.wraps(wait)
     def waiting(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
@@ -212,14 +212,14 @@ def recorded_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recorded_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method of a process group that has that name in `METHODS`."""
+    """Wrap the process group's method that is called `name` in `METHODS`."""
     return _around(method, MethodForm(name))
 
 
 def _around(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the compiler knows the function itself
+        if torch.compiler.is_compiling():  # the compiler must see the original function
             return function(*args, **kwargs)
         return recorder.call(function, form, args, kwargs)
 

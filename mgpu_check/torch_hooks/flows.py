@@ -1,8 +1,7 @@
-"""Read what a rank gives each other rank in an operation, and what it takes from it, so that both sides can be
-compared.
+"""Read from an operation's arguments what a rank sends to each peer and receives from it, to compare both sides later.
 
-Sends and receives, and the collectives in which ranks may well have tensors of different sizes: those whose sizes are
-"paired" in the table.
+This covers sends, receives, and collectives whose tensors may differ in size between ranks: those with "paired" sizes in the
+table.
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["FLOWS", "Flows", "size_of"]
 
-_MOST_RUNS = 64  # of one flow that are kept apart; of what comes after, the number of tensors is compared only
+_MOST_RUNS = 64  # per flow, to bound the size of an answer; later tensors are only counted
 
 Get = Callable[[str], Any]
 Parts = Iterator[tuple[bool, int, str]]
-"""Whether it is given, or taken; the index of the peer in the group, `ANY` for any; dtype and number of elements."""
+"""Tuples of three: True if sent, False if received; the peer's index in the group, or `ANY`; dtype and element count."""
 
 
 def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
-    """Describe a size, "float32[8]": dtype and number of elements, whatever the shape."""
+    """Return dtype and number of elements, without the shape: "float32[8]"."""
     return f"{name_of(tensor.dtype)}[{tensor.numel() if count is None else count}]"
 
 
 def _sizes(tensors: Any, count: int) -> list[str]:
-    """Return the sizes in a list with a tensor for each rank; nothing where it is none, of which the collective itself
-    will complain.
-    """
+    """Return the sizes in a list of one tensor per rank; [] if the list is invalid, which the collective will report."""
     if isinstance(tensors, (list, tuple)) and len(tensors) == count:
         return [size_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return []
@@ -83,11 +80,11 @@ def _all_to_all_single(get: Get, me: int, count: int, root: int) -> Parts:
     given = get("input")
     if not isinstance(given, torch.Tensor) or given.dim() == 0:
         return
-    # By its dimensions: a rank that gives nothing has rows of that size too.
+    # Computed from the dimensions, because a rank that sends no rows still receives rows of this size.
     row = math.prod(given.shape[1:])
     for giving, tensor, splits in (
         (True, given, get("input_split_sizes")),
-        # The functional one makes what it returns itself.
+        # The functional version allocates its output itself.
         (False, get("output"), get("output_split_sizes")),
     ):
         rows = list(splits) if isinstance(splits, (list, tuple)) and splits else None
@@ -132,24 +129,27 @@ FLOWS: Mapping[str, Callable[[Get, int, int, int], Parts]] = {
     "send_object_list": _send_objects,
     "recv_object_list": _receive_objects,
 }
-"""By function of ``torch.distributed`` that is "paired" in the table; given its arguments by name, the own index, the size, and the index of the root."""
+"""Name of each "paired" function of ``torch.distributed`` -> function that yields its parts.
+
+The arguments are a getter of arguments by name, the rank's own index in the group, the group's size, and the root's index.
+"""
 
 
 class Flows:
-    """The account of one rank, since `clear`."""
+    """The tensors that one rank has sent and received since `clear`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: dict[tuple[Group, bool, int, int], list[list[Any]]] = {}
 
     def clear(self) -> None:
-        """Start anew."""
+        """Forget all operations."""
         self._runs.clear()
 
     def add(
         self, name: str, get: Get, group: Group, me: int, root: int, tag: int, site: tuple[str, int]
     ) -> Callable[[], None]:
-        """Write an operation down that begins. What takes that back, if it then did not."""
+        """Record an operation before it starts, and return a function that removes it again, if it fails."""
         added: list[list[Any]] = []
         with self._lock:
             for given, index, what in FLOWS[name](get, group.ranks.index(me), len(group.ranks), root):
@@ -170,7 +170,7 @@ class Flows:
         return take_back
 
     def told(self) -> tuple[Flow, ...]:
-        """Return all of it, for the pytest process."""
+        """Return the flows for the pytest process."""
         if not self._runs:
             return ()
         with self._lock:

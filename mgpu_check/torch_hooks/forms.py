@@ -1,4 +1,4 @@
-"""Read the arguments of a collective, however it is called: a function of ``torch.distributed``, or a method of a group."""
+"""Read the arguments of a collective, called as a function of ``torch.distributed`` or as a method of a process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Form", "FunctionForm", "MethodForm"]
 
 _SINGLE = ("tensor", "output", "input")
 _LISTS = ("tensor_list", "gather_list", "scatter_list", "input_list")
-# How they are called as arguments of the methods, and in the objects with options that some of those take.
+# Names of the options as arguments of methods, and as attributes of the options objects that some methods take.
 _KEYWORDS = {
     "op": ("op", "reduceOp"),
     "group_src": ("root", "srcRank", "rootRank"),
@@ -26,14 +26,15 @@ class Form(Protocol):
     """How to read the arguments of one function or method.
 
     Attributes:
-        name: of the function of ``torch.distributed``, as reports have it.
-        parameters: their names, as `argument` knows them.
-        group, operand: those that say where, and with what; an empty one where there is none.
-        options: those that must be equal on all ranks.
-        root: what a rank that stands out is called, "src" or "dst".
-        peer: it is a send, or a receive.
-        symmetric: all ranks must have operands of the same dtypes and sizes.
-        paired: what a rank has must be what its peer has for it; see `flows`.
+        name: of the function of ``torch.distributed`` in reports.
+        parameters: the names that `argument` accepts.
+        group: name of the parameter for the process group.
+        operand: name of the parameter for the operand; empty without an operand.
+        options: names of the parameters that must be equal on all ranks.
+        root: name of the parameter for the root or peer, "src" or "dst".
+        peer: whether it is a send or a receive.
+        symmetric: whether all ranks must have operands of the same dtypes and sizes.
+        paired: whether the tensors of a rank must match those of its peers; see `flows`.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Form(Protocol):
     paired: bool
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the argument of that name, None where there is none."""
+        """Return the argument called `name`, or None."""
 
 
 class _OfTable:
@@ -60,7 +61,7 @@ class _OfTable:
 
 
 class FunctionForm(_OfTable):
-    """How to read the arguments of one function, by its signature."""
+    """Reads the arguments of one function by its signature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function.__name__)
@@ -72,7 +73,7 @@ class FunctionForm(_OfTable):
         self.options = tuple(name for name in (*OPERATIONS, *ROOTS) if name in parameters)
         self.root = "src" if "src" in parameters else "dst"
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
-        if "self" in parameters:  # of a functional collective: what takes the place of `input`
+        if "self" in parameters:  # a functional collective: `self` is its input
             self.operand = "self"
             self._positions["input"] = self._positions["self"]
 
@@ -84,7 +85,7 @@ class FunctionForm(_OfTable):
 
 
 class MethodForm(_OfTable):
-    """How to read the arguments of one method, whose first one is the group, by the table."""
+    """Reads the arguments of one method by the table. Its first argument is the group."""
 
     def __init__(self, method: str) -> None:
         super().__init__(METHODS[method].function)
@@ -111,7 +112,7 @@ class MethodForm(_OfTable):
 
 
 def _nested(value: Any) -> bool:
-    """Return whether it is a list of lists of tensors: of one for each device of this process, of which there is one."""
+    """Return whether a value is a list of lists of tensors, with one list for the single device of this process."""
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], (list, tuple))
 
 

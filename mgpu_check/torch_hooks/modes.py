@@ -1,4 +1,4 @@
-"""Modes of torch that a test may have entered and not left: autocast, inference mode, dispatch modes, flushed denormals."""
+"""Leave torch modes that a test entered and did not leave: autocast, inference mode, dispatch modes, flushed denormals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALLEST = sys.float_info.min
 
 
 class Modes:
-    """Modes of torch in a fresh rank."""
+    """The modes of torch in a fresh rank, which `restore` restores."""
 
     def __init__(self) -> None:
         self._autocast = _autocast()
@@ -24,9 +24,9 @@ class Modes:
         self._guards: list[Any] = []
 
     def restore(self) -> None:
-        """Leave those that were entered since."""
+        """Leave the modes that were entered since the start."""
         if torch.is_inference_mode_enabled():
-            # Whoever entered it holds what leaves it: within another it is as if it had never been.
+            # Only the guard that entered the mode can leave it. A nested guard with False has the same effect.
             guard = _core._InferenceMode(False)
             guard.__enter__()
             self._guards.append(guard)

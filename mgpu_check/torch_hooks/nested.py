@@ -1,6 +1,6 @@
-"""Walk values that are nested: dataclasses, mappings, named tuples, lists, tuples, and what torch's pytree knows.
+"""Walk nested values: dataclasses, mappings, named tuples, lists, tuples, and types registered with torch's pytree.
 
-The pytree alone would not do: dataclasses and most mappings are one thing to it.
+The pytree alone is not enough, because it treats dataclasses and most mappings as leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["entries", "leaves", "tensors_of", "with_tensors"]
 
 
 def entries(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the parts of a value, each with its key, name or index; None where it is one thing."""
+    """Return the parts of a value, each with its key, name or index; None for a leaf."""
     if isinstance(value, torch.Tensor):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -33,7 +33,7 @@ def entries(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """Yield what cannot be taken apart, and what `is_leaf` says is not to be, in order."""
+    """Yield the leaves of a value in order. `is_leaf` may make further values leaves."""
     parts = None if is_leaf(value) else entries(value)
     if parts is None:
         yield value
@@ -43,7 +43,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> 
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in it, in order; of a dataclass those that its constructor takes."""
+    """Return the tensors of a value in order; for a dataclass, those of its constructor's parameters."""
     found: list[torch.Tensor] = []
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the same structure with other tensors, in the order of `tensors_of`."""
+    """Return the same structure with its tensors replaced by `tensors`, in the order of `tensors_of`."""
     rest = iter(tensors)
     return _mapped(lambda tensor: next(rest), value)
 

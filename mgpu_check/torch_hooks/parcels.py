@@ -1,4 +1,4 @@
-"""Send tensors between processes as the bytes that they are: torch's own way of pickling copies each several times."""
+"""Pickle tensors as plain bytes, because torch's own pickling copies each tensor several times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Parcel"]
 
 
 class Parcel:
-    """A dict that holds tensors, as it is pickled: what is unpickled is a dict again.
+    """A dict with tensors, in a form for pickling. It is unpickled as a plain dict.
 
-    Dense tensors on the CPU arrive as tensors of their own, without autograd history, even where they shared memory.
+    Dense tensors on the CPU arrive without autograd history, each with its own memory, even if they shared memory before.
     """
 
     def __init__(self, content: Mapping[Any, Any]) -> None:
@@ -30,7 +30,7 @@ class Parcel:
 
 
 class _Bytes:
-    """One tensor, packed."""
+    """One tensor that is pickled as bytes, dtype and shape."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach().contiguous()

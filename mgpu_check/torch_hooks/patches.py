@@ -1,6 +1,6 @@
-"""Replace attributes of torch, of Python or of recipes, and put every one of them back. Imports no torch.
+"""Replace attributes of torch, Python or recipes, and restore all of them. Imports no torch.
 
-`unittest.mock` replaces single attributes; here an object is replaced under all names that modules have for it, too.
+`unittest.mock` replaces single attributes. This module can also replace an object under all its names in loaded modules.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _ABSENT = object()
 
 
 class Patches:
-    """A list of replacements with an exact undo, in reverse order. Where they are to last, nobody calls `undo`.
+    """A list of replacements with an exact undo, in reverse order.
 
-    `set` and `wrap` replace one attribute of one owner. `replace` replaces an object by another under every name that a
-    loaded module has for it, so that ``from torch import randn`` of a module loaded earlier is covered too; names that
-    are bound before the undo are taken back as well.
+    `set` and `wrap` replace one attribute of one owner. `replace` replaces an object under every name that a loaded module
+    has for it, which includes an earlier ``from torch import randn``. `undo` also restores names that modules bind to the
+    replacement later. Without `undo` the replacements are permanent.
     """
 
     def __init__(self, *, among: str = "", sparing: str | None = None) -> None:
-        """Begin without any.
+        """Create an empty list.
 
         Args:
-            among: how the names of the modules begin in which `replace` looks for names of an object.
-            sparing: how the names of those begin that keep the object itself.
+            among: prefix of the modules that `replace` changes; empty for all.
+            sparing: prefix of modules that `replace` does not change, or None.
         """
         self._among, self._sparing = among, sparing
         self._undo: list[tuple[object, str, object]] = []
@@ -44,9 +44,9 @@ class Patches:
         setattr(owner, name, value)
 
     def wrap(self, owner: object, name: str, around: Callable[[Any], Any]) -> None:
-        """Set ``owner.name`` to ``around(function)``, where the function is what it is now.
+        """Set ``owner.name`` to ``around(function)``, with the present function.
 
-        A static method stays one, and so does a class method, whose function takes the class.
+        Static and class methods keep their kind. The function of a class method takes the class.
         """
         found = inspect.getattr_static(owner, name) if isinstance(owner, type) else None
         if isinstance(found, (staticmethod, classmethod)):
@@ -55,29 +55,29 @@ class Patches:
             self.set(owner, name, around(getattr(owner, name)))
 
     def replace(self, old: object, new: object) -> None:
-        """Let `new` stand for `old` in the namespaces of loaded modules, from the next `apply` on."""
+        """Register `new` as the replacement of `old` in the namespaces of loaded modules, for the next `apply`."""
         self._new_of[id(old)] = new
         self._old_of[id(new)] = old
 
     def replaced(self) -> list[tuple[int, object]]:
-        """Return the ``id`` of each object that is replaced, and what stands for it."""
+        """Return the ``id`` of each replaced object with its replacement."""
         return list(self._new_of.items())
 
     def changed(self, owner: object) -> frozenset[str]:
-        """Return which attributes of `owner` have been set."""
+        """Return the names of the attributes of `owner` that have been set."""
         return frozenset(name for other, name, _ in self._undo if other is owner)
 
     def at_exit(self, call: Callable[[], object]) -> None:
-        """Call this when the patches are undone, before anything is put back."""
+        """Register `call` to run in `undo`, before anything is restored."""
         self._at_exit.append(call)
 
     def apply(self) -> None:
-        """Put what `replace` was told in place."""
+        """Make the replacements that `replace` registered."""
         for module, name, value in self._names(self._new_of):
             setattr(module, name, value)
 
     def undo(self) -> None:
-        """Put everything back, also where one of the calls of `at_exit` raises."""
+        """Restore everything, even if a call of `at_exit` raises."""
         try:
             for call in reversed(self._at_exit):
                 call()
@@ -106,7 +106,7 @@ class Patches:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set attribute `name` of `owner` to `value`, and back on exit; one that was inherited is inherited again.
+    """Set attribute `name` of `owner` to `value`, and restore it on exit; an inherited attribute is inherited again.
 
     Raises:
         AttributeError: `owner` has no such attribute.

@@ -1,8 +1,7 @@
-"""Keep how torch rounds float32 in matrix products, convolutions and recurrent networks: save, put back, hold at
-float32.
+"""Save, restore and fix how torch rounds float32 in matrix products, convolutions and recurrent networks.
 
-Torch has two interfaces for it. The older one (``allow_tf32``, ``set_float32_matmul_precision``) raises when it is asked for
-what was set by the newer one (``fp32_precision``) and has no name in it. What is kept here never asks in vain.
+Torch has two interfaces for these settings. The getters of the older one (``allow_tf32``, ``set_float32_matmul_precision``)
+raise if the newer one (``fp32_precision``) has set a value that the older one cannot express. This module handles both.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ _REDUCTIONS = (
 )
 
 Precision = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
-"""What the older interface says (None where it cannot), what the newer one does, and how sums in narrow dtypes are split."""
+"""Values of the older interface (None if it raises), values of the newer one, and flags for sums in narrow dtypes."""
 
 _get: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 _set: Callable[[str, str, str], Any] = torch._C._set_fp32_precision_setter
 
 
 def kept() -> Precision:
-    """Return the precision as it is now; equal to another if all is as it was then."""
+    """Return the present settings. Equal settings compare equal."""
     older = _said(torch.get_float32_matmul_precision), _said(torch._C._get_cudnn_allow_tf32)
     newer = tuple(_get(*setting) for setting in (*_ABOVE, *_OPERATORS))
     return older, newer, tuple(getattr(torch.backends.cuda.matmul, name) for name in _REDUCTIONS)
 
 
 def put_back(precision: Precision) -> None:
-    """Make it what it was when `precision` was kept."""
+    """Restore settings that `kept` returned."""
     (matmul, cudnn), newer, reductions = precision
     values = dict(zip((*_ABOVE, *_OPERATORS), newer, strict=True))
-    # The older interface changes the newer one's values, and not the other way round.
+    # Restore the older interface first, because it changes values of the newer one, and not the other way round.
     if matmul is not None:
         torch.set_float32_matmul_precision(matmul)
     if cudnn is not None:
         torch._C._set_cudnn_allow_tf32(cudnn)
     for setting in (*_ABOVE, *_OPERATORS):
         if _get(*setting) != values[setting]:
-            _set(*setting, "none")  # what has none of its own follows what stands above it
+            _set(*setting, "none")  # without its own value it inherits the general one
             if _get(*setting) != values[setting]:
                 _set(*setting, values[setting])
     for name, value in zip(_REDUCTIONS, reductions, strict=True):
@@ -57,9 +56,7 @@ def put_back(precision: Precision) -> None:
 
 
 def exact() -> None:
-    """Compute float32 as float32, on the CPU, too; keep sums in narrow dtypes in float32 from their first to their last
-    term.
-    """
+    """Turn off TF32 and other reduced precision, also on the CPU, and accumulate sums in narrow dtypes in float32."""
     torch.set_float32_matmul_precision("highest")
     torch._C._set_cudnn_allow_tf32(False)
     for setting in _OPERATORS:
@@ -71,7 +68,11 @@ def exact() -> None:
 
 @contextmanager
 def repeatable(tf32: bool = False) -> Iterator[None]:
-    """Round float32 as float32, or in products and convolutions as TF32; let cuDNN choose the same kernels each time."""
+    """Fix the rounding of float32 and cuDNN's choice of kernels, and restore both on exit.
+
+    Args:
+        tf32: whether matrix products and convolutions use TF32.
+    """
     cudnn = torch.backends.cudnn
     before, chosen = kept(), (cudnn.deterministic, cudnn.benchmark)
     try:

@@ -1,10 +1,9 @@
-"""Functions of torch and of Python that code has put others in the place of, and hooks that it has put on all modules.
+"""Detect functions of torch and Python that a test has replaced, and hooks that it has registered on all modules.
 
-They are not put back, because a library may have done it as it was imported, and is imported once: a fresh process has
-neither. What installed packages do is left alone, for they do it in every process.
+They are not restored: a library may have replaced a function during its import, which happens once per process. A fresh
+process has neither. Replacements by installed packages do not count, because they happen in every process.
 
-Operators of torch that are written in C, and classes, are not looked at. There are two thousand of them, and this happens
-after every test.
+torch's operators in C and its classes are not checked. There are two thousand of them, and the check runs after every test.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _kinds(owner: Any) -> tuple[type, ...]:
     return (*_FUNCTIONS, types.BuiltinFunctionType, types.MethodType) if owner in _WITH_C else _FUNCTIONS
 
 
-# Looked up once, in the process that ranks are forked from: each value that is looked at is a page that a rank then copies.
+# Computed once, in the fork server: each value that a rank touches makes it copy a page of memory.
 _NAMES = tuple(
     (owner, [name for name, value in vars(owner).items() if issubclass(type(value), _kinds(owner))])
     for owner in _OWNERS
@@ -55,11 +54,11 @@ class Replaceable:
         self._hooks = {name: dict(getattr(modules, name)) for name in _HOOKS}
 
     def changed(self) -> list[str]:
-        """Describe what stands elsewhere now."""
+        """Describe the functions and hooks that have changed."""
         found = []
         for owner, names, functions in self._functions:
             now = vars(owner)
-            if list(map(now.get, names)) == functions:  # by far the fastest way to look at thousands
+            if list(map(now.get, names)) == functions:  # by far the fastest way to compare thousands
                 continue
             for name, value in zip(names, functions, strict=True):
                 if now.get(name, _MISSING) is not value and _by_a_test(now.get(name, _MISSING)):

@@ -1,4 +1,4 @@
-"""One seed for all generators that code under test may draw from."""
+"""Seed all random generators that the code under test may use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of torch, on the CPU and on GPUs, of Python and, where it is imported, of NumPy."""
-    # Not by torch.manual_seed: for each kind of device that is not there, it keeps the seed, and the stack of the call.
+    """Seed the generators of torch (CPU and GPUs), of Python, and of NumPy if it is imported."""
+    # torch.manual_seed would store the seed and a stack trace for each kind of device that is not initialized.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

@@ -1,6 +1,6 @@
-"""The table of collectives: all that is known of each, in one row. Plain data; imports no torch.
+"""The table of collectives, with one row for each. Plain data; imports no torch.
 
-Who records collectives, reads their arguments, looks for mistakes in them or simulates them reads it here.
+The recorder, the readers of arguments, the rules for mistakes, and the simulated node all use this table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Kind = Literal["reduction", "parts", "copy", "objects", "barrier", "message", "m
 Sizes = Literal["equal", "paired", ""]
 
 OPERATIONS = ("op", "reduceOp")
-"""Parameters that say how tensors are reduced."""
+"""Parameters for the operation of a reduction."""
 ROOTS = ("src", "dst", "group_src", "group_dst")
-"""Parameters that name one rank, in the default group or by its index in the group."""
+"""Parameters for one rank: its rank in the default group, or its index in the group."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Method:
     """A method of `torch.distributed.ProcessGroup`.
 
     Attributes:
-        function: the function that does the same; both have one name in reports.
-        parameters: those of that function, in the order of the method's. A method names ranks by their index in the group.
+        function: the equivalent function, whose name reports use.
+        parameters: the function's names for the parameters, in the order of the method. Methods take ranks as indices in
+            the group.
     """
 
     function: str
@@ -39,15 +40,14 @@ class Collective:
     """A function of ``torch.distributed``.
 
     Attributes:
-        kind: what ranks have after it: a "reduction" of all tensors; "parts", one by each rank or for each rank; a "copy"
-            of one rank's tensor; Python "objects"; nothing, of a "barrier"; a "message" of one other rank; or a "model",
-            checked or copied as DistributedDataParallel is made.
-        operand: the parameter that says what a rank contributes, or receives, by which ranks can be compared; "" where there
-            is none.
-        sizes: "equal" where every rank has tensors of as many elements, and of the same dtype; "paired" where what a rank
-            has must be what its peer has for it (see `flows`); "" where they are not compared.
-        homes: the modules of ``torch.distributed`` that have it. Of functional collectives the operand is `self`.
-        methods: the methods of process groups that do the same, with their parameters; see `Method`.
+        kind: the result on the ranks: a "reduction" of all tensors; "parts", one from or for each rank; a "copy" of one
+            rank's tensor; Python "objects"; nothing for a "barrier"; a "message" from one other rank; or a "model", which
+            the constructor of DistributedDataParallel checks or copies.
+        operand: the parameter whose value is compared between ranks: their contribution or result; "" for no comparison.
+        sizes: "equal" if all ranks must have tensors with the same dtype and number of elements; "paired" if the tensors
+            of a rank must match those of its peer (see `flows`); "" if sizes are not compared.
+        homes: the modules of ``torch.distributed`` that define it. The operand of a functional collective is `self`.
+        methods: the equivalent methods of process groups, with their parameters; see `Method`.
     """
 
     kind: Kind
@@ -137,7 +137,7 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType({
     "_verify_param_shape_across_processes": Collective("model", "tensors", homes=_MODEL),
     "_sync_params_and_buffers": Collective("model", "module_states", homes=_MODEL),
 })  # fmt: skip
-"""By name of the function. In reports a name has no underscore at its beginning."""
+"""Name of the function -> its row. Reports omit a leading underscore."""
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
@@ -146,4 +146,4 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         for method, parameters in collective.methods.items()
     }
 )
-"""By name of the method."""
+"""Name of the method -> its function and parameters."""

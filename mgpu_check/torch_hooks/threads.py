@@ -1,4 +1,4 @@
-"""With how many threads torch computes on the CPU, for a time."""
+"""Set torch's number of CPU threads for a while."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _MOST = 16
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[int]:
-    """Compute with one thread, as ranks do that share a machine: small steps gain nothing from more. Yield how many there
-    were.
-    """
+    """Compute with one thread, because small steps on a shared machine do not profit from more. Yield the former number."""
     before = torch.get_num_threads()
     with _threads(1):
         yield before
@@ -26,7 +24,7 @@ def one_thread() -> Iterator[int]:
 
 @contextlib.contextmanager
 def some_threads(most: int, needed: bool = True) -> Iterator[None]:
-    """Compute with `most` threads at most, where that is needed: with as many as processors are idle."""
+    """Compute with one thread per idle processor, at most `most` and 16; change nothing unless `needed`."""
     with _threads(max(1, min(most, _MOST, _idle_processors())) if needed else torch.get_num_threads()):
         yield
 
@@ -42,9 +40,9 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _idle_processors() -> int:
-    """Return how many processors this process may use, itself included, while others are left theirs.
+    """Return the number of processors that no other process uses at the moment; 1 if unknown.
 
-    Threads that share a processor with other processes have each other wait at the end of every operator.
+    If threads share a processor with other processes, all threads wait for the slowest at the end of every operator.
     """
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
