@@ -138,8 +138,10 @@ def imbalance(found: Sequence[Unmatched], who: Who) -> RankFailure:
     if len(found) > _MOST_TOLD:
         lines.append(f"and {len(found) - _MOST_TOLD} more such pairs")
     in_collectives = all(one.tag == COLLECTIVE for one in found)
-    undefined = "what they computed in them is undefined"
-    lines.append(f"all ranks returned: {undefined if in_collectives else 'a later receive could take what is left'}")
+    undefined = "the results of these collectives are undefined"
+    lines.append(
+        f"all ranks returned: {undefined if in_collectives else 'a later transfer could pair with what is left'}"
+    )
     odd = set.intersection(*({one.sender, one.receiver} for one in found))
     involved = {rank for one in found for rank in (one.sender, one.receiver)} - {ANY}
     ranks = sorted(odd - {ANY} if len(odd) == 1 and len(found) > 1 else involved) or sorted(involved)

@@ -199,7 +199,7 @@ class Account:
                 lines.append((some, f"{self.who.full(some)} raised {self.raised[some[0]].failure.headline}"))
             others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
             if others:
-                lines.append((others, f"{self.who.full(others)} raised the same with other values"))
+                lines.append((others, f"{self.who.full(others)} raised the same error with other values"))
         return lines
 
     def headlines(self, doing: str | None = None) -> list[str]:
@@ -278,10 +278,10 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
     """Return the error for ranks that have all returned but entered different collectives."""
     parted = parting(records) or {}
     text = different_collectives(parted, who)
-    first = text or "ranks have entered different collectives, or with different tensors"
+    first = text or "ranks entered different collectives, or the same ones with different tensors"
     lines = [first, *([] if text else last_collectives(records, who))]
     odd = _odd(parted)
-    lines.append("all ranks returned: what they computed in them is undefined")
+    lines.append("all ranks returned: the results of these collectives are undefined")
     error = all_returned(lines, who, records, odd or records)
     if not odd:
         return error

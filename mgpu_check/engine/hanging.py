@@ -46,6 +46,6 @@ class Places:
                 after = f", after {record.last}" if record.last else ""
                 where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
                 if end.settling:
-                    where = "done, but for what it has queued on its devices"
+                    where = "done, except for work that is queued on its devices"
                 places.elsewhere[rank] = where + after
         return places

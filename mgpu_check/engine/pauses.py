@@ -128,7 +128,7 @@ class Pauses:
         for group, of_group in numbers.items():
             if len(of_group) == len(group.ranks) and len(set(of_group.values())) > 1:
                 described = self._described().get(group.name, "") if group.name else ""
-                return self._uneven(Uneven(group, described, of_group, {}), "operations, with those that C++ makes,")
+                return self._uneven(Uneven(group, described, of_group, {}), "operations (including calls from C++)")
         return None
 
     def _part_held(self) -> RankFailure | None:

@@ -30,5 +30,5 @@ def test_errors_that_differ_in_values_are_told_apart_as_far_as_that_helps():
         "rank 0 of 5 raised ValueError: 0",
         "rank 1 of 5 raised ValueError: 1",
         "rank 2 of 5 raised ValueError: 2",
-        "ranks 3-4 of 5 raised the same with other values",
+        "ranks 3-4 of 5 raised the same error with other values",
     ]

@@ -469,7 +469,7 @@ def test_a_call_ends_with_what_its_simulated_streams_have_to_do(pool):
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda._sleep(cycles)
 
-    with pytest.raises(RankHang, match=r"rank 1 is done, but for what it has queued on its devices"):
+    with pytest.raises(RankHang, match=r"rank 1 is done, except for work that is queued on its devices"):
         pool.run(sleep, 10**15, size=2, timeout=0.5)
     pool.run(sleep, 30_000_000, size=2)  # 20 ms
     assert pool.run(lambda rank: rank.index, size=2) == [0, 1]
