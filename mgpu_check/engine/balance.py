@@ -13,7 +13,7 @@ from mgpu_check.processes.record import relative
 
 __all__ = ["Unmatched", "imbalance", "unmatched"]
 
-_MOST_TOLD = 4
+_MOST_TOLD = 4  # lines of a report: more rarely help
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ __all__ = [
     "raised_at",
 ]
 
-_MOST_HEADLINES = 3
+_MOST_HEADLINES = 3  # messages of the same error in a report: more rarely help
 _ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")  # of a peer, in errors of gloo: it differs between ranks
 
 NODE = -1

@@ -16,7 +16,7 @@ from mgpu_check.processes.stacks import HALTED, clean
 
 __all__ = ["Process", "describe_exit", "halted"]
 
-STACKS_TIMEOUT = 1.0
+STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in milliseconds
 
 
 class Process:

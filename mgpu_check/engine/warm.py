@@ -24,7 +24,7 @@ _SHARE = 8
 _LEAST_PROCESSES = 2
 _UNKNOWN_MEMORY = 16 << 30
 
-_EXIT_TIMEOUT = 10.0
+_EXIT_TIMEOUT = 10.0  # seconds: a killed process with a device context takes seconds to end
 
 
 @dataclass(frozen=True)

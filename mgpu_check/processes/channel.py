@@ -26,7 +26,7 @@ _HEADER = struct.Struct("!4sQ")
 _LENGTH = struct.Struct("!Q")  # of each buffer in a file
 _ALIGNED = 64  # bytes: alignment of each buffer in a file, sufficient for every dtype
 _LEAST_FILE = 16 << 20  # bytes: for smaller messages a file is not worth a descriptor for the life of its contents
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes per recv
 _AT_ONCE = 64 * _CHUNK  # bytes per `receive`, so that its caller can check the deadline and serve other ranks
 
 # A message is in memory twice, pickled and unpickled, so a longer one cannot be genuine.

@@ -18,7 +18,7 @@ KEPT = 32
 """Number of collectives in a record, which holds the last ones."""
 
 SLOT = 512
-"""Bytes for each collective, enough for texts of the lengths below."""
+"""Bytes for each collective. A longer entry, which only several long texts together make, is cut."""
 
 HEADER = struct.Struct("=Q")
 """The number of collectives that were entered in this call."""
@@ -29,8 +29,8 @@ State = Literal["inside", "done", "pending", "waiting", "failed"]
 
 _STATES: dict[str, State] = {"I": "inside", "D": "done", "P": "pending", "W": "waiting", "F": "failed"}
 _SEPARATOR = "\x1f"
-_LONGEST_FILE = 200
-_LONGEST = 80
+_LONGEST_FILE = 200  # characters: the end of a path identifies the file
+_LONGEST = 80  # characters of any other text
 
 
 @dataclass(frozen=True)

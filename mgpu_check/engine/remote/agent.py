@@ -35,8 +35,8 @@ MISUSE = 4
 """Exit code of an agent that must not join. pytest uses the same code for a wrong command line."""
 
 _LEAST_TIMEOUT = 60.0  # a lower limit, because the agents of a run may start a minute apart
-_SEND_TIMEOUT = 10.0
-_END_TIMEOUT = 15.0
+_SEND_TIMEOUT = 10.0  # seconds: a driver that reads nothing for so long is lost
+_END_TIMEOUT = 15.0  # seconds for the driver to finish its report
 _METHODS = frozenset(
     {"mark_output", "output", "ask_for_stacks", "stacks", "last_words", "record_bytes"}
     | {"replaced_by", "runnable", "kill", "close"}

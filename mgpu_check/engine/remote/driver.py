@@ -26,7 +26,7 @@ from mgpu_check.processes.launched import OF_LAUNCHERS
 __all__ = ["Driver", "is_driver", "start_driver", "take_over"]
 
 _VARIABLE = "_MGPU_CHECK_DRIVER"
-_PATIENCE = 300.0
+_PATIENCE = 300.0  # seconds without agents, until `Driver.launcher` sets the value of the options
 
 
 def start_driver(

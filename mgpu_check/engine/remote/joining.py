@@ -20,9 +20,9 @@ __all__ = ["Refused", "Run", "connect"]
 
 _CONNECT_TIMEOUT = 10.0
 _PROOF_TIMEOUT = 60.0
-_RETRY = 0.1
-_GONE_TIMEOUT = 60.0
-_KNOCK_TIMEOUT = 5.0
+_RETRY = 0.1  # seconds between two reads of the store
+_GONE_TIMEOUT = 60.0  # seconds for the next attempt to announce its driver
+_KNOCK_TIMEOUT = 5.0  # seconds: this process ends with an error anyway
 
 
 class Refused(Exception):

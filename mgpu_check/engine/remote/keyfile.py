@@ -26,7 +26,7 @@ REMEDY = (
 _NAME = Path("mgpu-check", "agent-key")
 _SHORTEST, _LONGEST = 32, 4096  # bytes
 _FEWEST = 8  # different bytes: a full disk or a sparse copy leaves a file of zeros
-_ATTEMPTS = 20
+_ATTEMPTS = 20  # in case another program keeps removing the file
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

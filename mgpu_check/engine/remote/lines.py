@@ -17,8 +17,8 @@ __all__ = ["LONGEST", "Lines", "line", "shut", "tune"]
 LONGEST = 4 << 20
 """Maximum bytes of a line. The stacks and the kept output of a rank are shorter."""
 
-_IDLE, _INTERVAL, _PROBES = 15, 5, 4
-_UNANSWERED_MS = 35_000
+_IDLE, _INTERVAL, _PROBES = 15, 5, 4  # seconds, seconds, count: a lost host is detected after 35 s
+_UNANSWERED_MS = 35_000  # the same time for unacknowledged data
 
 
 def tune(connection: socket.socket, control: bool) -> None:

@@ -15,8 +15,8 @@ from mgpu_check.engine.remote.lines import LONGEST, Lines
 
 __all__ = ["Listener"]
 
-_MOST = 64
-_TIMEOUT = 20.0
+_MOST = 64  # pending connections, so that strangers cannot use up the file descriptors
+_TIMEOUT = 20.0  # seconds to authenticate
 
 
 @dataclass

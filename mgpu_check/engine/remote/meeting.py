@@ -25,7 +25,7 @@ PREFIX = "mgpu-check"
 """Prefix of all keys in the store."""
 
 _DRIVER, _END = "driver", "end"
-_LONGEST = 1 << 16
+_LONGEST = 1 << 16  # bytes of an entry: genuine entries have less than one thousand
 
 
 @dataclass(frozen=True)
