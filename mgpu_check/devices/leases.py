@@ -54,7 +54,7 @@ def machine_directory() -> Path:
         LeaseError: the directory cannot be created, or other users could tamper with it.
     """
     path = MACHINE
-    remedy = f"remove {path}, or have its owner do so; every user makes it anew, with mode 1777"
+    remedy = f"remove {path}, or have its owner do so; the next run creates it again, with mode 1777"
     deadline = time.monotonic() + 2.0
     while True:
         try:
@@ -62,7 +62,7 @@ def machine_directory() -> Path:
                 path.mkdir()
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode):
-                raise LeaseError(f"{path} is where devices are leased, but it is no directory; {remedy}")
+                raise LeaseError(f"{path} is where devices are leased, but it is not a directory; {remedy}")
             if stat.S_IMODE(found.st_mode) == 0o1777:
                 return path
             if found.st_uid == os.geteuid():

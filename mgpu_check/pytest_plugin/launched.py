@@ -71,7 +71,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     if gpus > len(slots):
         raise Misfit(
             f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one for "
-            f"each GPU, or ask for --gpus={len(slots)}"
+            f"each GPU, or use --gpus={len(slots)}"
         )
     slots = slots[:gpus]
     pool.set_slots(slots)

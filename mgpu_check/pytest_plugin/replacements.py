@@ -190,7 +190,7 @@ def _value(target: Any, item: bool, name: Any) -> Any:
 
 
 def _import_path(target: Any) -> tuple[str, tuple[str, ...]] | None:
-    """Return the import path of `target` for another process; None if there is none, or it is pickled by value."""
+    """Return the import path of `target` for another process; None if it has no such path, or is pickled by value."""
     if isinstance(target, types.ModuleType):
         return (
             (target.__name__, ()) if _importable(target.__name__) and sys.modules[target.__name__] is target else None

@@ -64,7 +64,7 @@ class GpuSession:
         shared: directory where the workers of one run lease simulated devices; None in a run of one process.
         waits: seconds that each delayed test waited for devices.
         on_wait: called with a line about each long wait.
-        on_ranks: called before the fixture `ranks` is used: a test may use it without having asked for it.
+        on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
         replacements: pickles the replacements of fixtures for a function; see `Replacements.pickled`.
         until_end: contexts that end with the current test.
     """

@@ -95,7 +95,7 @@ _BITWISE = ("BAND", "BOR", "BXOR")
 
 _LAYOUTS_WITHOUT_GLOO = {
     ("all_to_all", "uneven"): "gloo takes lists of tensors of one size only",
-    ("all_gather_into_tensor", "scalar"): "gloo wants an input with dimensions",
+    ("all_gather_into_tensor", "scalar"): "gloo needs an input with dimensions",
     ("reduce_scatter_tensor", "scalar"): "gloo ends the process with a signal 11: a defect of torch",
 }
 
@@ -114,7 +114,7 @@ def left_out(call: CollectiveCall) -> str:
     if dtype not in REDUCED:
         return "torch refuses to reduce it"
     if op in _BITWISE and dtype not in (*INTEGERS, "bool"):
-        return "bits are those of integers"
+        return "bitwise operations need integers or bool"
     if op in ("AVG", "PREMUL_SUM") and dtype in _COMPLEX and call.values == "special":
         return "infinity times a complex factor is not defined"
     if op in ("AVG", "PREMUL_SUM") and dtype in (*INTEGERS, "bool"):
@@ -134,7 +134,7 @@ def _gloo_does_not_take(call: CollectiveCall) -> str:
 
 def _no_device_takes(call: CollectiveCall) -> str:
     if call.function == "scatter" and call.layout == "gaps":
-        return "NCCL scatters views with gaps as if they had none, silently: a defect of torch"
+        return "the scatter of views with gaps silently ignores the gaps: a defect of torch"
     if call.function.startswith("reduce_scatter") and call.dtype in _COMPLEX:
         return "torch does not view complex numbers as real ones for NCCL's reduce_scatter"
     if call.function in COPYING:

@@ -40,7 +40,7 @@ def test_snapshots_samples_and_troubles_name_the_gpu_and_the_field() -> None:
     ]
     assert [(t.gpu, t.code) for t in troubles if t.kind == "xid"] == [(0, 48)]
     assert {sample.gpu for sample in sampler.samples()} == {0, 1, 2, 3}
-    assert sampler.snapshot().absent == "the process that asks the driver has ended"
+    assert sampler.snapshot().absent == "the process that queries the driver has ended"
 
 
 def test_one_that_hangs_and_one_that_is_lost_cost_the_others_nothing() -> None:
@@ -68,8 +68,8 @@ def test_a_process_that_dies_is_a_trouble_with_what_it_had_asked() -> None:
         taken = sampler.snapshot()
     (trouble,) = sampler.troubles()
     assert (trouble.kind, trouble.gpu, trouble.field) == ("sampler", 2, "power")
-    assert trouble.text == "the process that asks the driver has ended with signal SIGSEGV"
-    assert taken.absent == "the process that asks the driver has ended"
+    assert trouble.text == "the process that queries the driver has ended with signal SIGSEGV"
+    assert taken.absent == "the process that queries the driver has ended"
 
 
 def test_it_ends_with_the_process_that_has_it() -> None:

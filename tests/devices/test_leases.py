@@ -303,7 +303,7 @@ def test_a_directory_of_ones_own_that_is_too_narrow_is_opened(machine):
 def test_a_link_in_the_place_of_the_directory_is_refused(machine, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o1777)
     machine.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LeaseError, match=r"leases is where devices are leased, but it is no directory; remove"):
+    with pytest.raises(LeaseError, match=r"leases is where devices are leased, but it is not a directory; remove"):
         DeviceLeases(["a"]).check()
 
 

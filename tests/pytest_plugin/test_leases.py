@@ -443,7 +443,7 @@ def test_where_devices_cannot_be_leased_the_run_is_refused(pytester, run, locks)
     result = run("--gpus=all")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: mgpu-check: *locks is where devices are leased, but it is no directory; remove *"]
+        ["ERROR: mgpu-check: *locks is where devices are leased, but it is not a directory; remove *"]
     )
 
 

@@ -121,7 +121,10 @@ def test_without_gpus_nothing_is_asked_for(run, pytester):
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.no_fnmatch_line("mgpu-check 0*")
     result.stdout.fnmatch_lines(
-        ["mgpu-check: 1 tests were skipped for want of GPUs*", "SKIPPED*test_*needs GPUs: run with --gpus=N*"]
+        [
+            "mgpu-check: 1 tests were skipped because there are too few GPUs*",
+            "SKIPPED*test_*needs GPUs: run with --gpus=N*",
+        ]
     )
 
 

@@ -66,7 +66,7 @@ FIELDS: dict[str, Field] = {
         Field("repair_pending", "state", "", "a memory channel or a TPC waits for its repair"),
         Field("sram_threshold", "state", "", "more uncorrectable errors in SRAM than a GPU may have"),
         Field("unrepairable_memory", "state", "", "memory that cannot be repaired"),
-        Field("recovery_action", "state", "", "what the driver asks for"),
+        Field("recovery_action", "state", "", "recovery action that the driver requests"),
         Field("fabric", "state", "", "state of the NVLink fabric"),
         Field("temperature", "gauge", "degrees Celsius", "temperature"),
         Field("memory_temperature", "gauge", "degrees Celsius", "temperature of the memory"),

@@ -55,8 +55,7 @@ class NvmlSource:
             count = int(pynvml.nvmlDeviceGetCount())
         except pynvml.NVMLError as error:
             raise Absent(
-                f"NVIDIA's management library does not work ({error}): look at nvidia-smi; on GPUs of other makers there is "
-                "no telemetry"
+                f"NVIDIA's management library does not work ({error}): run nvidia-smi; GPUs of other makers have no telemetry"
             ) from None
         handles, trouble = self._handles(count)
         self._gpus: dict[int, Any] = {}

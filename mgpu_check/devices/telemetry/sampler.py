@@ -214,7 +214,9 @@ class Sampler:
         return ""
 
     def _snapshot(self, answers: Mapping[int, Mapping[str, Any]], timeout: float) -> Snapshot:
-        absent = self._absent or ("the process that asks the driver has ended" if self._ended and not answers else "")
+        absent = self._absent or (
+            "the process that queries the driver has ended" if self._ended and not answers else ""
+        )
         if not absent and not self._ready:
             absent = f"the driver's library has not answered within {min(timeout, PATIENCE * self._deadline):g} s"
         taken: dict[int, dict[Kind, dict[str, Any]]] = {}
@@ -278,5 +280,5 @@ class Sampler:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         asked = self.asked_now()
         gpu, name = asked[0] if len(asked) == 1 else (None, "")
-        text = f"the process that asks the driver has ended with {how}"
+        text = f"the process that queries the driver has ended with {how}"
         return Trouble("sampler", gpu, name, text, self.now())

@@ -59,7 +59,7 @@ class CommandLine:
     """A pytest plugin that holds the `mgpu-check` command line as the user typed it.
 
     Attributes:
-        words: the subcommand, such as () or ("selftest",).
+        words: the subcommand with its own options, such as () or ("selftest", "--quick").
         arguments: the arguments that pytest received.
         omits: the prefix that the user leaves out of option names in this command: "--accept-" for ``--report`` in place
             of ``--accept-report``.
@@ -91,7 +91,7 @@ class Invocation:
         directory: working directory of the call.
         program: the shell words before the options, such as ("python", "-m", "pytest").
         suite_program: the shell words for a check of the packaged suite.
-        options: options of mgpu-check that differ from the ini file.
+        options: options of mgpu-check, without those from the ini file, which pytest reads again.
         suite_options: all options of mgpu-check; the packaged suite does not read this ini file.
         kept: other options of the call that may change a test.
         seed: of Hypothesis, from the command line; None if it was not given.
