@@ -19,6 +19,7 @@ from mgpu_check.simulated.composites import install_composites
 from mgpu_check.simulated.devices import install_device_type
 from mgpu_check.simulated.factories import install_factories
 from mgpu_check.simulated.functions import install_functions
+from mgpu_check.simulated.graphs import install_graphs
 from mgpu_check.simulated.host_copies import late_host_copy
 from mgpu_check.simulated.methods import install_methods
 from mgpu_check.simulated.modules import install_modules
@@ -117,6 +118,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
             install_storage,
             install_random,
             install_runtime,
+            install_graphs,
             install_native,
             install_typed,
             install_profiling,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from mgpu_check.simulated.capturing import Recording, refuse_in_thread
+
 __all__ = ["Clock", "Late", "Waiting", "clock", "poison", "use_clock"]
 
 
@@ -77,7 +79,7 @@ class Late:
         return self._deliver is None
 
 
-class Waiting:
+class Waiting(Recording):
     """The common part of streams and events: results that are late, and a time when all before it is done."""
 
     _late: list[Late]
@@ -86,6 +88,8 @@ class Waiting:
 
     def query(self) -> bool:
         """Return whether all is done. Deliver results that were asked for: the next question gets yes."""
+        self.refuse_wait()
+        refuse_in_thread()
         _clock.touch(self.device)
         if not _clock.past(self._reached, self):
             return False
@@ -94,6 +98,7 @@ class Waiting:
         return done
 
     def synchronize(self) -> None:
+        self.refuse_wait()
         _clock.touch(self.device)
         _clock.wait_until(self._reached)
         late, self._late = self._late, []

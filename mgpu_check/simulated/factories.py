@@ -11,7 +11,9 @@ import torch.utils._device
 import torch.utils._python_dispatch
 
 from mgpu_check.simulated import hardware
+from mgpu_check.simulated.recording import recorder_of
 from mgpu_check.simulated.state import active_node, simulated_device
+from mgpu_check.simulated.streams import host_waits
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.simulated.transfer import move
 from mgpu_check.simulated.unwritten import EMPTY, never_written, require
@@ -89,6 +91,19 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
                 f"Expected a 'cuda' device type for generator but found '{given.device.type}'"  # type: ignore[attr-defined]
             )
     require(make, device, args, kwargs)
+    recorder = None if make.__name__ in EMPTY else recorder_of(device)
+    if recorder is not None:
+        if make.__name__ in _FROM_DATA:
+            host_waits(device)
+        made = recorder.record(lambda given, named: _made_on(make, device, given, named), args, kwargs, [], device)
+    else:
+        made = _made_on(make, device, args, kwargs)
+    return made.requires_grad_() if requires_grad else made
+
+
+def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
+    node = active_node()
+    assert node is not None
     if hardware.present is not None:
         hardware.present.touch(device)
     made = make(*args, device=node.backing, **kwargs)
@@ -98,7 +113,7 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
         made = tag(made.detach() if made.requires_grad else made, device)
         if make.__name__ in EMPTY:
             never_written(made)
-    return made.requires_grad_() if requires_grad else made
+    return made
 
 
 def _on_hardware(below: hardware.Hardware, name: str, device: torch.device, made: torch.Tensor) -> None:

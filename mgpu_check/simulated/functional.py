@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as public
 
-__all__ = ["OPERATORS", "group_of", "install_functional"]
+__all__ = ["OPERATORS", "group_of", "install_functional", "wait_pending"]
 
 _WORK = "_mgpu_check_work"
 _c10d = torch._C._distributed_c10d
@@ -40,8 +40,9 @@ def _pending(work: Any, *results: torch.Tensor) -> None:
         result.untyped_storage().__dict__[_WORK] = work
 
 
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    work = tensor.untyped_storage().__dict__.pop(_WORK, None)
+def wait_pending(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the collective that a tensor is the result of, if there is one."""
+    work = tensor.untyped_storage().__dict__.pop(_WORK, None) if tensor.layout is torch.strided else None
     if work is not None:
         work.wait()
     return tensor
@@ -160,7 +161,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_to_all_single": _all_to_all_single,
     "broadcast": _broadcast,
     "broadcast_": _broadcast_,
-    "wait_tensor": _wait,
+    "wait_tensor": wait_pending,
 }
 
 OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTIONS.items()}

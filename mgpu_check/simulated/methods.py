@@ -14,7 +14,7 @@ from mgpu_check.simulated.lazy import LAZY, TARGET, install_lazy, uninitialized_
 from mgpu_check.simulated.pinned import is_pinned, pin
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
-from mgpu_check.simulated.transfer import move
+from mgpu_check.simulated.transfer import captured_to_host, move
 from mgpu_check.simulated.wrappers import convert_local, is_distributed
 from mgpu_check.torch_hooks.patches import Patches
 
@@ -147,6 +147,8 @@ def _copy_(original: Method) -> Method:
         if type(self) is not type(src) or isinstance(self, SimulatedTensor):
             here, there = self.device, src.device
             if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
+                if non_blocking and here.type == "cpu" and self.is_pinned() and captured_to_host(self, src):
+                    return self
                 into = None if hardware.present is None else self.detach()
                 late = non_blocking and here.type == "cuda"
                 copied = original(self, move(src, here, non_blocking=late, into=into))

@@ -7,9 +7,6 @@ that this module does not know is refused, so that none reaches a real driver.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
-from typing import NoReturn
 
 import torch
 
@@ -18,11 +15,13 @@ from mgpu_check.simulated.allocator import allocator_functions
 from mgpu_check.simulated.attention_choice import choice_functions
 from mgpu_check.simulated.cudart import runtime
 from mgpu_check.simulated.external_streams import external_stream
+from mgpu_check.simulated.graphs import graph_functions
 from mgpu_check.simulated.libraries import install_libraries, library_functions
+from mgpu_check.simulated.refusals import refused, refused_class
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["HARMLESS", "REFUSED", "concerns_devices", "install_native", "refused", "refused_class", "simulated_names"]
+__all__ = ["HARMLESS", "REFUSED", "concerns_devices", "install_native", "simulated_names"]
 
 _SWITCHES = re.compile(r"cudnn|cublas|_sdp_|SDP|flash|_attention$|[bB]las.*ackend|inalg.*ackend|rocm|ROCm|fp32_precision|float32_matmul|onednn_allow")  # fmt: skip
 _OURS = re.compile(r"_(cuda|cudart|cudnn|cusparselt|nccl|nvtx|gds|has_cu|has_gds|accelerator|FastCuda|StaticCuda|Cuda|CUDA|MemPool|graph_pool|construct_CUDA|ensureCUDA)")  # fmt: skip
@@ -31,7 +30,6 @@ _CLOCK = 1e9  # cycles per second of a device that is told to sleep
 # Parts of CUDA that a simulated node does not have: graphs, allocators and pools of one's own, tuning, files by DMA.
 REFUSED = frozenset(
     [
-        "_CUDAGraph",
         "_CUDAGreenContext",
         "_acceleratorGraph",
         "_CUDAPluggableAllocator",
@@ -128,23 +126,6 @@ HARMLESS = frozenset(
 )
 
 
-def refused(name: str) -> Callable[..., NoReturn]:
-    """Make a function that refuses ``name``, and names it."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise RuntimeError(f"{name} is not available on a simulated node; run this part on real devices")
-
-    refuse.__name__ = refuse.__qualname__ = name.rpartition(".")[2]
-    return refuse
-
-
-def refused_class(name: str) -> type:
-    """Make a class that refuses its own construction; it may be imported, annotated with, and subclassed."""
-    refuse = refused(name)
-    home, _, short = name.rpartition(".")
-    return type(short, (), {"__module__": home, "__new__": lambda cls, *a, **k: refuse()})
-
-
 def concerns_devices(name: str) -> bool:
     """Return whether ``torch._C`` has this name for CUDA, or for the accelerator that there is, or for a library beside
     it.
@@ -181,8 +162,6 @@ def _stream_functions() -> dict[str, object]:
         "_cuda_busy_wait_for_flag": lambda *_: None,
         "_cuda_set_sync_debug_mode": streams.set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": streams.get_sync_debug_mode,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
-        "_graph_pool_handle": lambda: (0, time.monotonic_ns()),
         "_cuda_hasPrimaryContext": _has_context,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_getCurrentBlasHandle": lambda: current_index() + 1,
@@ -193,7 +172,8 @@ def _stream_functions() -> dict[str, object]:
 
 def simulated_names() -> dict[str, object]:
     """Name in ``torch._C`` -> what stands there while simulated, but for what :mod:`runtime` puts there."""
-    return {**allocator_functions(), **choice_functions(), **library_functions(), **_stream_functions()}
+    functions = allocator_functions(), choice_functions(), graph_functions(), library_functions(), _stream_functions()
+    return {name: function for each in functions for name, function in each.items()}
 
 
 def _refusal(name: str, original: object) -> object:

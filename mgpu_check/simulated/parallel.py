@@ -12,8 +12,9 @@ import torch.nn.parallel._functions
 
 from mgpu_check.simulated.lazy import LAZY, uninitialized_on
 from mgpu_check.simulated.nccl import check_types
+from mgpu_check.simulated.runtime import StreamContext
 from mgpu_check.simulated.state import simulated_device
-from mgpu_check.simulated.streams import Stream, StreamContext
+from mgpu_check.simulated.streams import Stream
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.simulated.transfer import move
 from mgpu_check.torch_hooks.patches import Patches

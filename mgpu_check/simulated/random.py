@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from mgpu_check.simulated.state import active_node, current_index, device_index, simulated_device, untraced_device
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["ambient_generator", "device_generators", "device_of", "install_random", "lent"]
+__all__ = ["ambient_generator", "device_generators", "device_of", "install_random", "kept_generators", "lent"]
 
 _base = torch._C.Generator
 
@@ -102,6 +102,17 @@ def lent(generator: torch.Generator, ambient: torch.Generator) -> Iterator[None]
     finally:
         generator.set_state(ambient.get_state())
         ambient.set_state(kept)
+
+
+def kept_generators() -> Callable[[], None]:
+    """Return a function that sets the generators of all devices back to where they are now."""
+    states = [(generator, generator.get_state()) for generator in _seeded()]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
 
 
 def _generator(device: object = None) -> torch.Generator:

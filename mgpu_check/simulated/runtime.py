@@ -12,7 +12,7 @@ from mgpu_check.simulated import streams
 from mgpu_check.simulated.allocator import device_memory
 from mgpu_check.simulated.external_streams import ExternalStream
 from mgpu_check.simulated.masks import uuid_of
-from mgpu_check.simulated.native import refused, refused_class
+from mgpu_check.simulated.refusals import refused, refused_class
 from mgpu_check.simulated.state import (
     Node,
     active_node,
@@ -24,7 +24,7 @@ from mgpu_check.simulated.state import (
 )
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_runtime", "native_names"]
+__all__ = ["StreamContext", "install_runtime", "native_names"]
 
 _CAPABILITY = (9, 0)
 
@@ -73,6 +73,21 @@ class _Device:
 class _DeviceOf(_Device):
     def __init__(self, obj: torch.Tensor) -> None:
         super().__init__(obj.get_device() if obj.is_cuda else -1)
+
+
+class StreamContext:
+    """``torch.cuda.stream(s)``: makes ``s`` and its device current inside."""
+
+    def __init__(self, stream: streams.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
 
 
 class _AcceleratorIndex:
@@ -221,12 +236,11 @@ def _cuda_functions() -> dict[str, object]:
         "current_stream": streams.current_stream,
         "default_stream": streams.default_stream,
         "set_stream": streams.set_stream,
-        "stream": streams.StreamContext,
-        "StreamContext": streams.StreamContext,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
         "Stream": streams.Stream,
         "ExternalStream": ExternalStream,
         "Event": streams.Event,
-        "is_current_stream_capturing": lambda: False,
         "_CudaDeviceProperties": DeviceProperties,
         **_monitoring(),
     }
@@ -265,8 +279,8 @@ def _monitoring() -> dict[str, object]:
 
 def _refused() -> dict[str, object]:
     """Name in ``torch.cuda`` -> what says that it is not there."""
-    classes = ("CUDAGraph", "graph", "MemPool", "CUDAPluggableAllocator", "GreenContext")
-    functions = ("make_graphed_callables", "change_current_allocator", "_compile_kernel")
+    classes = ("MemPool", "CUDAPluggableAllocator", "GreenContext")
+    functions = ("change_current_allocator", "_compile_kernel")
     return {name: refused_class(f"torch.cuda.{name}") for name in classes} | {
         name: refused(f"torch.cuda.{name}") for name in functions
     }
@@ -296,7 +310,6 @@ def _accelerator_functions() -> dict[str, object]:
         "_accelerator_getStream": streams.current_stream,
         "_accelerator_setStream": streams.set_stream,
         "_accelerator_synchronizeDevice": _synchronize,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
     }
 
 
@@ -337,4 +350,3 @@ def install_runtime(patches: Patches) -> None:
         patches.set(torch._C, name, function)
     patches.set(torch.accelerator, "device_index", _AcceleratorIndex)
     patches.set(torch, "get_device_module", _device_module)
-    patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)

@@ -19,6 +19,7 @@ from typing import Self
 
 import torch
 
+from mgpu_check.simulated.capturing import refuse_in_thread
 from mgpu_check.simulated.delivery import Clock, Late, Waiting, clock, use_clock
 from mgpu_check.simulated.state import (
     active_node,
@@ -32,7 +33,6 @@ from mgpu_check.simulated.state import (
 __all__ = [
     "Event",
     "Stream",
-    "StreamContext",
     "as_on",
     "chosen_streams",
     "current_stream",
@@ -141,6 +141,8 @@ class Stream(Waiting):
         self._follow(event)
 
     def _follow(self, other: Waiting) -> None:
+        if not isinstance(other, Event) or other._recorded:  # an event that was never recorded is no work
+            self.follow(other)
         self._late.extend(late for late in other._late if not late.done)
         self._reached = max(self._reached, other._reached)
 
@@ -150,7 +152,7 @@ class Stream(Waiting):
         return event
 
     def is_capturing(self) -> bool:
-        return False
+        return self.branch is not None
 
     def __enter__(self) -> Self:
         self._previous.append((current_index(), current_stream(self.device)))
@@ -183,6 +185,8 @@ class Stream(Waiting):
 
 class Event(Waiting):
     """``torch.cuda.Event``: remembers what a stream had still to do, and when."""
+
+    marks_only = True
 
     def __init__(
         self,
@@ -219,6 +223,7 @@ class Event(Waiting):
             )
         self.device = stream.device
         self._recorded = True
+        self.branch = None if stream.branch is None else stream.branch.mark()
         self._late = [late for late in stream._late if not late.done]
         self._reached = stream.reached
 
@@ -332,6 +337,7 @@ def set_stream(stream: Stream | None) -> None:
 
 def synchronize(device: object = None) -> None:
     """Wait for all work of a device, on whichever stream it was queued."""
+    refuse_in_thread()
     time_of = clock()
     index = device_index(device)
     time_of.touch(torch.device("cuda", index))
@@ -378,18 +384,3 @@ def set_sync_debug_mode(mode: int) -> None:
 
 def get_sync_debug_mode() -> int:
     return _sync_debug_mode
-
-
-class StreamContext:
-    """``torch.cuda.stream(s)``: makes ``s`` and its device current inside."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        if self.stream is not None:
-            self.stream.__exit__()

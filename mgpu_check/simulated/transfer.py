@@ -7,14 +7,15 @@ from collections.abc import Callable
 import torch
 
 from mgpu_check.simulated import hardware
-from mgpu_check.simulated.host_copies import deliver_queued
+from mgpu_check.simulated.host_copies import deliver_queued, late_host_copy
 from mgpu_check.simulated.memory import BLOCK, Block
 from mgpu_check.simulated.pinned import pin
+from mgpu_check.simulated.recording import recorder_of
 from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.streams import host_waits
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 
-__all__ = ["move", "on_host_copy"]
+__all__ = ["captured_to_host", "move", "on_host_copy"]
 
 _to = torch._C.TensorBase.to
 _host_copy: Callable[[torch.Tensor, torch.device, bool], object] | None = None
@@ -41,29 +42,67 @@ def _transfer(
         for end in (source, device):
             below.touch(end)
         below.read(source, [t])
-    if device.type != "cuda" or node is None:
-        home = device
-    else:
-        home = node.backing
+    if device.type == "cuda" and node is not None:
         if into is None:
             node.memory[device.index].require(t.numel() * (dtype or t.dtype).itemsize)
         if source.type == "cpu":
             deliver_queued(t, device)
             if not non_blocking:
                 host_waits(device)
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
-        out = _to(raw(t), device=home, dtype=dtype or t.dtype, copy=True, memory_format=memory_format)
-        if below is not None:
-            below.copied(t, device, out, into, _is_pinned(t, into, non_blocking))
-    if device.type == "cuda" and node is not None:
-        if into is not None and out.layout is torch.strided:  # a device writes what is copied where it shall be
-            out.untyped_storage().__dict__[BLOCK] = Block(device, node.memory[device.index], 0)
-        return tag(out, device)
+
+    def copied(given: tuple[torch.Tensor], _: object = None) -> torch.Tensor:
+        return _copied(given[0], device, dtype, non_blocking, memory_format, into)
+
+    recorder = recorder_of(device if device.type == "cuda" else source)
+    if recorder is None:
+        out = copied((t,))
+    elif device.type == "cuda":
+        out = recorder.record(copied, (t,), {}, [], device)
+    else:
+        out = recorder.record(copied, (t,), {}, [], source, after=lambda host: late_host_copy(host, source, True))
     if _host_copy is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
         if non_blocking and into is None and out.layout is torch.strided:
             pin(out)  # as torch makes what it copies to without waiting
-        _host_copy(out, source, non_blocking)
+        if recorder is None or not non_blocking:
+            _host_copy(out, source, non_blocking)
     return out
+
+
+def _copied(
+    t: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    non_blocking: bool,
+    memory_format: torch.memory_format,
+    into: torch.Tensor | None,
+) -> torch.Tensor:
+    node = active_node()
+    on_device = device.type == "cuda" and node is not None
+    home = node.backing if on_device and node is not None else device
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        out = _to(raw(t), device=home, dtype=dtype or t.dtype, copy=True, memory_format=memory_format)
+        if hardware.present is not None:
+            hardware.present.copied(t, device, out, into, _is_pinned(t, into, non_blocking))
+    if on_device and node is not None:
+        if into is not None and out.layout is torch.strided:  # a device writes what is copied where it shall be
+            out.untyped_storage().__dict__[BLOCK] = Block(device, node.memory[device.index], 0)
+        return tag(out, device)
+    return out
+
+
+def captured_to_host(host: torch.Tensor, t: torch.Tensor) -> bool:
+    """Record a copy to pinned memory, for which nobody waits; return False where no graph is captured."""
+    source = t.device
+    recorder = recorder_of(source)
+    if recorder is None:
+        return False
+
+    def copy(given: tuple[torch.Tensor, torch.Tensor], _: object = None) -> torch.Tensor:
+        return given[0].copy_(_copied(given[1], host.device, None, True, torch.preserve_format, None))
+
+    given = host, t.detach()
+    recorder.record(copy, given, {}, [host], source, after=lambda _: late_host_copy(host, source, True))
+    return True
 
 
 def _is_pinned(t: torch.Tensor, into: torch.Tensor | None, non_blocking: bool) -> bool:

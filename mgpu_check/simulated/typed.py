@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.simulated.native import refused
+from mgpu_check.simulated.refusals import refused
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches

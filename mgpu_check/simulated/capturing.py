@@ -1,0 +1,127 @@
+"""Which streams record a CUDA graph in place of working, and what CUDA refuses of them meanwhile.
+
+A capture begins on one stream. A stream that waits for a capturing one joins its capture. It must be waited for before the
+capture ends. Whatever needs results of the device, or orders captured work after other work, is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from mgpu_check.simulated.state import cuda_error
+
+__all__ = ["Capture", "Recording", "refuse_in_thread"]
+
+_MODES = ("global", "thread_local", "relaxed")
+_UNSUPPORTED = 900, "operation not permitted when stream is capturing"
+_INVALIDATED = 901, "operation failed due to a previous error during capture"
+_MERGE = 902, "operation would result in a merge of separate capture sequences"
+_UNJOINED = 904, "capturing stream has unjoined work"
+_ISOLATION = 905, "dependency created on uncaptured work in another stream"
+_CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream"
+
+_under_way: list[Capture] = []
+
+
+class Capture:
+    """One graph that is being captured: its streams, and whether an error has spoiled it."""
+
+    def __init__(self, mode: str) -> None:
+        if mode not in _MODES:
+            raise RuntimeError(
+                "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got " + str(mode)
+            )
+        self.mode = mode
+        self.branches: list[Branch] = []
+        self._streams: list[Recording] = []
+        self.broken = False
+        self.ended = False
+        self._thread = threading.get_ident()
+        _under_way.append(self)
+
+    def begin_on(self, stream: Recording) -> Branch:
+        """Let a stream record from now on."""
+        stream.branch = made = Branch(self, id(stream))
+        self.branches.append(made)
+        self._streams.append(stream)
+        return made
+
+    def fail(self, error: tuple[int, str]) -> NoReturn:
+        self.broken = True
+        raise cuda_error(*error)
+
+    def end(self) -> None:
+        """Stop recording, as cudaStreamEndCapture does on the stream of the first branch."""
+        self.ended = True
+        _under_way.remove(self)
+        origin, streams, self._streams = self.branches[0], self._streams, []
+        for stream in streams:
+            stream.branch = None
+        if self.broken:
+            raise cuda_error(*_INVALIDATED)
+        if any(other.work > origin.seen.get(other.stream, 0) for other in self.branches[1:]):
+            raise cuda_error(*_UNJOINED)
+
+    def reaches_this_thread(self) -> bool:
+        """Return whether calls of this thread that may be unsafe spoil this capture."""
+        return self.mode == "global" or (self.mode == "thread_local" and self._thread == threading.get_ident())
+
+
+@dataclass(eq=False)
+class Branch:
+    """What one stream has recorded of a capture, or had when an event was recorded.
+
+    Attributes:
+        stream: identifies the stream.
+        work: how many operations it has recorded.
+        seen: by stream, how many operations of it come before what this stream records next.
+    """
+
+    capture: Capture
+    stream: int
+    work: int = 0
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def mark(self) -> Branch:
+        """Return what an event recorded now has to say."""
+        return Branch(self.capture, self.stream, self.work, {**self.seen, self.stream: self.work})
+
+
+class Recording:
+    """The common part of streams and events: what they have recorded of a capture."""
+
+    branch: Branch | None = None
+    marks_only = False  # an event marks what a stream records
+
+    def refuse_wait(self) -> None:
+        """Refuse to tell the host when captured work is done."""
+        if self.branch is None:
+            return
+        if self.marks_only:
+            raise cuda_error(*_CAPTURED_EVENT)
+        self.branch.capture.fail(_UNSUPPORTED)
+
+    def follow(self, other: Recording) -> None:
+        """Order what this stream does from now on after what another stream or event has recorded."""
+        mine, theirs = self.branch, other.branch
+        if theirs is None:
+            if mine is not None:
+                mine.capture.fail(_ISOLATION)
+            return
+        if theirs.capture.ended:
+            raise cuda_error(*_CAPTURED_EVENT)
+        if mine is None:
+            mine = theirs.capture.begin_on(self)
+        elif mine.capture is not theirs.capture:
+            mine.capture.fail(_MERGE)
+        for stream, work in theirs.mark().seen.items():
+            mine.seen[stream] = max(mine.seen.get(stream, 0), work)
+
+
+def refuse_in_thread() -> None:
+    """Refuse a call that may be unsafe while a stream captures, such as a wait for a whole device."""
+    for capture in _under_way:
+        if capture.reaches_this_thread():
+            capture.fail(_UNSUPPORTED)

@@ -1,0 +1,291 @@
+"""What a CUDA graph records: the operators that were captured, with the memory that they read and write.
+
+Operators run while they are captured, so that results have shapes, and values that later operators can index by. When the
+capture ends, all memory that they wrote holds again what it held before, or what was never written: CUDA runs nothing
+until the replay. A replay runs the same operators on the same memory.
+
+A `TorchDispatchMode` sees the operators, so what C++ calls is recorded too: autograd, and DistributedDataParallel with the
+collectives that it sends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from mgpu_check.simulated.functional import wait_pending
+from mgpu_check.simulated.memory import BLOCK
+from mgpu_check.simulated.streams import current_stream
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+from mgpu_check.simulated.unwritten import EMPTY, never_written
+
+__all__ = ["Node", "Recorder", "recorder_of"]
+
+# Operators that write arguments which their schemas do not declare as written: the running statistics.
+_WRITES_UNDECLARED = frozenset(
+    ["native_batch_norm", "cudnn_batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"]
+)
+# They change what a tensor is, or make it without values.
+_OF_THE_HOST = EMPTY | {"resize_", "resize_as_", "set_"}
+_no_dispatch = torch._C._DisableTorchDispatch
+_own_dispatch = torch.Tensor.__torch_dispatch__
+
+
+@dataclass(eq=False)
+class Node:
+    """One operation: `run` does it, and each tensor that it makes goes to the memory in `targets` at its place."""
+
+    run: Callable[[], object]
+    reads: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    writes: list[torch.Tensor]
+    after: Callable[[torch.Tensor | None], object] | None = None
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for target, result in zip(self.targets, _made(self.run(), self.reads), strict=True):
+                wait_pending(result)
+                with _no_dispatch():
+                    raw(target).copy_(raw(result))
+            if self.after is not None:
+                self.after(next(iter(self.targets), None))
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storage(t: torch.Tensor) -> int:
+    return int(t.untyped_storage()._cdata) if t.layout is torch.strided else -1
+
+
+def _made(result: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of a result that share no memory with what the operation was given."""
+    known = set(map(_storage, given))
+    return [t for t in _tensors(result) if _storage(t) not in known]
+
+
+def _bare(t: torch.Tensor) -> torch.Tensor:
+    """Return the same memory without autograd, and with a version of its own: a replay is no change that autograd sees."""
+    with _no_dispatch():
+        bare = raw(t)
+        bare = bare.data if bare.layout is torch.strided else bare
+        return tag(bare, t._dev) if isinstance(t, SimulatedTensor) else bare
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return arguments with their tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator again; wait for the work of a collective, which C++ has sent."""
+    result = func(*args, **kwargs)
+    for item in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(item, torch.ScriptObject) and func.namespace == "c10d":
+            dist.Work.unbox(item).wait()  # type: ignore[attr-defined]  # not in the stubs
+    return result
+
+
+@dataclass(eq=False)
+class _Effects:
+    """What an operator does to memory: arguments that it writes, by position or name, and whether it makes tensors."""
+
+    written: list[tuple[int, str]]
+    makes: bool
+
+
+_effects: dict[Any, _Effects] = {}
+
+
+def _effects_of(func: Any) -> _Effects:
+    schema = func._schema
+    name = schema.name.rpartition("::")[2]
+    if name in _OF_THE_HOST:
+        return _effects.setdefault(func, _Effects([], makes=False))
+    undeclared = func.namespace == "c10d" or name in _WRITES_UNDECLARED
+    written = [
+        (i, a.name)
+        for i, a in enumerate(schema.arguments)
+        if undeclared or (a.alias_info is not None and a.alias_info.is_write)
+    ]
+    makes = func.namespace != "c10d" and any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
+    return _effects.setdefault(func, _Effects(written, makes))
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations that a thread queues on capturing streams, and undoes them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of memory that was there, by storage
+        self._memory: dict[int, torch.Tensor] = {}  # that was made, by storage
+        self.paused = False
+        self._there: dict[int, torch.device] = {}  # where memory is that operators on devices have written
+
+    def start(self) -> None:
+        if _current.recorder is not None:
+            raise RuntimeError("a thread captures one CUDA graph at a time: end its other capture first")
+        _push_mode(self)
+        _current.recorder = self
+
+    def stop(self) -> None:
+        """Leave, whatever modes were entered since."""
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+        _current.recorder = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if any(t is not SimulatedTensor and t.__torch_dispatch__ is not _own_dispatch for t in types):
+            return NotImplemented  # a wrapper such as DTensor: what it does to its parts comes by
+        effects = _effects.get(func) or _effects_of(func)
+        if not effects.makes and not effects.written:
+            return func(*args, **kwargs)
+        device = next(
+            (t._dev for t in _tensors([args, tuple(kwargs.values())]) if isinstance(t, SimulatedTensor)), None
+        )
+        if device is not None and not current_stream(device).is_capturing():
+            return func(*args, **kwargs)
+        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
+        written = list(_tensors(given))
+        if device is not None:
+            self._there.update((_storage(t), device) for t in written)
+        held = self._tagged if device is not None else _bare
+        return self.record(lambda args, kwargs: _run(func, args, kwargs), args, kwargs, written, device, held=held)
+
+    def _tagged(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the same memory as `_bare`, on its device, also where C++ takes it for memory of the host."""
+        bare = _bare(t)
+        device = self._there.get(_storage(t))
+        return bare if device is None or isinstance(bare, SimulatedTensor) else tag(bare, device)
+
+    def record(
+        self,
+        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[torch.Tensor],
+        device: torch.device | None,
+        *,
+        after: Callable[[torch.Tensor | None], object] | None = None,
+        held: Callable[[torch.Tensor], torch.Tensor] = _bare,
+    ) -> Any:
+        """Do an operation on a device, and record it.
+
+        Args:
+            run: does it with these arguments.
+            written: the tensors among them that it writes.
+            after: called after each replay, with the first tensor that it makes.
+            held: makes of each tensor among the arguments the one that the replay is given.
+        """
+        for t in written:
+            self._keep(t)
+        given, named = _mapped(args, held), {name: _mapped(value, held) for name, value in kwargs.items()}
+        reads = list(_tensors([given, tuple(named.values())]))
+        paused, self.paused = self.paused, True
+        try:
+            result = run(args, kwargs)
+        finally:
+            self.paused = paused
+        targets = [_bare(t) for t in _made(result, reads)]
+        for target in targets:
+            self._memory.setdefault(_storage(target), target)
+        self.nodes.append(Node(lambda: run(given, named), reads, targets, [_bare(t) for t in written], after))
+        if device is not None:
+            branch = current_stream(device).branch
+            assert branch is not None
+            branch.work += 1
+        return result
+
+    def adopt(self, nodes: list[Node]) -> None:
+        """Replay another graph, and record it as a part of this one."""
+        for node in nodes:
+            for t in (*node.writes, *node.targets):
+                self._keep(t)
+        paused, self.paused = self.paused, True
+        try:
+            for node in nodes:
+                node.replay()
+        finally:
+            self.paused = paused
+        self.nodes.extend(nodes)
+
+    def _keep(self, t: torch.Tensor) -> None:
+        """Keep what the memory of a tensor holds before it is first written, unless the capture has made it."""
+        key = _storage(t)
+        if key in self._before or key in self._memory or t.layout is not torch.strided:
+            return
+        with _no_dispatch(), torch.no_grad():
+            storage = t.untyped_storage()
+            home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]
+            whole = torch.empty(0, dtype=torch.uint8, device=home).set_(storage, 0, (storage.nbytes(),), (1,))
+            self._before[key] = whole, whole.clone()
+
+    def finish(self) -> list[Node]:
+        """Undo all that was captured, and return it, without what the host has done to its own memory."""
+        nodes = self._on_devices()
+        written = {_storage(t) for node in nodes for t in (*node.writes, *node.targets)}
+        with _no_dispatch(), torch.no_grad():
+            for key, (memory, before) in self._before.items():
+                if key in written:
+                    memory[: before.numel()].copy_(before)
+        for node in nodes:
+            for target in node.targets:
+                if _storage(target) not in self._before:
+                    never_written(raw(target))
+        self._before, self._memory, self._there, self.nodes = {}, {}, {}, []
+        return nodes
+
+    def _on_devices(self) -> list[Node]:
+        """Return the operations that touch memory of a device: C++ takes that of its buckets for memory of the host."""
+        there: set[int] = set()
+        kept = []
+        for node in self.nodes:
+            touched = (*node.reads, *node.writes, *node.targets)
+            if any(isinstance(t, SimulatedTensor) or _storage(t) in there or _is_device(t) for t in touched):
+                if node.after is None:  # what it writes is not of the host
+                    there.update(_storage(t) for t in (*node.writes, *node.targets))
+                kept.append(node)
+        return kept
+
+
+def _is_device(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and BLOCK in t.untyped_storage().__dict__
+
+
+class _Current(threading.local):
+    recorder: Recorder | None = None
+
+
+_current = _Current()
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """Return what records the work that this thread queues on a device now, if anything does."""
+    recorder = _current.recorder
+    if recorder is None or recorder.paused or not current_stream(device).is_capturing():
+        return None
+    return recorder
