@@ -35,6 +35,7 @@ from mgpu_check.mistakes.results import Result
 from mgpu_check.torch_hooks.arguments import group_of, option
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form
+from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
 
 __all__ = ["noting_seeds", "traced"]
@@ -106,7 +107,7 @@ class _EventRecorder:
             return
         if what == "c_return" and (seeded := _generator_seeded(frame, result)) is not None:
             self._trace.events.append(seeded)
-        if what not in ("call", "return"):
+        if what not in ("call", "return") or is_capturing():
             return
         code = frame.f_code
         if code is _BACKWARD:

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mgpu_check.gates.captured_steps import CapturedSteps
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
 from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.mistakes.observed import Observation, Piece
 from mgpu_check.mistakes.results import Kind, Result
+from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
 
 __all__ = ["Nudge", "StepRecorder", "put"]
@@ -59,8 +61,10 @@ class StepRecorder:
         self._stack = contextlib.ExitStack()
         self._gradients: list[_Copy] = []
         self._steps: list[list[_Copy]] = []
+        self._captured = CapturedSteps(self._after_replay)
 
     def __enter__(self) -> StepRecorder:
+        self._stack.enter_context(self._captured.watching())
         self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
         self._stack.callback(register_module_forward_pre_hook(self._forward).remove)
@@ -70,17 +74,14 @@ class StepRecorder:
         self._stack.close()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._gradients = []
+        if is_capturing():  # there are no values before the graph is replayed, and no hook is called then
+            self._holdings.steps(optimizer)
+            return
         if self._several and id(optimizer) not in self._optimizers:
             self._take_first_step(optimizer)
         self._holdings.steps(optimizer)
-        nonlinear = type(optimizer) is not torch.optim.SGD
-        self._seen.nonlinear |= nonlinear
-        self._gradients = []
-        if self._deep and (nonlinear or self._deep != "nonlinear"):
-            self._gradients = [
-                _Copy("grads", one, plain_copy(torch.zeros_like(one) if one.grad is None else one.grad))
-                for one in self._holdings.now()
-            ]
+        self._copy_gradients(optimizer)
         if self._nudge is None:
             return
         for name, value in self._parameters():
@@ -89,8 +90,29 @@ class StepRecorder:
                 self._before_nudge.append((gradient, gradient.clone()))
                 self._nudge(self._seen.optimizer_steps, Result("grads", name), gradient)
 
+    def _copy_gradients(self, optimizer: Optimizer) -> None:
+        nonlinear = type(optimizer) is not torch.optim.SGD
+        self._seen.nonlinear |= nonlinear
+        if self._deep and (nonlinear or self._deep != "nonlinear"):
+            self._gradients = [
+                _Copy("grads", one, plain_copy(torch.zeros_like(one) if one.grad is None else one.grad))
+                for one in self._holdings.now()
+            ]
+
+    def _after_replay(self, optimizer: Optimizer) -> None:
+        """Record a step in a CUDA graph, with the gradients that the graph leaves."""
+        if is_capturing():  # the graph is replayed in another one
+            self._captured.add(optimizer)
+            return
+        self._gradients = []
+        self._copy_gradients(optimizer)
+        self._after(optimizer, (), {})
+
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
+        if is_capturing():
+            self._captured.add(optimizer)
+            return
         self._seen.optimizer_steps += 1
         for gradient, before in self._before_nudge:
             gradient.copy_(before)

@@ -191,7 +191,9 @@ def _called_by_autograd() -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-_AROUND_A_MODE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
+_AROUND_A_MODE = frozenset(
+    {"torch._ops", "torch._compile", "torch._dynamo.eval_frame", "mgpu_check.simulated.recording"}
+)
 
 
 def _check_iterator(operands: list[_Operand]) -> None:

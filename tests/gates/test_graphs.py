@@ -1,0 +1,136 @@
+"""Steps that are captured in a CUDA graph and replayed: right ones pass, and one that forgets to copy its input does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check import ScalingMismatch, assert_step_scales
+
+pytestmark = pytest.mark.gpus(2)
+
+WARM_UP = 11  # as many backward passes as DistributedDataParallel wants before a capture
+
+
+def build():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 1))
+
+
+def batch(n):
+    return torch.randn(n, 6), torch.randn(n, 1)
+
+
+class Eager:
+    """The step without a graph, on one device."""
+
+    def __init__(self, model):
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def __call__(self, model, batch):
+        self.optimizer.zero_grad()
+        loss = F.mse_loss(self.model(batch[0]), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class Captured:
+    """A whole step in one graph: warmed up and captured on a side stream, as the documentation of torch has it."""
+
+    as_view = False
+    copies = True
+
+    def __init__(self, model, rank):
+        self.side = torch.cuda.Stream()
+        with torch.cuda.stream(self.side):
+            self.ddp = DistributedDataParallel(model.to(rank.device), gradient_as_bucket_view=self.as_view)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        self.graph = None
+
+    def forward_and_backward(self):
+        self.optimizer.zero_grad(set_to_none=not self.as_view)
+        loss = F.mse_loss(self.ddp(self.static[0]), self.static[1])
+        loss.backward()
+        return loss
+
+    def capture(self, part):
+        self.static = [torch.empty_like(t).copy_(t) for t in part]
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            for _ in range(WARM_UP):
+                self.forward_and_backward()
+        torch.cuda.current_stream().wait_stream(self.side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.side):
+            self.loss = self.forward_and_backward()
+            self.optimizer.step()
+
+    def __call__(self, model, batch, rank):
+        part = [t.chunk(rank.size)[rank.index].to(rank.device) for t in batch]
+        if self.graph is None:
+            self.capture(part)
+        elif self.copies:
+            for static, t in zip(self.static, part, strict=True):
+                static.copy_(t)
+        self.graph.replay()
+        mean = self.loss.detach() / rank.size
+        torch.distributed.all_reduce(mean)
+        return {"loss": mean}
+
+
+class CapturedWithViews(Captured):
+    as_view = True
+
+
+class FirstBatchForEver(Captured):
+    copies = False
+
+
+@pytest.mark.parametrize("step", [Captured, CapturedWithViews])
+def test_a_captured_step_passes(ranks, step):
+    assert_step_scales(ranks, step, build=build, batch=batch, reference=Eager, sizes="divisible", max_examples=4)
+
+
+def test_a_step_that_does_not_copy_its_input_is_refuted(ranks):
+    with pytest.raises(ScalingMismatch, match="samples-missed") as caught:
+        assert_step_scales(
+            ranks, FirstBatchForEver, build=build, batch=batch, reference=Eager, sizes="divisible", max_examples=8
+        )
+    assert "decision-per-rank" not in str(caught.value)  # the steps of replays count
+
+
+class Graphed:
+    """The model alone in a graph of its own for forward and for backward, with gradients that are averaged by hand."""
+
+    averages = True
+
+    def __init__(self, model, rank):
+        self.model = model.to(rank.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.graphed = False
+
+    def __call__(self, model, batch, rank):
+        x, y = (t.chunk(rank.size)[rank.index].to(rank.device) for t in batch)
+        if not self.graphed:
+            torch.cuda.make_graphed_callables(self.model, (x.clone(),))
+            self.graphed = True
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(x), y).backward()
+        for parameter in self.model.parameters() if self.averages else ():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= rank.size
+        self.optimizer.step()
+
+
+class NotAveraged(Graphed):
+    averages = False
+
+
+def test_a_graphed_model_passes_and_is_refuted_where_its_gradients_stay_apart(ranks):
+    given = {"build": build, "batch": batch, "sizes": "divisible", "max_examples": 4}
+    assert_step_scales(ranks, Graphed, **given)
+    with pytest.raises(ScalingMismatch, match="gradients-not-synchronized"):
+        assert_step_scales(ranks, NotAveraged, **given)
