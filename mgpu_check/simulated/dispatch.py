@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from mgpu_check.simulated import functional, hardware, kernels, mismatch, unwritten
-from mgpu_check.simulated.random import device_of, lent
+from mgpu_check.simulated.generators import device_of, drawing, owner_of
 from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag
 
@@ -23,7 +22,6 @@ _SYNCING = frozenset(
 _IDLE = frozenset({"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::resize_as_"})  # beside those of memory
 _ON_HOST = {"aten::_pack_padded_sequence": 1}
 _sync: Callable[[torch.device], object] | None = None
-_drawing = threading.RLock()
 
 
 def on_sync(call: Callable[[torch.device], object] | None) -> None:
@@ -192,11 +190,12 @@ def _run_random(
             kwargs = {**kwargs, "generator": generator}
         elif (owner := device_of(given)).type != "cuda":  # type: ignore[arg-type]
             raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{owner.type}'")
-        with _no_dispatch():
-            return operator.call(*args, **kwargs)
-    # Threads share the generator that operators without such an argument draw from: DataParallel's replicas, backward.
-    with _drawing, lent(generator, node.ambient), _no_dispatch():
-        return operator.call(*args, **kwargs)
+        else:
+            generator = owner_of(given)  # type: ignore[arg-type]
+    with drawing(generator, None if operator.takes_generator else node.ambient) as drawn, _no_dispatch():
+        out = operator.call(*args, **kwargs)
+        drawn.extend(_tensors(out))
+    return out
 
 
 set_runner(run)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch.utils._device
 import torch.utils._python_dispatch
 
 from mgpu_check.simulated import hardware
+from mgpu_check.simulated.generators import drawing
 from mgpu_check.simulated.recording import recorder_of
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.streams import host_waits
@@ -106,7 +107,13 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
     assert node is not None
     if hardware.present is not None:
         hardware.present.touch(device)
-    made = make(*args, device=node.backing, **kwargs)
+    generator = kwargs.get("generator")
+    if generator is None:
+        made = make(*args, device=node.backing, **kwargs)
+    else:
+        with drawing(generator) as drawn:  # type: ignore[arg-type]
+            made = make(*args, device=node.backing, **kwargs)
+            drawn.append(made)
     if hardware.present is not None and make.__name__ not in EMPTY:
         _on_hardware(hardware.present, make.__name__, device, made)
     if type(made) is not SimulatedTensor:  # it is one where an argument is, as in torch.full((2,), scalar_on_device)

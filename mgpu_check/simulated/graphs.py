@@ -9,11 +9,10 @@ from typing import Any, Self
 import torch
 
 from mgpu_check.simulated.capturing import Capture
-from mgpu_check.simulated.random import kept_generators
 from mgpu_check.simulated.recording import Node, Recorder, recorder_of
 from mgpu_check.simulated.refusals import refused
 from mgpu_check.simulated.state import cuda_error
-from mgpu_check.simulated.streams import Stream, as_on, chosen_streams, current_stream
+from mgpu_check.simulated.streams import Stream, as_on, chosen_streams, current_stream, is_capturing
 from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["graph_functions", "install_graphs"]
@@ -32,13 +31,11 @@ class _Underway:
         self.capture = Capture(mode)
         self.recorder.start()
         self.capture.begin_on(stream)
-        self._restore_generators = kept_generators()
 
     def end(self) -> list[Node]:
         """Undo what was captured, and return it. Raises CUDA's error where an error has spoiled it."""
         self.recorder.stop()
         nodes = self.recorder.finish()
-        self._restore_generators()
         self.capture.end()
         return nodes
 
@@ -153,16 +150,12 @@ CUDAGraph.__module__ = "torch.cuda.graphs"
 CUDAGraph.__qualname__ = "CUDAGraph"
 
 
-def _is_capturing() -> bool:
-    return current_stream().is_capturing()
-
-
 def graph_functions() -> dict[str, object]:
     """Name in ``torch._C`` -> what stands there while simulated."""
     return {
         "_CUDAGraph": CUDAGraph,
         "_graph_pool_handle": lambda: (0, next(_numbers)),
-        "_cuda_isCurrentStreamCapturing": _is_capturing,
+        "_cuda_isCurrentStreamCapturing": lambda: is_capturing(),
     }
 
 

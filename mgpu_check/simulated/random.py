@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
+from mgpu_check.simulated.generators import made_on
 from mgpu_check.simulated.state import active_node, current_index, device_index, simulated_device, untraced_device
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["ambient_generator", "device_generators", "device_of", "install_random", "kept_generators", "lent"]
+__all__ = ["ambient_generator", "device_generators", "install_random"]
 
 _base = torch._C.Generator
-
-
-class _DeviceGenerator(_base):
-    """A generator that says that it belongs to a simulated device."""
-
-    _dev: torch.device
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._dev
-
-    def clone_state(self) -> torch.Generator:
-        copy = _make(self._dev)
-        copy.set_state(self.get_state())
-        return copy
-
-
-_own: weakref.WeakValueDictionary[int, _DeviceGenerator] = weakref.WeakValueDictionary()
-"""By the address of what torch draws from: operators get their generator from C++, which makes a plain object of it."""
-
-
-def device_of(generator: torch.Generator) -> torch.device:
-    """Return the device of `generator`, as the code that is simulated sees it."""
-    return getattr(_own.get(_address(generator)), "device", generator.device)
-
-
-def _address(generator: torch.Generator) -> int:
-    return int(generator._cdata)  # type: ignore[attr-defined]  # not in the stubs
 
 
 class _GeneratorMeta(type(_base)):  # type: ignore[misc]
@@ -60,23 +31,16 @@ class _GeneratorMeta(type(_base)):  # type: ignore[misc]
         return issubclass(subclass, _base)
 
 
-def _make(device: torch.device) -> _DeviceGenerator:
+def _make(device: torch.device) -> torch.Generator:
     node = active_node()
-    return _bare(device, torch.device("cpu") if node is None else node.backing)
-
-
-def _bare(device: torch.device, backing: torch.device) -> _DeviceGenerator:
-    generator: _DeviceGenerator = _DeviceGenerator.__new__(_DeviceGenerator, device=backing)  # type: ignore[call-arg]
-    generator._dev = device
-    _own[_address(generator)] = generator
-    return generator
+    return made_on(device, torch.device("cpu") if node is None else node.backing)
 
 
 def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
     """Make one generator per device, all seeded as the default generator of the CPU was."""
     made = []
     for device in devices:
-        generator = _bare(device, backing)
+        generator = made_on(device, backing)
         generator.manual_seed(torch.initial_seed() & (2**63 - 1))
         made.append(generator)
     return tuple(made)
@@ -88,31 +52,6 @@ def ambient_generator(backing: torch.device) -> torch.Generator:
     Ask for it before the node is entered, which replaces its name.
     """
     return torch.default_generator if backing.type == "cpu" else torch.cuda.default_generators[backing.index]
-
-
-@contextlib.contextmanager
-def lent(generator: torch.Generator, ambient: torch.Generator) -> Iterator[None]:
-    """Let `ambient` draw what `generator` would, for the time of the context; then `generator` goes on from there, and
-    `ambient` is as it was.
-    """
-    kept = ambient.get_state()
-    ambient.set_state(generator.get_state())
-    try:
-        yield
-    finally:
-        generator.set_state(ambient.get_state())
-        ambient.set_state(kept)
-
-
-def kept_generators() -> Callable[[], None]:
-    """Return a function that sets the generators of all devices back to where they are now."""
-    states = [(generator, generator.get_state()) for generator in _seeded()]
-
-    def restore() -> None:
-        for generator, state in states:
-            generator.set_state(state)
-
-    return restore
 
 
 def _generator(device: object = None) -> torch.Generator:

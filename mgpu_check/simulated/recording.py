@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from mgpu_check.simulated.functional import wait_pending
+from mgpu_check.simulated.generators import Draws
 from mgpu_check.simulated.memory import BLOCK
-from mgpu_check.simulated.streams import current_stream
+from mgpu_check.simulated.streams import current_stream, is_capturing
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.simulated.unwritten import EMPTY, never_written
 
@@ -45,10 +46,11 @@ class Node:
     reads: list[torch.Tensor]
     targets: list[torch.Tensor]
     writes: list[torch.Tensor]
+    draws: Draws
     after: Callable[[torch.Tensor | None], object] | None = None
 
     def replay(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self.draws.states():
             for target, result in zip(self.targets, _made(self.run(), self.reads), strict=True):
                 wait_pending(result)
                 with _no_dispatch():
@@ -167,7 +169,7 @@ class Recorder(TorchDispatchMode):
         device = next(
             (t._dev for t in _tensors([args, tuple(kwargs.values())]) if isinstance(t, SimulatedTensor)), None
         )
-        if device is not None and not current_stream(device).is_capturing():
+        if device is not None and not is_capturing(device.index):
             return func(*args, **kwargs)
         given = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
         written = list(_tensors(given))
@@ -206,14 +208,16 @@ class Recorder(TorchDispatchMode):
         given, named = _mapped(args, held), {name: _mapped(value, held) for name, value in kwargs.items()}
         reads = list(_tensors([given, tuple(named.values())]))
         paused, self.paused = self.paused, True
+        draws = Draws()
         try:
-            result = run(args, kwargs)
+            with draws.noted():
+                result = run(args, kwargs)
         finally:
             self.paused = paused
         targets = [_bare(t) for t in _made(result, reads)]
         for target in targets:
             self._memory.setdefault(_storage(target), target)
-        self.nodes.append(Node(lambda: run(given, named), reads, targets, [_bare(t) for t in written], after))
+        self.nodes.append(Node(lambda: run(given, named), reads, targets, [_bare(t) for t in written], draws, after))
         if device is not None:
             branch = current_stream(device).branch
             assert branch is not None
@@ -246,6 +250,8 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> list[Node]:
         """Undo all that was captured, and return it, without what the host has done to its own memory."""
+        for node in reversed(self.nodes):
+            node.draws.undo()
         nodes = self._on_devices()
         written = {_storage(t) for node in nodes for t in (*node.writes, *node.targets)}
         with _no_dispatch(), torch.no_grad():
@@ -286,6 +292,6 @@ _current = _Current()
 def recorder_of(device: torch.device) -> Recorder | None:
     """Return what records the work that this thread queues on a device now, if anything does."""
     recorder = _current.recorder
-    if recorder is None or recorder.paused or not current_stream(device).is_capturing():
+    if recorder is None or recorder.paused or not is_capturing(device.index):
         return None
     return recorder

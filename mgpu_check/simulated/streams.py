@@ -44,6 +44,7 @@ __all__ = [
     "hold_on_current",
     "hold_outstanding",
     "host_waits",
+    "is_capturing",
     "set_stream",
     "set_sync_debug_mode",
     "stream_by_id",
@@ -307,6 +308,12 @@ def stream_by_id(stream_id: int, device_index: int, device_type: int = 1) -> Str
 def current_stream(device: object = None) -> Stream:
     index = device_index(device)
     return _streams.current.get(index) or default_stream(index)
+
+
+def is_capturing(index: int | None = None) -> bool:
+    """Return whether the current stream of a device captures, by default of the current one; no device is used for it."""
+    stream = _streams.current.get(current_index() if index is None else index)
+    return stream is not None and stream.branch is not None
 
 
 def chosen_streams() -> dict[int, Stream]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import device_mesh
 
-from mgpu_check.simulated.state import active_node, device_index, simulated_device
+from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["convert_local", "install_wrappers", "is_distributed"]
@@ -83,35 +81,6 @@ def _fake(spec: Any) -> torch.Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
-def _region(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Draw random numbers of a DTensor: others in each shard, the same in its replicas, and all ranks in step after.
-
-    CUDA's generator skips to the part of its sequence that belongs to the shard. That of a CPU cannot, so each shard
-    has a sequence of its own, seeded by a number that all ranks draw.
-    """
-
-    @contextmanager
-    def region(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
-        node = active_node()
-        if node is None or self._device.type != "cuda" or not self.distribute_region_enabled:
-            with original(self, spec, generator):
-                yield
-            return
-        own = node.generators[device_index(self._device)]
-        start = SimpleNamespace(offset=0)  # in place of a state of CUDA's generator
-        self._set_pre_op_offset(start, spec)
-        root = torch.empty((), dtype=torch.int64, device=node.backing)
-        root.random_(generator=own if generator is None else generator)
-        kept = own.get_state()
-        own.manual_seed((int(root) + int(start.offset)) % 2**63)
-        try:
-            yield
-        finally:
-            own.set_state(kept)
-
-    return region
-
-
 def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None]:
     """Teach DTensor, which is slow to import, where it lives, as soon as the first mesh is made."""
     taught = False
@@ -125,8 +94,6 @@ def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None
             schema = importlib.import_module(f"{_DTENSOR}._op_schema")
             if hasattr(schema, _FAKE):
                 patches.set(schema, _FAKE, _fake)
-            tracker = importlib.import_module(f"{_DTENSOR}._random").OffsetBasedRNGTracker
-            patches.wrap(tracker, "_distribute_region", _region)
         original(self, *args, **kwargs)
 
     return init

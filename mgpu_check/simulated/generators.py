@@ -1,0 +1,222 @@
+"""Generators of simulated devices: a seed and an offset, as CUDA's Philox generators have.
+
+The backing device draws the numbers. It is seeded anew for each operator by a number that is mixed of seed and offset. So the
+numbers of an operator depend on these two alone, and the offset can be set. They are not the numbers that CUDA draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_check.simulated.streams import is_capturing
+
+__all__ = ["DeviceGenerator", "Draws", "device_of", "drawing", "made_on", "owner_of"]
+
+_base = torch._C.Generator
+_STATE = struct.Struct("<QQ")  # seed and offset, as CUDA lays its state out
+_STEP = 4  # offsets are multiples of it
+_PER_STEP = (
+    4 * 256 * 8
+)  # elements that one wave of threads of a device with one multiprocessor draws by four numbers each
+_MASK = 2**64 - 1
+
+
+@dataclass(eq=False)
+class _State:
+    """What a generator stands at; several generators may have one state."""
+
+    seed: int = 0
+    offset: int = 0
+
+    def mixed(self) -> int:
+        """Return the seed of the next operator, by the finalizer of splitmix64."""
+        z = (self.seed + 0x9E3779B97F4A7C15 * (self.offset // _STEP + 1)) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+
+def _refuse_while_capturing(what: str) -> None:
+    if is_capturing():
+        raise RuntimeError(
+            f"{what} during CUDA graph capture. If you need this call to be captured, please file an issue. Current "
+            "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+        )
+
+
+class DeviceGenerator(_base):
+    """A generator that belongs to a simulated device."""
+
+    _dev: torch.device
+    state: _State
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._dev
+
+    def manual_seed(self, seed: int) -> DeviceGenerator:
+        _refuse_while_capturing("Cannot call CUDAGeneratorImpl::set_current_seed")
+        _base.manual_seed(self, seed)
+        self.state.seed, self.state.offset = _base.initial_seed(self) & _MASK, 0
+        return self
+
+    def seed(self) -> int:
+        _refuse_while_capturing("Cannot call CUDAGeneratorImpl::seed")
+        made = _base.seed(self)
+        self.state.seed, self.state.offset = made & _MASK, 0
+        return made
+
+    def initial_seed(self) -> int:
+        _refuse_while_capturing("Cannot call CUDAGeneratorImpl::current_seed")
+        return self.state.seed
+
+    def get_offset(self) -> int:
+        _refuse_while_capturing("Cannot call CUDAGeneratorImpl::get_offset")
+        return self.state.offset
+
+    def set_offset(self, offset: int) -> None:
+        _refuse_while_capturing("Cannot call CUDAGeneratorImpl::set_offset")
+        if offset % _STEP:
+            raise RuntimeError("offset must be a multiple of 4")
+        self.state.offset = offset
+
+    def get_state(self) -> torch.Tensor:
+        packed = _STATE.pack(self.initial_seed(), self.state.offset)
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def set_state(self, new_state: torch.Tensor) -> DeviceGenerator:
+        if is_capturing():
+            _refuse_while_capturing(
+                "Please ensure to utilize the CUDAGeneratorImpl::set_state_index method during capturing."
+            )
+        if not isinstance(new_state, torch.Tensor) or new_state.dtype != torch.uint8 or new_state.device.type != "cpu":
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        given = bytes(new_state.flatten().tolist())
+        if len(given) not in (_STATE.size, _STATE.size // 2):
+            raise RuntimeError("RNG state is wrong size")
+        seed, offset = _STATE.unpack(given.ljust(_STATE.size, b"\0"))
+        if offset % _STEP:
+            raise RuntimeError("offset must be a multiple of 4")
+        self.state.seed, self.state.offset = seed, offset
+        return self
+
+    def clone_state(self) -> DeviceGenerator:
+        return made_on(self._dev, torch.Generator.device.__get__(self), _State(self.state.seed, self.state.offset))
+
+    def graphsafe_get_state(self) -> DeviceGenerator:
+        return made_on(self._dev, torch.Generator.device.__get__(self), self.state)
+
+    def graphsafe_set_state(self, state: torch.Generator) -> DeviceGenerator:
+        if not isinstance(state, DeviceGenerator):
+            raise RuntimeError("Expected a CUDA Generator")
+        self.state = state.state
+        return self
+
+
+_own: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDictionary()
+"""By the address of what torch draws from: operators get their generator from C++, which makes a plain object of it."""
+
+
+def made_on(device: torch.device, backing: torch.device, state: _State | None = None) -> DeviceGenerator:
+    """Make a generator of a simulated device."""
+    generator: DeviceGenerator = DeviceGenerator.__new__(DeviceGenerator, device=backing)  # type: ignore[call-arg]
+    generator._dev = device
+    generator.state = state or _State(_base.initial_seed(generator) & _MASK)
+    _own[_address(generator)] = generator
+    return generator
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]  # not in the stubs
+
+
+def owner_of(generator: torch.Generator) -> torch.Generator:
+    """Return `generator` as the code that is simulated has it."""
+    return _own.get(_address(generator), generator)
+
+
+def device_of(generator: torch.Generator) -> torch.device:
+    """Return the device of `generator`, as the code that is simulated sees it."""
+    return owner_of(generator).device
+
+
+class Draws:
+    """The generators that an operation has drawn from, with the states that they had."""
+
+    def __init__(self) -> None:
+        self._states: list[tuple[DeviceGenerator, _State, int]] = []
+
+    def add(self, generator: DeviceGenerator) -> None:
+        self._states.append((generator, generator.state, generator.state.offset))
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what this thread draws from."""
+        _noting.draws, before = self, _noting.draws
+        try:
+            yield
+        finally:
+            _noting.draws = before
+
+    def undo(self) -> None:
+        """Set the offsets back."""
+        for _, state, offset in reversed(self._states):
+            state.offset = offset
+
+    @contextlib.contextmanager
+    def states(self) -> Iterator[None]:
+        """Give the generators the states that they had, which go on from where they are."""
+        before = [generator.state for generator, _, _ in self._states]
+        for generator, state, _ in self._states:
+            generator.state = state
+        try:
+            yield
+        finally:
+            for (generator, _, _), state in zip(self._states, before, strict=True):
+                generator.state = state
+
+
+class _Noting(threading.local):
+    draws: Draws | None = None
+
+
+_noting = _Noting()
+_drawing = threading.RLock()  # threads share the generators: DataParallel's replicas, backward
+
+
+@contextlib.contextmanager
+def drawing(generator: torch.Generator, ambient: torch.Generator | None = None) -> Iterator[list[torch.Tensor]]:
+    """Let one operator draw from `generator`, or let `ambient` draw what it would, which is then as it was.
+
+    Yields a list for the tensors that the operator has drawn, by which the offset goes on.
+    """
+    generator = owner_of(generator)
+    assert isinstance(generator, DeviceGenerator)
+    drawn: list[torch.Tensor] = []
+    with _drawing:
+        if _noting.draws is not None:
+            _noting.draws.add(generator)
+        source = generator if ambient is None else ambient
+        kept = None if ambient is None else ambient.get_state()
+        _base.manual_seed(source, generator.state.mixed())
+        fresh = _base.get_state(source)
+        try:
+            yield drawn
+        finally:
+            with torch._C._DisableTorchDispatch():
+                if not torch.equal(fresh, _base.get_state(source)):  # it draws nothing where nothing is dropped
+                    generator.state.offset += _increment(drawn)
+            if kept is not None:
+                source.set_state(kept)
+
+
+def _increment(drawn: Iterable[torch.Tensor]) -> int:
+    largest = max((t.numel() for t in drawn), default=1)
+    return -(-largest // _PER_STEP) * _STEP
