@@ -17,8 +17,12 @@ __all__ = ["on_sync", "run"]
 _no_dispatch = torch._C._DisableTorchDispatch
 _plain: type = torch.Tensor
 _SYNCING = frozenset(
-    {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+    [
+        *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"),
+        *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"),
+    ]
 )
+_BY_MASK = frozenset({"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})
 _IDLE = frozenset({"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::resize_as_"})  # beside those of memory
 _ON_HOST = {"aten::_pack_padded_sequence": 1}
 _sync: Callable[[torch.device], object] | None = None
@@ -40,6 +44,7 @@ class _Operator:
     random: bool
     takes_generator: bool
     syncs: bool
+    by_mask: bool  # whether it waits, too, to count what a mask among its indices selects
     on_host: int  # the position of the one result that lives on the CPU, or -1
     instead: Callable[..., object] | None  # what runs, on the simulated tensors themselves
     name: str  # without its namespace
@@ -62,6 +67,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         random=torch.Tag.nondeterministic_seeded in func.tags,
         takes_generator=any(a.name == "generator" for a in schema.arguments),
         syncs=name in _SYNCING,
+        by_mask=name in _BY_MASK,
         on_host=_ON_HOST.get(name, -1),
         instead=functional.OPERATORS.get(name),
         name=name.rpartition("::")[2],
@@ -87,7 +93,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     if device is None:
         with _no_dispatch():
             return func(*args, **kwargs)
-    if operator.syncs and _sync is not None:
+    if _sync is not None and (operator.syncs or (operator.by_mask and _counts(args))):
         _sync(device)
     below = hardware.present
     given: list[torch.Tensor] = []
@@ -140,6 +146,14 @@ def _device_of(
         elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
             mixed = True
     return device, mixed
+
+
+def _counts(args: tuple[object, ...]) -> bool:
+    """Return whether an operator with these indices asks how many elements a mask selects; a fill by one value does not."""
+    value = args[2] if len(args) > 2 else None
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return False
+    return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

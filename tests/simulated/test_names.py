@@ -240,8 +240,7 @@ def test_which_kernels_of_attention_cuda_would_have(told, usable):
 
 def test_refused_parts_of_cuda_are_named():
     with simulated_node(1):
-        assert isinstance(torch.cuda.CUDAGraph, type) and isinstance(torch.cuda.graph, type)
-        for name in ("CUDAGraph", "graph", "MemPool", "CUDAPluggableAllocator", "make_graphed_callables"):
+        for name in ("MemPool", "CUDAPluggableAllocator", "GreenContext"):
             with pytest.raises(RuntimeError, match=rf"torch\.cuda\.{name} is not available on a simulated node"):
                 getattr(torch.cuda, name)()
 
