@@ -72,9 +72,14 @@ def _storage(t: torch.Tensor) -> int:
 
 
 def _made(result: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of a result that share no memory with what the operation was given."""
+    """Return the tensors of a result that have memory of their own: no wrappers, nor what the operation was given."""
     known = set(map(_storage, given))
-    return [t for t in _tensors(result) if _storage(t) not in known]
+    return [t for t in _tensors(result) if _storage(t) not in known and not _wraps(type(t))]
+
+
+def _wraps(kind: Any) -> bool:
+    """Return whether tensors of this type, such as DTensor, have others inside, and dispatch on them."""
+    return kind is not SimulatedTensor and kind.__torch_dispatch__ is not _own_dispatch
 
 
 def _bare(t: torch.Tensor) -> torch.Tensor:
@@ -161,8 +166,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if any(t is not SimulatedTensor and t.__torch_dispatch__ is not _own_dispatch for t in types):
-            return NotImplemented  # a wrapper such as DTensor: what it does to its parts comes by
+        if any(map(_wraps, types)):
+            return NotImplemented  # what it does to its parts comes by
         effects = _effects.get(func) or _effects_of(func)
         if not effects.makes and not effects.written:
             return func(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo  # each dispatch mode needs it: ranks share what is imported before they are forked
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
