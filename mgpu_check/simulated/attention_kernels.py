@@ -173,6 +173,32 @@ def _causal_square(causal: bool, query: Tensor, key: Tensor) -> bool:
     return causal
 
 
+def _backward(
+    operands: tuple[Tensor, Tensor, Tensor],
+    bias: Optional,
+    results: tuple[Tensor, Tensor, Tensor],
+    dropout: float,
+    seed: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, laid out as these are.
+
+    Args:
+        results: the gradient of the attention, the attention, and the logsumexp of each row.
+        seed: of dropout, as the forward function has returned it.
+    """
+    query, key, value = operands
+    heads, number = query.size(1), int(seed) if dropout > 0 else 0
+    weights = _Weights(query, _heads(key, heads), bias, _scale_of(query, scale), causal, dropout, number)
+    of_query, of_key, of_value, _ = _gradients(weights, _heads(value, heads), *results, False)
+    return (
+        _as_laid_out(query, of_query),
+        _as_laid_out(key, _shared(of_key, key)),
+        _as_laid_out(value, _shared(of_value, value)),
+    )
+
+
 def _scaled_dot_product_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -224,15 +250,8 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out, query, key, value, out, logsumexp, state = _bare(grad_out, query, key, value, out, logsumexp, philox_seed)
     _check_flash(query, key, value)
-    seed = int(state.view(torch.int64)[0]) if dropout_p > 0 else 0
-    causal = _causal_square(is_causal, query, key)
-    weights = _Weights(query, _heads(key, query.size(1)), None, _scale_of(query, scale), causal, dropout_p, seed)
-    of_query, of_key, of_value, _ = _gradients(weights, _heads(value, query.size(1)), grad_out, out, logsumexp, False)
-    return (
-        _as_laid_out(query, of_query),
-        _as_laid_out(key, _shared(of_key, key)),
-        _as_laid_out(value, _shared(of_value, value)),
-    )
+    causal, seed = _causal_square(is_causal, query, key), state.view(torch.int64)[0]
+    return _backward((query, key, value), None, (grad_out, out, logsumexp), dropout_p, seed, causal, scale)
 
 
 def _scaled_dot_product_efficient_attention(
@@ -358,18 +377,9 @@ def _scaled_dot_product_cudnn_attention_backward(
     grad_out, query, key, value, out, logsumexp, seed, bias = _bare(
         grad_out, query, key, value, out, logsumexp, philox_seed, attn_bias
     )
-    heads = query.size(1)
     bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
-    number = int(seed) if dropout_p > 0 else 0
-    weights = _Weights(query, _heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, number)
-    of_query, of_key, of_value, _ = _gradients(
-        weights, _heads(value, heads), grad_out, out, logsumexp.squeeze(-1), False
-    )
-    return (
-        _as_laid_out(query, of_query),
-        _as_laid_out(key, _shared(of_key, key)),
-        _as_laid_out(value, _shared(of_value, value)),
-    )
+    results = grad_out, out, logsumexp.squeeze(-1)
+    return _backward((query, key, value), bias, results, dropout_p, seed, is_causal, scale)
 
 
 ATTENTION_KERNELS: dict[str, Callable[..., object]] = {
