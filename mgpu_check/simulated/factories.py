@@ -96,7 +96,9 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
     if recorder is not None:
         if make.__name__ in _FROM_DATA:
             host_waits(device)
-        made = recorder.record(lambda given, named: _made_on(make, device, given, named), args, kwargs, [], device)
+        made: torch.Tensor = recorder.record(
+            lambda given, named: _made_on(make, device, given, named), args, kwargs, [], device
+        )
     else:
         made = _made_on(make, device, args, kwargs)
     return made.requires_grad_() if requires_grad else made

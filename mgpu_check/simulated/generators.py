@@ -81,21 +81,21 @@ class DeviceGenerator(_base):
         _refuse_while_capturing("Cannot call CUDAGeneratorImpl::get_offset")
         return self.state.offset
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> DeviceGenerator:
         _refuse_while_capturing("Cannot call CUDAGeneratorImpl::set_offset")
         if offset % _STEP:
             raise RuntimeError("offset must be a multiple of 4")
         self.state.offset = offset
+        return self
 
     def get_state(self) -> torch.Tensor:
         packed = _STATE.pack(self.initial_seed(), self.state.offset)
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def set_state(self, new_state: torch.Tensor) -> DeviceGenerator:
-        if is_capturing():
-            _refuse_while_capturing(
-                "Please ensure to utilize the CUDAGeneratorImpl::set_state_index method during capturing."
-            )
+        _refuse_while_capturing(
+            "Please ensure to utilize the CUDAGeneratorImpl::set_state_index method during capturing."
+        )
         if not isinstance(new_state, torch.Tensor) or new_state.dtype != torch.uint8 or new_state.device.type != "cpu":
             raise TypeError("RNG state must be a torch.ByteTensor")
         given = bytes(new_state.flatten().tolist())
@@ -108,10 +108,10 @@ class DeviceGenerator(_base):
         return self
 
     def clone_state(self) -> DeviceGenerator:
-        return made_on(self._dev, torch.Generator.device.__get__(self), _State(self.state.seed, self.state.offset))
+        return made_on(self._dev, _base.device.__get__(self), _State(self.state.seed, self.state.offset))
 
     def graphsafe_get_state(self) -> DeviceGenerator:
-        return made_on(self._dev, torch.Generator.device.__get__(self), self.state)
+        return made_on(self._dev, _base.device.__get__(self), self.state)
 
     def graphsafe_set_state(self, state: torch.Generator) -> DeviceGenerator:
         if not isinstance(state, DeviceGenerator):

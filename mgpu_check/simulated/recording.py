@@ -47,7 +47,7 @@ class Node:
     targets: list[torch.Tensor]
     writes: list[torch.Tensor]
     draws: Draws
-    after: Callable[[torch.Tensor | None], object] | None = None
+    after: Callable[[Any], object] | None = None
 
     def replay(self) -> None:
         with torch.no_grad(), self.draws.states():
@@ -104,7 +104,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
     for item in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(item, torch.ScriptObject) and func.namespace == "c10d":
-            dist.Work.unbox(item).wait()  # type: ignore[attr-defined]  # not in the stubs
+            dist.Work.unbox(item).wait()
     return result
 
 
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         written: list[torch.Tensor],
         device: torch.device | None,
         *,
-        after: Callable[[torch.Tensor | None], object] | None = None,
+        after: Callable[[Any], object] | None = None,
         held: Callable[[torch.Tensor], torch.Tensor] = _bare,
     ) -> Any:
         """Do an operation on a device, and record it.

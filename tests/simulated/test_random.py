@@ -125,3 +125,43 @@ def test_leaving_gives_the_backing_device_its_generator_back():
         functional.dropout(torch.ones(8, device="cuda:1"), 0.5)
         torch.randn(3, device="cuda")
     assert torch.equal(before, real())
+
+
+def test_generators_have_a_seed_and_an_offset_as_philox_has(node):
+    generator = torch.Generator("cuda:1").manual_seed(2**63 + 5)
+    assert generator.get_state().tolist() == [5, *[0] * 6, 128, *[0] * 8]
+    draws = []
+    for offset in (0, 4, 8):
+        assert generator.get_offset() == offset
+        draws.append(torch.rand(5, device="cuda:1", generator=generator).tolist())
+    assert len({tuple(draw) for draw in draws}) == 3
+    generator.set_offset(4)
+    assert torch.rand(5, device="cuda:1", generator=generator).tolist() == draws[1]
+    generator.set_state(torch.tensor([5, *[0] * 6, 128], dtype=torch.uint8))  # a state without an offset
+    assert generator.initial_seed() == 2**63 + 5 and generator.get_offset() == 0
+    torch.empty(0, device="cuda:1").normal_(generator=generator)
+    functional.dropout(torch.ones(8, device="cuda:1"), 0.0)
+    assert generator.get_offset() == torch.cuda.default_generators[1].get_offset() == 0
+    torch.empty(100_000, device="cuda:1").normal_(generator=generator)
+    assert generator.get_offset() == 52, "each thread draws several times"
+    with pytest.raises(RuntimeError, match="offset must be a multiple of 4"):
+        generator.set_offset(3)
+    with pytest.raises(RuntimeError, match="RNG state is wrong size"):
+        generator.set_state(torch.get_rng_state())
+    with pytest.raises(TypeError, match=r"RNG state must be a torch\.ByteTensor"):
+        generator.set_state(torch.zeros(16))
+
+
+def test_generators_share_a_state_by_the_safe_getter_and_not_by_a_clone(node):
+    one = torch.Generator("cuda").manual_seed(1)
+    shared, apart, other = one.graphsafe_get_state(), one.clone_state(), torch.Generator("cuda")
+    torch.rand(3, device="cuda", generator=one)
+    assert (shared.get_offset(), apart.get_offset()) == (4, 0)
+    other.graphsafe_set_state(apart)
+    assert (
+        torch.rand(3, device="cuda", generator=other).tolist()
+        == torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).tolist()
+    )
+    assert apart.get_offset() == 4
+    with pytest.raises(RuntimeError, match="Expected a CUDA Generator"):
+        one.graphsafe_set_state(torch.Generator())
