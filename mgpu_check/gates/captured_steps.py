@@ -1,4 +1,4 @@
-"""Tell of the optimizer steps that the replay of a CUDA graph does: torch calls the hooks of a step when it is captured."""
+"""Report the optimizer steps that replays of CUDA graphs do: torch calls the hooks of a step only when it is captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEPS = "_mgpu_check_steps"  # of a graph, for as long as it is there
 
 
 class CapturedSteps:
-    """The steps of the graph that is being captured, until it owns them."""
+    """The optimizer steps of the graph that is being captured, until the capture ends."""
 
     def __init__(self, replayed: Callable[[Optimizer], None]) -> None:
         """Begin without any.

@@ -214,20 +214,23 @@ class BackingDevice(_WithDriver):
 class SimulatedDevices(Devices):
     """The devices of a simulated node, and the device that computes for them, if any.
 
-    A simulated stream is busy while it sleeps. The node itself restores streams and other settings.
+    A simulated stream is busy while it sleeps. Streams of an earlier call are replaced.
     """
 
     def __init__(self, backing: BackingDevice | None) -> None:
-        from mgpu_check.simulated.streams import wait_until_idle  # here: real ranks do not need the simulator
+        # Imported here, because real ranks do not need the simulator.
+        from mgpu_check.simulated.recording import abandon
+        from mgpu_check.simulated.streams import reset_streams, wait_until_idle
 
-        self._streams_idle = wait_until_idle
+        self._streams_idle, self._reset_streams, self._abandon_captures = wait_until_idle, reset_streams, abandon
         self._backing = backing
 
     def idle(self, patience: float = _GRACE) -> bool:
         return self._streams_idle(patience) and (self._backing is None or self._backing.idle(patience))
 
     def restore(self) -> None:
-        pass
+        self._abandon_captures()
+        self._reset_streams()
 
     def give_back(self) -> None:
         if self._backing is not None:

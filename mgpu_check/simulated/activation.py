@@ -28,6 +28,7 @@ from mgpu_check.simulated.parallel import install_parallel
 from mgpu_check.simulated.pinned import forget_pinned
 from mgpu_check.simulated.profiling import install_profiling
 from mgpu_check.simulated.random import ambient_generator, device_generators, install_random
+from mgpu_check.simulated.recording import abandon
 from mgpu_check.simulated.reducer import install_reducer
 from mgpu_check.simulated.runtime import install_runtime
 from mgpu_check.simulated.scripting import install_scripting
@@ -148,6 +149,7 @@ def _leave(patches: Patches) -> None:
     finally:
         on_host_copy(None)
         dispatch.on_sync(None)
+        abandon()
         streams.forget_streams()
         forget_pinned()
         leave_node()

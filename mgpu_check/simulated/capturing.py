@@ -1,7 +1,7 @@
-"""Which streams record a CUDA graph in place of working, and what CUDA refuses of them meanwhile.
+"""Streams that record a CUDA graph in place of working, and the calls that CUDA refuses meanwhile.
 
 A capture begins on one stream. A stream that waits for a capturing one joins its capture. It must be waited for before the
-capture ends. Whatever needs results of the device, or orders captured work after other work, is refused.
+capture ends. CUDA refuses to wait for results of the device, and to order captured work after other work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mgpu_check.simulated.state import cuda_error
 
-__all__ = ["Capture", "Recording", "refuse_in_thread"]
+__all__ = ["Capture", "Recording", "abandon", "refuse_in_thread"]
 
 _MODES = ("global", "thread_local", "relaxed")
 _UNSUPPORTED = 900, "operation not permitted when stream is capturing"
@@ -54,15 +54,20 @@ class Capture:
 
     def end(self) -> None:
         """Stop recording, as cudaStreamEndCapture does on the stream of the first branch."""
-        self.ended = True
-        _under_way.remove(self)
-        origin, streams, self._streams = self.branches[0], self._streams, []
-        for stream in streams:
-            stream.branch = None
+        self.release()
+        origin = self.branches[0]
         if self.broken:
             raise cuda_error(*_INVALIDATED)
         if any(other.work > origin.seen.get(other.stream, 0) for other in self.branches[1:]):
             raise cuda_error(*_UNJOINED)
+
+    def release(self) -> None:
+        """Let the streams work again."""
+        self.ended = True
+        _under_way.remove(self)
+        for stream in self._streams:
+            stream.branch = None
+        self._streams.clear()
 
     def reaches_this_thread(self) -> bool:
         """Return whether calls of this thread that may be unsafe spoil this capture."""
@@ -71,7 +76,7 @@ class Capture:
 
 @dataclass(eq=False)
 class Branch:
-    """What one stream has recorded of a capture, or had when an event was recorded.
+    """The part of a capture that one stream has recorded, or had recorded when an event was.
 
     Attributes:
         stream: identifies the stream.
@@ -96,7 +101,7 @@ class Recording:
     marks_only = False  # an event marks what a stream records
 
     def refuse_wait(self) -> None:
-        """Refuse to tell the host when captured work is done."""
+        """Refuse to wait for captured work on the host."""
         if self.branch is None:
             return
         if self.marks_only:
@@ -118,6 +123,12 @@ class Recording:
             mine.capture.fail(_MERGE)
         for stream, work in theirs.mark().seen.items():
             mine.seen[stream] = max(mine.seen.get(stream, 0), work)
+
+
+def abandon() -> None:
+    """Give up all captures that have not ended."""
+    for capture in list(_under_way):
+        capture.release()
 
 
 def refuse_in_thread() -> None:

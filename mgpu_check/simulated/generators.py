@@ -30,7 +30,7 @@ _MASK = 2**64 - 1
 
 @dataclass(eq=False)
 class _State:
-    """What a generator stands at; several generators may have one state."""
+    """The seed and the offset of a generator. Several generators may share them."""
 
     seed: int = 0
     offset: int = 0
@@ -172,7 +172,7 @@ class Draws:
 
     @contextlib.contextmanager
     def states(self) -> Iterator[None]:
-        """Give the generators the states that they had, which go on from where they are."""
+        """Give the generators the states that they had, with the offsets of now."""
         before = [generator.state for generator, _, _ in self._states]
         for generator, state, _ in self._states:
             generator.state = state
@@ -193,9 +193,9 @@ _drawing = threading.RLock()  # threads share the generators: DataParallel's rep
 
 @contextlib.contextmanager
 def drawing(generator: torch.Generator, ambient: torch.Generator | None = None) -> Iterator[list[torch.Tensor]]:
-    """Let one operator draw from `generator`, or let `ambient` draw what it would, which is then as it was.
+    """Let one operator draw from `generator`; or from `ambient` in its place, which gets its state back.
 
-    Yields a list for the tensors that the operator has drawn, by which the offset goes on.
+    Yields a list for the tensors that the operator has drawn. The offset advances by their size.
     """
     generator = owner_of(generator)
     assert isinstance(generator, DeviceGenerator)

@@ -1,4 +1,4 @@
-"""``torch.cuda.CUDAGraph``: captures what a stream is given, and replays it. What is above it in Python is torch's own."""
+"""``torch.cuda.CUDAGraph``: captures the work of a stream, and replays it. The Python code above it is torch's own."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ CUDAGraph.__qualname__ = "CUDAGraph"
 
 
 def graph_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> what stands there while simulated."""
+    """Return the functions of ``torch._C`` that replace torch's, by name."""
     return {
         "_CUDAGraph": CUDAGraph,
         "_graph_pool_handle": lambda: (0, next(_numbers)),
@@ -160,6 +160,6 @@ def graph_functions() -> dict[str, object]:
 
 
 def install_graphs(patches: Patches) -> None:
-    """Replace ``torch.cuda.CUDAGraph``. What captures by it is torch's own, but for a stream that it keeps."""
+    """Replace ``torch.cuda.CUDAGraph``, and forget the stream that ``torch.cuda.graph`` keeps."""
     patches.replace(torch.cuda.graphs.CUDAGraph, CUDAGraph)
     patches.set(torch.cuda.graphs.graph, "default_capture_stream", None)

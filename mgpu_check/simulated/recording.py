@@ -1,4 +1,4 @@
-"""What a CUDA graph records: the operators that were captured, with the memory that they read and write.
+"""The record of a CUDA graph: the operators that were captured, with the memory that they read and write.
 
 Operators run while they are captured, so that results have shapes, and values that later operators can index by. When the
 capture ends, all memory that they wrote holds again what it held before, or what was never written: CUDA runs nothing
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from mgpu_check.simulated import capturing
 from mgpu_check.simulated.functional import wait_pending
 from mgpu_check.simulated.generators import Draws
 from mgpu_check.simulated.memory import BLOCK
@@ -26,7 +27,7 @@ from mgpu_check.simulated.streams import current_stream, is_capturing
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.simulated.unwritten import EMPTY, never_written
 
-__all__ = ["Node", "Recorder", "recorder_of"]
+__all__ = ["Node", "Recorder", "abandon", "recorder_of"]
 
 # Operators that write arguments which their schemas do not declare as written: the running statistics.
 _WRITES_UNDECLARED = frozenset(
@@ -110,7 +111,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass(eq=False)
 class _Effects:
-    """What an operator does to memory: arguments that it writes, by position or name, and whether it makes tensors."""
+    """Effects of an operator on memory: the arguments that it writes, by position and name, and whether it makes tensors."""
 
     written: list[tuple[int, str]]
     makes: bool
@@ -152,7 +153,7 @@ class Recorder(TorchDispatchMode):
         _current.recorder = self
 
     def stop(self) -> None:
-        """Leave, whatever modes were entered since."""
+        """Leave this mode, and keep the modes that were entered since."""
         above = []
         while (mode := _pop_mode()) is not self:
             above.append(mode)
@@ -292,6 +293,13 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def abandon() -> None:
+    """Give up all captures that have not ended, and record nothing more in this thread."""
+    if _current.recorder is not None:
+        _current.recorder.stop()
+    capturing.abandon()
 
 
 def recorder_of(device: torch.device) -> Recorder | None:

@@ -1,4 +1,4 @@
-"""What a simulated node does not have: functions and classes that say so by their name."""
+"""Stand-ins for the parts of CUDA that a simulated node lacks: each refuses by its name."""
 
 from __future__ import annotations
 

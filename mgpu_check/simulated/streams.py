@@ -45,6 +45,7 @@ __all__ = [
     "hold_outstanding",
     "host_waits",
     "is_capturing",
+    "reset_streams",
     "set_stream",
     "set_sync_debug_mode",
     "stream_by_id",
@@ -277,6 +278,12 @@ def forget_streams() -> None:
     _busy.clear()
     _by_id.clear()
     _streams = _Streams()
+
+
+def reset_streams() -> None:
+    """Make default streams current in this thread, and waits of the host allowed, as in a fresh process."""
+    set_sync_debug_mode(0)
+    _streams.current.clear()
 
 
 def go_by(other: Clock | None) -> None:

@@ -91,7 +91,7 @@ def _copied(
 
 
 def captured_to_host(host: torch.Tensor, t: torch.Tensor) -> bool:
-    """Record a copy to pinned memory, for which nobody waits; return False where no graph is captured."""
+    """Record an asynchronous copy to pinned memory; return False if no graph is being captured."""
     source = t.device
     recorder = recorder_of(source)
     if recorder is None:

@@ -1,4 +1,4 @@
-"""Whether a CUDA graph is being captured: then nobody may ask a device for values, as hooks do that record them."""
+"""Captures of CUDA graphs, during which hooks must not ask a device for values."""
 
 from __future__ import annotations
 

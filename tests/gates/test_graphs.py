@@ -102,6 +102,22 @@ def test_a_step_that_does_not_copy_its_input_is_refuted(ranks):
     assert "decision-per-rank" not in str(caught.value)  # the steps of replays count
 
 
+def leave_a_capture(rank):
+    torch.cuda.set_stream(torch.cuda.Stream())
+    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.CUDAGraph().capture_begin()
+
+
+def streams_are_fresh(rank):
+    torch.cuda.synchronize()
+    return torch.cuda.current_stream().stream_id, torch.cuda.get_sync_debug_mode()
+
+
+def test_ranks_have_fresh_streams_after_each_call(ranks):
+    ranks.run(leave_a_capture, size=2)
+    assert ranks.run(streams_are_fresh, size=2) == [(0, 0)] * 2
+
+
 class Graphed:
     """The model alone in a graph of its own for forward and for backward, with gradients that are averaged by hand."""
 

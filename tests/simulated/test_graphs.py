@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from mgpu_check import simulated_node
+
 UNSUPPORTED = "operation not permitted when stream is capturing"
 
 
@@ -310,3 +312,15 @@ def test_collectives_are_sent_at_each_replay(on_ranks):
     for rank, (before, results) in enumerate(on_ranks(body)):
         assert before == [rank + 1.0] * 2
         assert results == [([5, 5], [[5, 5], [10, 10]], [10, 10])] * 2
+
+
+def test_a_capture_that_nobody_ends_ends_with_the_node():
+    with simulated_node(1):
+        torch.cuda.set_stream(torch.cuda.Stream())
+        torch.cuda.CUDAGraph().capture_begin()
+        with pytest.raises(RuntimeError, match=UNSUPPORTED):
+            torch.cuda.synchronize()
+    with simulated_node(1):
+        torch.cuda.synchronize()
+        assert not torch.cuda.is_current_stream_capturing()
+        assert not torch._C._len_torch_dispatch_stack()
