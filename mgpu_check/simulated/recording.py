@@ -51,7 +51,7 @@ class Node:
     after: Callable[[Any], object] | None = None
 
     def replay(self) -> None:
-        with torch.no_grad(), self.draws.states():
+        with torch.inference_mode(), self.draws.states():  # only there all tensors may be written
             for target, result in zip(self.targets, _made(self.run(), self.reads), strict=True):
                 wait_pending(result)
                 with _no_dispatch():
@@ -260,14 +260,14 @@ class Recorder(TorchDispatchMode):
             node.draws.undo()
         nodes = self._on_devices()
         written = {_storage(t) for node in nodes for t in (*node.writes, *node.targets)}
-        with _no_dispatch(), torch.no_grad():
+        with _no_dispatch(), torch.inference_mode():
             for key, (memory, before) in self._before.items():
                 if key in written:
                     memory[: before.numel()].copy_(before)
-        for node in nodes:
-            for target in node.targets:
-                if _storage(target) not in self._before:
-                    never_written(raw(target))
+            for node in nodes:
+                for target in node.targets:
+                    if _storage(target) not in self._before:
+                        never_written(raw(target))
         self._before, self._memory, self._there, self.nodes = {}, {}, {}, []
         return nodes
 

@@ -55,6 +55,21 @@ def test_a_capture_runs_nothing_and_a_replay_all(capture):
     assert result.tolist() == [17, 17, 17] and result.data_ptr() == place
 
 
+@torch.inference_mode()
+def double(t):
+    return F.relu(t * 2)
+
+
+def test_a_model_captured_in_inference_mode_is_replayed_outside(capture):
+    static = torch.ones(2, device="cuda")
+    graph, out = capture(lambda: double(static))
+    assert out.isnan().all() and out.is_inference()
+    graph.replay()
+    static.fill_(3)
+    graph.replay()
+    assert out.tolist() == [6, 6]
+
+
 def test_memory_without_values_keeps_what_the_last_replay_wrote(capture):
     def body():
         kept = torch.empty(2, device="cuda")
