@@ -30,6 +30,7 @@ from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.tensors import name_of
 
@@ -139,13 +140,13 @@ class Recorder:
         self._here.depth = getattr(self._here, "depth", 0) + 1
         if module._parameters:
             self._called.add(module)
-        if self._here.depth == 1 and module.training and self._calls < _CALLS:
+        if self._here.depth == 1 and module.training and self._calls < _CALLS and not is_capturing():
             self._here.drawn = watched.generators()
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self._here.depth -= 1
         self._notice_narrow(module, output)
-        if not self._here.depth and output is not None and not self._backwards:
+        if not self._here.depth and output is not None and not self._backwards and not is_capturing():
             self._outermost(module, args, kwargs)
         if self.perturbation is None or output is None or module._modules:
             return None
@@ -210,7 +211,7 @@ class Recorder:
 
     def watched_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._backwards:  # one within goes back through a checkpointed part
+            if not self._backwards and not is_capturing():  # one within goes back through a checkpointed part
                 roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._losses += [
                     float(root.detach()) for root in roots if root.numel() == 1 and root.is_floating_point()
@@ -228,6 +229,8 @@ class Recorder:
     # optimizers
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if is_capturing():
+            return None  # a step that is captured happens when its graph is replayed, and calls no hook then
         if self._stepping is not None and self._stepping is not optimizer:
             return None  # one that the other uses, as ZeroRedundancyOptimizer does
         self._stepping = optimizer
@@ -290,7 +293,7 @@ class Recorder:
         return owner is not None and owner in self._called
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stepping is not optimizer:
+        if self._stepping is not optimizer or is_capturing():
             return
         if self._gradients is None:  # of an optimizer that does not call its closure
             self._take_gradients(optimizer)
@@ -338,7 +341,7 @@ class Recorder:
         """Take note that the step of `optimizer` did not come to its end: it is none, and what led to it is no later
         step's.
         """
-        if self._stepping is not optimizer:
+        if self._stepping is not optimizer or is_capturing():
             return
         self._stepping = None
         if self._before:
