@@ -39,10 +39,11 @@ class Capture:
         self.broken = False
         self.ended = False
         self._thread = threading.get_ident()
-        _under_way.append(self)
 
     def begin_on(self, stream: Recording) -> Branch:
         """Let a stream record from now on."""
+        if not self.branches:
+            _under_way.append(self)
         stream.branch = made = Branch(self, id(stream))
         self.branches.append(made)
         self._streams.append(stream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch._dynamo  # each dispatch mode needs it: ranks share what is imported before they are forked
@@ -237,6 +239,18 @@ def test_each_step_of_the_life_of_a_graph_comes_in_order(side):
     assert graph.pool()[1]
 
 
+def test_a_thread_captures_one_graph_at_a_time(capture, side):
+    def body():
+        torch.ones(1, device="cuda")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.CUDAGraph().capture_begin()
+
+    with pytest.raises(RuntimeError, match="a thread captures one CUDA graph at a time"):
+        capture(body)
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    torch.cuda.synchronize()
+
+
 def test_copies_to_and_from_pinned_memory_are_done_at_each_replay(capture):
     given, static = torch.ones(3).pin_memory(), torch.zeros(3, device="cuda")
     back = torch.zeros(3).pin_memory()
@@ -287,14 +301,17 @@ def test_a_graph_may_replay_another_one(capture):
     assert out.tolist() == [6, 6]
 
 
-def test_an_input_that_died_is_told(capture):
-    alive = torch.ones(2, device="cuda")
+LIVENESS = "check_input_liveness"
 
-    def body():
-        return alive + torch.ones(2, device="cuda")
 
-    graph, _ = capture(body, check_input_liveness=True)
+@pytest.mark.skipif(
+    LIVENESS not in inspect.signature(torch.cuda.graph).parameters, reason="this torch has no such check"
+)
+def test_inputs_are_watched_where_that_is_asked_for(capture):
+    given = torch.ones(2, device="cuda")
+    graph, out = capture(lambda: given + torch.ones(2, device="cuda"), **{LIVENESS: True})
     graph.replay()
+    assert out.tolist() == [2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
