@@ -32,8 +32,8 @@ processes of the run: --batch-size={64/W}, --lr={0.1*W}.
 exit codes:
   0 equal   1 differs, or fails or hangs on the ranks
   2 not comparable: the ranks saw other samples or started from other parameters, or the script is not repeatable, makes no
-    optimizer step, or has no finite numbers from the first step on; or undecided: a trained parameter was not compared, and
-    nothing else differs
+    optimizer step, or has no finite numbers from the first step on; or undecided: a trained parameter, a state of it, or a
+    buffer was not compared, and nothing else differs
   3 internal error of mgpu-check, no verdict on the script   4 wrong usage   130 interrupted
 Requirements for a comparable script: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
 """

@@ -12,8 +12,9 @@ from mgpu_check.compare.trace import Parameter, Step, Summary, Trace, chunk_size
 
 __all__ = ["Aligned", "Deviation", "Kind", "Samples", "deviation", "of_kind"]
 
-Kind = Literal["before", "gradient", "parameter"]
-"""Which of a step's tensors: the parameter before the first step, the gradient, the parameter after the step."""
+Kind = Literal["before", "gradient", "parameter", "state"]
+"""A tensor of a step: the parameter before the first step, the gradient, the parameter after the step, and a state of the
+optimizer or a buffer after the step."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def of_kind(step: Step, kind: Kind) -> dict[str, Summary | None]:
     """Return the tensors of one kind in a step, by parameter."""
     if kind == "gradient":
         return step.gradients
-    return dict(step.before if kind == "before" else step.parameters)
+    return dict({"before": step.before, "parameter": step.parameters, "state": step.states}[kind])
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class Samples:
         return bool(self.one) and any(self.ranks)
 
     @property
+    def hidden(self) -> bool:
+        """True if ranks hold parts of the model, and none was seen to be given a sample: they may be given what was computed."""
+        return self.divided and not self.common
+
+    @property
     def same(self) -> bool:
         return self.together == self.one
 
@@ -147,8 +153,9 @@ class Aligned:
         one: the trace of the one device.
         ranks: those of the ranks, in their order; one of a single process that has several devices.
         world: number of those ranks, or devices.
-        divided, reasons, placements, holders: see `mgpu_check.compare.assembly.Assembly`.
+        divided, reasons, placements, holders, parts: see `mgpu_check.compare.assembly.Assembly`.
         names: parameters that both have, in the order of the model.
+        states: states of optimizers and buffers that both have, in the same order, but for buffers that never change.
         missing: those that one device trains, and no rank.
         extra: those that ranks train, and one device does not.
     """
@@ -160,7 +167,9 @@ class Aligned:
     reasons: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, str] = field(default_factory=dict)
     holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     names: list[str] = field(init=False)
+    states: list[str] = field(init=False)
     missing: list[str] = field(init=False)
     extra: list[str] = field(init=False)
 
@@ -171,6 +180,12 @@ class Aligned:
         self.names = [p.name for p in ordered if p.name in there]
         self.missing = [p.name for p in ordered if p.name not in there]
         self.extra = sorted(there - self.one.parameters.keys())
+        changing = {
+            name for trace in (self.one, *self.ranks) for name, state in trace.states.items() if not state.constant
+        }
+        kept = sorted(self.one.states.values(), key=lambda state: (state.order, state.key))
+        held = {name for trace in self.ranks for name in trace.states}
+        self.states = [state.name for state in kept if state.name in held & changing]
 
     @property
     def where(self) -> str:
@@ -188,7 +203,12 @@ class Aligned:
         return min(self.steps, self.one.finite_steps)
 
     def parameter(self, name: str) -> Parameter:
-        return self.one.parameters[name]
+        """Return a parameter of one device, or a state or buffer, by its name."""
+        return self.one.parameters.get(name) or self.one.states[name]
+
+    def named(self, kind: Kind) -> list[str]:
+        """Return the names of the tensors of one kind that both have."""
+        return self.states if kind == "state" else self.names
 
     def found(self, step: int, kind: Kind, name: str) -> tuple[Summary | None, dict[int, Summary | None]]:
         """Return a tensor of a step: on one device, and on the ranks that have it and whose shape is the same."""
@@ -197,7 +217,7 @@ class Aligned:
         here = {}
         for trace in self.ranks:
             values = of_kind(trace.steps[step], kind)
-            if name in values and trace.parameters[name].shape == shape:
+            if name in values and (own := trace.entry(name)) is not None and own.shape == shape:
                 here[trace.rank] = values[name]
         return expected, here
 

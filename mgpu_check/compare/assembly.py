@@ -10,13 +10,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.compare.alignment import Kind, of_kind
-from mgpu_check.compare.matching import AMBIGUOUS, matched
-from mgpu_check.compare.trace import Held, Parameter, Step, Summary, Trace, joined, positions
+from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, prefixes
+from mgpu_check.compare.trace import (
+    Held,
+    Parameter,
+    State,
+    Step,
+    Summary,
+    Trace,
+    joined,
+    named_state,
+    positions,
+)
 from mgpu_check.processes.rank_lists import named
 
 __all__ = ["Assembly", "assembled"]
 
-_KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter")
+_KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,9 @@ class Assembly:
         reasons: why parameters could not be placed or put together, by name.
         placements: which slices ranks hold, in words, by name.
         holders: of parameters in slices, the ranks that have each element of `positions`.
-        open: some rank has a parameter of which it may hold a slice: its values may tell.
+        parts: of the same, by rank what it holds: the same for the same elements.
+        open: some rank may hold a slice of a parameter or buffer. Its values may show it.
+        same_elsewhere: some rank holds values that are in several places. Other values may show the place.
     """
 
     ranks: list[Trace]
@@ -36,7 +48,9 @@ class Assembly:
     reasons: Mapping[str, str]
     placements: Mapping[str, str]
     holders: Mapping[str, list[tuple[int, ...]]]
+    parts: Mapping[str, Mapping[int, object]]
     open: bool
+    same_elsewhere: bool
 
 
 @dataclass
@@ -71,6 +85,7 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
                 if parameter.unplaced or shown != label:
                     reasons[shown] = parameter.unplaced or AMBIGUOUS
             names[index][label] = shown
+        unmatched |= _add_states(index, one, trace, names[index], pieces_of[index], made[index], pieces, reasons)
     complete = {
         name: some
         for name, some in pieces.items()
@@ -78,8 +93,9 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     }
     for name, some in complete.items():
         for index in dict.fromkeys(piece.rank for piece in some):
-            local = ranks[index].parameters[next(piece.label for piece in some if piece.rank == index)]
-            made[index].parameters[name] = replace(one.parameters[name], dtype=local.dtype, device=local.device)
+            local = ranks[index].entry(next(piece.label for piece in some if piece.rank == index))
+            if local is not None:
+                _put(one, name, local, made[index])
     idle = [_idle(trace) for trace in ranks]
     users = _users(made, names, idle)
     for number in range(max((len(trace.steps) for trace in ranks), default=0)):
@@ -88,11 +104,8 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
         for index, step in enumerate(at):
             if step is not None:
                 made[index].steps.append(_step(step, names[index], pieces_of[index], users, index, views))
-    for name, using in users.items():
-        for index, trace in enumerate(made):
-            if index not in using:
-                trace.parameters.pop(name, None)
-    divided = bool(pieces) or any(
+    _take_unused(users, made)
+    divided = any(name in one.parameters for name in pieces) or any(
         name in one.parameters and 0 < sum(name in trace.parameters for trace in made) < len(made)
         for trace in made
         for name in trace.parameters
@@ -102,9 +115,70 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
         divided or any(parameter.sharded for trace in ranks for parameter in trace.parameters.values()),
         reasons,
         {name: _placement(some, ranks) for name, some in pieces.items()},
-        {name: _holders(one.parameters[name], some, ranks) for name, some in complete.items()},
+        {name: _holders(one, name, some, ranks) for name, some in complete.items()},
+        {name: _parts(some, ranks) for name, some in complete.items()},
         unmatched,
+        any(
+            entry.same_elsewhere and (entry.held is not None or own.get(label) in reasons)
+            for trace, own in zip(ranks, names, strict=True)
+            for label, entry in (*trace.parameters.items(), *trace.states.items())
+        ),
     )
+
+
+def _add_states(
+    index: int,
+    one: Trace,
+    trace: Trace,
+    names: dict[str, str | None],
+    pieces_of: dict[str, str],
+    made: Trace,
+    pieces: dict[str, list[_Piece]],
+    reasons: dict[str, str],
+) -> bool:
+    """Add the states and buffers of a rank, under the names that their parameters and modules have on one device.
+
+    Return whether it may hold slices of buffers.
+    """
+    open_ = False
+    modules = prefixes({**names, **pieces_of})
+    for label, state in trace.states.items():
+        if state.held is not None and state.held.whole in one.states:
+            pieces[state.held.whole].append(_Piece(index, label, state.held))
+            pieces_of[label] = state.held.whole
+            continue
+        if state.key:
+            owner = pieces_of.get(state.of) or names.get(state.of) or state.of
+        else:
+            owner = _buffer(state, modules, one)
+        moved = state.moved_to(owner, one.parameters[owner].order if owner in one.parameters else state.order)
+        there = one.states.get(moved.name)
+        names[label] = moved.name
+        made.states[moved.name] = moved
+        if state.unplaced and (there is None or there.shape != state.shape):
+            reasons[moved.name] = state.unplaced
+        open_ |= not state.key and not state.constant and (there is None or there.shape != state.shape)
+    return open_
+
+
+def _buffer(state: State, modules: Mapping[str, set[str]], one: Trace) -> str:
+    """Return the name of a buffer on one device: by the modules around it, or its own."""
+    name = beside(state.of, modules)
+    there = one.states.get(named_state("", name)) if name else None
+    return name if name and there is not None and there.shape == state.shape else state.of
+
+
+def _put(one: Trace, name: str, local: Parameter, made: Trace) -> None:
+    """Give a rank the description of a whole that it has a slice of."""
+    if name in one.states:
+        made.states[name] = replace(
+            one.states[name],
+            dtype=local.dtype,
+            device=local.device,
+            constant=isinstance(local, State) and local.constant,
+        )
+    else:
+        made.parameters[name] = replace(one.parameters[name], dtype=local.dtype, device=local.device)
 
 
 def _free(label: str, parameter: Parameter, rank: int, one: Trace, own: Mapping[str, str | None]) -> str:
@@ -118,7 +192,8 @@ def _gap(name: str, one: Trace, some: Sequence[_Piece], reasons: dict[str, str])
     """Return whether slices do not cover a whole exactly once, and note why."""
     distinct = {piece.held.key: piece.held for piece in some}
     count = sum(held.count for held in distinct.values())
-    whole = one.parameters[name]
+    whole = one.entry(name)
+    assert whole is not None
     first = some[0].held
     if count == whole.count and (sum(held.mark for held in distinct.values()) - first.all) % 2**64 == 0:
         return False
@@ -161,7 +236,17 @@ def _users(
         using = {i for i in there if not any(names[i][label] == name for label in idle[i])}
         if name is not None and 0 < len(using) < len(there):
             found[name] = using
-    return found
+    owned = [state for trace in made for state in trace.states.values() if state.of in found]
+    return found | {state.name: found[state.of] for state in owned}
+
+
+def _take_unused(users: Mapping[str, set[int]], made: Sequence[Trace]) -> None:
+    """Take parameters, and their states, from ranks that have them and do not use them."""
+    for name, using in users.items():
+        for index, trace in enumerate(made):
+            if index not in using:
+                trace.parameters.pop(name, None)
+                trace.states.pop(name, None)
 
 
 def _views(
@@ -213,6 +298,10 @@ def _step(
         before=there("before"),
         gradients=dict(renamed("gradient")),
         parameters=there("parameter"),
+        states=there("state"),
+        calls=[
+            (told, {names.get(label) or label: norm for label, norm in norms.items()}) for told, norms in step.calls
+        ],
         options={pieces.get(label) or names[label] or label: options for label, options in step.options.items()},
     )
 
@@ -224,11 +313,20 @@ def _placement(some: Sequence[_Piece], ranks: Sequence[Trace]) -> str:
     return "; ".join(f"{what} on {named(sorted(set(where)))}" for what, where in told.items())
 
 
-def _holders(whole: Parameter, some: Sequence[_Piece], ranks: Sequence[Trace]) -> list[tuple[int, ...]]:
-    found: list[set[int]] = [set() for _ in positions(whole.count)]
+def _holders(one: Trace, name: str, some: Sequence[_Piece], ranks: Sequence[Trace]) -> list[tuple[int, ...]]:
+    whole = one.entry(name)
+    found: list[set[int]] = [set() for _ in positions(whole.count if whole else 0)]
     for piece in some:
-        step = next((s for s in ranks[piece.rank].steps if piece.label in s.parameters), None)
-        for where, value in zip(found, step.parameters[piece.label].samples if step else (), strict=False):
+        after = [{**step.parameters, **step.states} for step in ranks[piece.rank].steps]
+        own = next((values[piece.label] for values in after if piece.label in values), None)
+        for where, value in zip(found, own.samples if own else (), strict=False):
             if value is not None:
                 where.add(ranks[piece.rank].rank)
     return [tuple(sorted(where)) for where in found]
+
+
+def _parts(some: Sequence[_Piece], ranks: Sequence[Trace]) -> dict[int, frozenset[tuple[int, int]]]:
+    found: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for piece in some:
+        found[ranks[piece.rank].rank].add(piece.held.key)
+    return {rank: frozenset(keys) for rank, keys in found.items()}

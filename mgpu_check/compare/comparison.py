@@ -5,10 +5,12 @@ One after the other because a script may write files, and because two that share
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.arguments import fitted
@@ -129,24 +131,53 @@ def _again(made: Comparison, tell: Callable[[str], None], divided: bool) -> tupl
     Args:
         divided: ranks may hold slices of what one device has. They run again, too, with its parameters to look slices up in.
     """
+    world = made.plan.world
     with tempfile.TemporaryFile() as wholes:
-        again = _run(made, tell, "one device, again", 1, shared={"keep": wholes.fileno()} if divided else {})
+        again = _run(made, tell, "one device, again", 1, files={"keep": wholes.fileno()} if divided else {})
         if again.failed:
             return again, of_failure(again, again.failed, one_device=True)
         found = _found_what_was_left(made.runs)
         if found is not None or not divided:
             return again, found
-        world = made.plan.world
-        several = _run(made, tell, f"{world} ranks, with slices", world, shared={"wholes": wholes.fileno()})
-    if several.failed:
-        return again, of_failure(several, several.failed, one_device=False)
-    one = made.runs[0]
-    made.aligned = _aligned(one, assembled(one.traces[0], several.traces), world)
+        files = {"wholes": wholes.fileno()}
+        several = _run(made, tell, f"{world} ranks, with slices", world, files=files)
+        if several.failed:
+            return again, of_failure(several, several.failed, one_device=False)
+        one = made.runs[0]
+        assembly = assembled(one.traces[0], several.traces)
+        if assembly.same_elsewhere and (placed := _moved_apart(made, tell, files)) is not None:
+            assembly = assembled(one.traces[0], placed.traces)
+    made.aligned = _aligned(one, assembly, world)
     return again, _found_what_was_left(made.runs)
 
 
+def _moved_apart(made: Comparison, tell: Callable[[str], None], files: Mapping[str, int]) -> Run | None:
+    """Place constants by a run that moves them apart, and run the ranks with these places; None if one of the runs fails."""
+    world = made.plan.world
+    with contextlib.ExitStack() as undo:
+        wholes, *found = (undo.enter_context(tempfile.TemporaryFile()).fileno() for _ in range(1 + world))
+        label = "with constants moved apart, until the first step"
+        if _run(made, tell, f"one device, {label}", 1, files={"keep": wholes}, apart=True).failed:
+            return None
+        if _run(
+            made, tell, f"{world} ranks, {label}", world, files={"wholes": wholes, "found": found}, apart=True
+        ).failed:
+            return None
+        several = _run(made, tell, f"{world} ranks, with all slices", world, files={**files, "placed": found})
+    return None if several.failed else several
+
+
 def _aligned(one: Run, found: Assembly, world: int) -> Aligned:
-    return Aligned(one.traces[0], found.ranks, world, found.divided, found.reasons, found.placements, found.holders)
+    return Aligned(
+        one.traces[0],
+        found.ranks,
+        world,
+        found.divided,
+        found.reasons,
+        found.placements,
+        found.holders,
+        found.parts,
+    )
 
 
 def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
@@ -179,7 +210,8 @@ def _run(
     world: int,
     moved: int | None = None,
     environment: Mapping[str, str] | None = None,
-    shared: Mapping[str, int] | None = None,
+    files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
+    apart: bool = False,
 ) -> Run:
     plan = made.plan
     environment = environment or (plan.single if world == 1 else plan.several)
@@ -190,10 +222,11 @@ def _run(
             environment,
             world,
             timeout=plan.timeout,
-            steps=plan.steps,
+            steps=1 if apart else plan.steps,
             moved=moved,
             directory=directory,
-            shared=shared,
+            files=files,
+            apart=apart,
         )
     made.runs.append(done)
     steps = sorted({ended.steps for ended in done.ranks})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mgpu_check.compare.axes import told_axes
 from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
@@ -23,7 +24,8 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
     why = list(dict.fromkeys(one.why for one in obstacles))
     todo = [one.todo for one in obstacles]
-    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks)
+    axes = "" if obstacles else attempts.of("the search for axes", "", told_axes, difference)
+    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks, axes)
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:
@@ -47,8 +49,7 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
                 "begin with a smaller scale for the comparison: GradScaler(init_scale=1024.0)",
             )
         ]
-    samples = difference.samples
-    if samples.known and (not samples.same or difference.kind is None):
+    if difference.others_seen:
         return other_samples(difference.aligned, difference.step, findings)
     random = drawing(difference.aligned.ranks[0], difference.step)
     if "random-numbers-per-rank" in mistakes and random is not None:

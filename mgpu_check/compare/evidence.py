@@ -6,11 +6,14 @@ how they start, of other samples nothing of gradients, of other gradients nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.calls import call_at_fault
 from mgpu_check.compare.first_difference import FirstDifference, updates
 from mgpu_check.compare.obstacles import drawing
+from mgpu_check.compare.options import UPDATE_RULE, other_options
 from mgpu_check.compare.trace import Trace
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
@@ -32,17 +35,17 @@ def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
     Args:
         attempts: keeps the pieces that have failed; the evidence lacks them.
     """
-    world, samples = difference.aligned.world, difference.samples
+    world = difference.aligned.world
     if difference.kind == "before":
         return Evidence(world, start=_start(difference), loads=_loads(difference))
     skips = skipped_steps(difference)
     if skips.apart:
         return Evidence(world, decisions=[skips])
-    if samples.known and (not samples.same or difference.kind is None):
+    if difference.others_seen:
         return of_samples(difference.aligned, difference.step)
     if difference.kind == "gradient":
         return _of_gradient(difference, attempts)
-    return _of_update(difference)
+    return _of_state(difference) if difference.kind == "state" else _of_update(difference)
 
 
 def skipped_steps(difference: FirstDifference) -> ByRank:
@@ -144,7 +147,7 @@ def _factor(difference: FirstDifference) -> Factor | None:
     if not factor:
         return None
     told = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device"
-    return Factor(factor, _NEAR, told, rough=True)
+    return Factor(factor, _NEAR, told, rough=True, where=call_at_fault(difference))
 
 
 def _norms(difference: FirstDifference) -> ByRank:
@@ -208,7 +211,7 @@ def _of_update(difference: FirstDifference) -> Evidence:
     if apart:
         told = f"at step {step} all ranks have the gradient of one device, and change {apart[0]} by other amounts"
         _, updated = difference.aligned.found(difference.step, "parameter", apart[0])
-        return Evidence(world, decisions=[ByRank(list(updated.values()), told)])
+        return Evidence(world, decisions=[ByRank(list(updated.values()), told)], updates=_updates(difference))
     pairs = []
     for wrong in difference.wrong["parameter"]:
         changes = updates(difference, wrong.name)
@@ -216,9 +219,48 @@ def _of_update(difference: FirstDifference) -> Evidence:
         pairs += [(got / size, wanted / size) for got, wanted in changes if size]
     factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
     if factor is None:
-        return Evidence(world)
+        return Evidence(world, updates=_updates(difference))
     told = (
         f"at step {step} the gradient is that of one device, and the update {factor:.4g} times (does the learning rate "
         "depend on the world size?)"
     )
-    return Evidence(world, factor=Factor(factor, _NEAR, told, rough=True), micro_batches=_micro_batches(difference))
+    return Evidence(
+        world,
+        factor=Factor(factor, _NEAR, told, rough=True),
+        micro_batches=_micro_batches(difference),
+        updates=_updates(difference),
+    )
+
+
+def _updates(difference: FirstDifference) -> str:
+    """Say what an optimizer has made of right gradients, and name its options or states that differ."""
+    names = [wrong.name for wrong in difference.wrong["parameter"]] or difference.apart["parameter"]
+    told = f"the gradients of step {difference.step + 1} are right, and it changes {few(names, _SHOWN)} otherwise than on one device"
+    if options := other_options(difference.aligned, difference.step):
+        return f"{told}: {'; '.join(options)}"
+    states = [wrong.name for wrong in difference.wrong["state"]]
+    return f"{told}, and leaves another {few(states, _SHOWN)}; {UPDATE_RULE}" if states else f"{told}; {UPDATE_RULE}"
+
+
+def _of_state(difference: FirstDifference) -> Evidence:
+    """Return the evidence of a step that leaves right parameters, and wrong states of the optimizer or wrong buffers."""
+    world, aligned, step = difference.aligned.world, difference.aligned, difference.step + 1
+    names = [*(wrong.name for wrong in difference.wrong["state"]), *difference.apart["state"]]
+    states = [name for name in dict.fromkeys(names) if aligned.one.states[name].key]
+    if states:
+        ranks = sorted({r for wrong in difference.wrong["state"] if wrong.name in states for r in wrong.ranks})
+        where = f" on {named(ranks)}" if ranks else ""
+        told = (
+            f"after step {step} gradients and parameters are right, and {few(states, _SHOWN)} {_is(states)} not{where}"
+        )
+        return Evidence(world, updates=told)
+    apart = [name for name in difference.apart["state"] if not aligned.one.states[name].key]
+    if apart:
+        return Evidence(
+            world, buffers_apart=f"after step {step} {few(apart, _SHOWN)} differ{'s' * (len(apart) == 1)} between ranks"
+        )
+    return Evidence(world)
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"

@@ -12,8 +12,11 @@ from mgpu_check.mistakes.report import Finding, Observable
 
 __all__ = ["KINDS", "Diagnosis", "FirstDifference", "Wrong", "first_difference", "ratio_of", "updates"]
 
-KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter")
+KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 _SAME_SIZE = 0.9  # deviations that are nearly the largest count as the largest
+
+
+_SHOWN: dict[Kind, str] = {"before": "before: ", "gradient": "gradient: ", "parameter": "after: ", "state": "after: "}
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,25 @@ class FirstDifference:
     def samples(self) -> Samples:
         return self.aligned.samples(self.step)
 
+    @property
+    def others_seen(self) -> bool:
+        """True if the ranks were given other samples than one device; those that led to the same gradients were the same."""
+        samples = self.samples
+        right = self.kind in ("parameter", "state")
+        return samples.known and (not samples.same or self.kind is None) and not (right and samples.hidden)
+
+    def ratio(self, kind: Kind, name: str) -> float | None:
+        """Return how many times as large a wrong tensor is, on the rank where it is furthest off."""
+        expected, here = self.aligned.found(self.step, kind, name)
+        worst = next((wrong.worst_rank for wrong in self.wrong[kind] if wrong.name == name), None)
+        return None if worst is None else ratio_of(here.get(worst), expected)
+
     def observables(self) -> list[Observable]:
         """Return each tensor of the step, with whether it is that of one device, and whether ranks agree about it."""
         found = []
         for kind in KINDS:
             wrong = {entry.name: entry for entry in self.wrong[kind]}
-            for name in self.aligned.names:
+            for name in self.aligned.named(kind):
                 expected, here = self.aligned.found(self.step, kind, name)
                 if not here or (expected is None and not any(here.values())):
                     continue
@@ -73,7 +89,7 @@ class FirstDifference:
                 ratio = ratio_of(here[entry.worst_rank], expected) if entry else None
                 found.append(
                     Observable(
-                        {"before": "before: ", "gradient": "gradient: ", "parameter": "after: "}[kind] + name,
+                        _SHOWN[kind] + name,
                         {"one device": entry is None, "ranks agree": name not in self.apart[kind]},
                         "" if entry is None else f"{entry.worst}{f'; norm x {ratio:.4g}' if ratio else ''}",
                     )
@@ -90,6 +106,7 @@ class Diagnosis:
         why: for what is not comparable: what the step was given, in a clause.
         todo: what to do about that, a line each.
         failed: what of the diagnosis has failed, a line each.
+        axes: see `mgpu_check.compare.axes.told_axes`.
     """
 
     comparable: bool = True
@@ -97,6 +114,7 @@ class Diagnosis:
     why: str = ""
     todo: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    axes: str = ""
 
 
 def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
@@ -123,7 +141,7 @@ def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDiff
     wrong: dict[Kind, list[Wrong]] = {kind: [] for kind in KINDS}
     apart: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
-        for name in aligned.names:
+        for name in aligned.named(kind):
             worst, ranks_differ = _compared(aligned, rounding, step, kind, name)
             if worst is not None:
                 wrong[kind].append(worst)

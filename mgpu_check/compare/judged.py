@@ -1,18 +1,18 @@
-"""List the trained parameters that were not compared with one device, with the reasons."""
+"""List the trained parameters, states of optimizers and buffers that were not compared with one device, with the reasons."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from mgpu_check.compare.alignment import Aligned, Kind, of_kind
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Summary, Trace
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["account", "not_compared", "trained"]
+__all__ = ["account", "left_over", "not_compared", "trained", "unread"]
 
 _WIDE = 0.1
 """Of the values: a wider tolerance lets a factor of 2, or a missing rank, pass."""
@@ -22,6 +22,8 @@ before a norm."""
 _SHOWN = 12
 _NOWHERE = "no rank trains a parameter of its name and shape"
 _OF_RANKS = "one device trains no parameter of its name and shape"
+_NOT_KEPT = "no rank keeps it"
+_KEPT_BY_RANKS = "one device keeps none of its name"
 _DROWNED = "rounding alone moves its gradient and its value so far that the measured tolerance proves nothing"
 
 
@@ -36,7 +38,7 @@ def trained(trace: Trace) -> set[str]:
 
 
 def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
-    """Return the trained parameters whose gradient and value were compared at no step, and why."""
+    """Return the trained parameters whose gradient and value were compared at no step, and why; and their states, and buffers."""
     found: dict[str, str] = {}
     one = trained(aligned.one)
     for name in aligned.one.parameters:
@@ -52,7 +54,49 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
     for trace in aligned.ranks:
         for name in sorted(trained(trace) & set(aligned.extra)):
             ranks[name].append(trace.rank)
-    return found | {f"{name} ({named(some)})": aligned.reasons.get(name, _OF_RANKS) for name, some in ranks.items()}
+    found |= {f"{name} ({named(some)})": aligned.reasons.get(name, _OF_RANKS) for name, some in ranks.items()}
+    return found | _states(aligned, one - found.keys())
+
+
+def _states(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
+    """Return the states of the parameters that were compared, and the buffers that change, which were compared at no step."""
+    found: dict[str, str] = {}
+    for name, state in aligned.one.states.items():
+        if state.of not in judged if state.key else state.constant:
+            continue
+        if not any(_compared(aligned, name)):
+            there = any(name in trace.states for trace in aligned.ranks)
+            found[name] = aligned.reasons.get(name) or (_shapes(aligned, name) if there else _NOT_KEPT)
+    for trace in aligned.ranks:
+        for name, state in trace.states.items():
+            if name in aligned.one.states or (state.of not in judged if state.key else state.constant):
+                continue
+            found[name] = aligned.reasons.get(name, _KEPT_BY_RANKS)
+    return found
+
+
+def _compared(aligned: Aligned, name: str) -> Iterator[bool]:
+    for step in range(aligned.compared):
+        expected, here = aligned.found(step, "state", name)
+        yield expected is not None and any(here.values())
+
+
+def left_over(aligned: Aligned, left: Sequence[str]) -> str:
+    """Say how much of what is trained was not compared."""
+    kept = {name for trace in (aligned.one, *aligned.ranks) for name in trace.states}
+    names = [name for name in left if name not in kept]
+    total = len(trained(aligned.one)) + sum(name.partition(" (")[0] in aligned.extra for name in names)
+    told = [f"{len(names)} of {total} trained parameters"] if names else []
+    count = len(left) - len(names)
+    told += [f"{count} state{'s' * (count > 1)} of optimizers or buffer{'s' * (count > 1)}"] if count else []
+    return f"{' and '.join(told)} {'was' if len(left) == count == 1 else 'were'} not compared with one device"
+
+
+def unread(aligned: Aligned) -> list[str]:
+    """Return a line about the states of optimizers that are neither tensors nor numbers, if there are such."""
+    found = {event["name"]: event["type"] for event in aligned.one.of("unread")}
+    kinds = ", ".join(dict.fromkeys(found.values()))
+    return [f"not compared, because of their type ({kinds}): {few(list(found), _SHOWN)}"] if found else []
 
 
 def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
@@ -107,6 +151,6 @@ def _size(summary: Summary | None, count: int) -> float:
 
 
 def _shapes(aligned: Aligned, name: str) -> str:
-    shapes = sorted({str(list(t.parameters[name].shape)) for t in aligned.ranks if name in t.parameters})
+    shapes = sorted({str(list(own.shape)) for t in aligned.ranks if (own := t.entry(name)) is not None})
     whole = list(aligned.parameter(name).shape)
     return f"ranks hold shape {few(shapes, 3)} of it, and one device {whole}"

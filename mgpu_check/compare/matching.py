@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.trace import Parameter, Summary, Trace
 
-__all__ = ["AMBIGUOUS", "matched"]
+__all__ = ["AMBIGUOUS", "beside", "matched", "prefixes"]
 
 AMBIGUOUS = "its values are those of several parameters of one device"
 
@@ -33,11 +33,11 @@ def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
     claims = Counter(names[0] for names in candidates.values() if len(names) == 1)
     found |= {label: names[0] for label, names in candidates.items() if len(names) == 1 and claims[names[0]] == 1}
     taken = {name for name in found.values() if name is not None}
-    prefixes = _prefixes(found)
+    modules = prefixes(found)
     for label, names in candidates.items():
         if found[label] is not None or not names:
             continue
-        name = _by_gradient(label, names, one, rank) or _beside(label, prefixes) or label
+        name = _by_gradient(label, names, one, rank) or beside(label, modules) or label
         if name in names and name not in taken:
             found[label] = name
             taken.add(name)
@@ -83,7 +83,7 @@ def _starts(trace: Trace) -> dict[str, Summary]:
     return found
 
 
-def _prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
+def prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
     """Return what modules of the rank are called on one device, by all prefixes that differ before a common rest."""
     known: dict[str, set[str]] = defaultdict(set)
     for label, name in found.items():
@@ -96,11 +96,11 @@ def _prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
     return known
 
 
-def _beside(label: str, prefixes: Mapping[str, set[str]]) -> str | None:
+def beside(label: str, modules: Mapping[str, set[str]]) -> str | None:
     """Return the name of a parameter on one device, by the names of the modules around it; None if they decide nothing."""
     parts = label.split(".")
     for count in range(len(parts) - 1, -1, -1):
-        names = prefixes.get(".".join(parts[:count]), set())
+        names = modules.get(".".join(parts[:count]), set())
         if names:
             rest = parts[count:]
             return ".".join([*filter(None, [next(iter(names))]), *rest]) if len(names) == 1 else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+
+from mgpu_check.compare.surroundings import Surroundings
 
 __all__ = ["Names", "unwrapped"]
 
@@ -46,6 +48,12 @@ class Names:
         self._prefixes: dict[int, tuple[str, str]] = {}
         self._of_keys: dict[tuple[int, str], tuple[str, int]] = {}
         self._taken: set[str] = set()
+        self._around: Surroundings | None = None
+        self._looked_for = 0  # number of models then
+
+    def look_around(self) -> None:
+        """Forget the modules around the called ones. The next missing name makes it find them again."""
+        self._around, self._looked_for = None, 0
 
     def called(self, module: nn.Module) -> None:
         """Take note that an outermost module was called."""
@@ -58,7 +66,7 @@ class Names:
         it.
         """
         if id(parameter) not in self._names:
-            self._learn()
+            self._learn(parameter)
         if id(parameter) not in self._names:
             self._names[id(parameter)] = self._unique(otherwise, ""), 10**6 + len(self._names)
         return self._names[id(parameter)]
@@ -85,11 +93,18 @@ class Names:
             if (model := reference()) is not None:
                 yield from model.modules()
 
-    def _learn(self) -> None:
-        for reference in self._models:
-            model = reference()
-            if model is None:
-                continue
+    def _learn(self, parameter: torch.Tensor | None = None) -> None:
+        if self._around is None or self._looked_for != len(self._models):
+            models = [model for reference in self._models if (model := reference()) is not None]
+            self._around, self._looked_for = Surroundings(), len(self._models)
+            self._learn_of(self._around.roots(models))
+        if parameter is None or id(parameter) in self._names:
+            return
+        if (top := self._around.top_of(parameter)) is not None:
+            self._learn_of([top])
+
+    def _learn_of(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
             name = type(unwrapped(model)).__name__
             for prefix, module in _modules(model, "", set()):
                 self._prefixes.setdefault(id(module), (prefix, name))

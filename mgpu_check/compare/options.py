@@ -12,8 +12,8 @@ from mgpu_check.processes.rank_lists import few, named
 __all__ = ["UPDATE_RULE", "other_options"]
 
 UPDATE_RULE = (
-    "gradients and options of the optimizer are those of one device: look at its update rule, and at state that was lost or is "
-    "another, such as momentum"
+    "the options of its groups are those of one device: look at its update rule, and at state that was lost or is another, "
+    "such as momentum"
 )
 _NEAR = 1e-9
 """Of a number: learning rates that were computed in another order are the same."""

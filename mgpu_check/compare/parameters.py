@@ -9,6 +9,7 @@ import torch
 
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.placing import Part, Placing
+from mgpu_check.compare.summaries import over
 from mgpu_check.compare.trace import Writer
 from mgpu_check.torch_hooks.tensors import name_of
 
@@ -28,7 +29,7 @@ class Parameters:
 
     def __init__(self, writer: Writer, names: Names) -> None:
         self.placing = Placing(names, None)
-        self._writer = writer
+        self._writer, self._names = writer, names
         self._number = 0
         self._parts: dict[int, list[Numbered]] = {}  # by the id of a parameter
         self._held: list[torch.Tensor] = []  # what is known by its id must stay alive
@@ -45,9 +46,13 @@ class Parameters:
             for p, parameter in enumerate(group["params"]):
                 if id(parameter) not in self._parts:
                     fresh[id(parameter)] = parameter, f"optimizer{number}.group{g}.parameter{p}"
+        if fresh:
+            self._names.look_around()
         for (parameter, _), parts in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
             self._held.append(parameter)
             self._parts[id(parameter)] = [self._numbered(parameter, part) for part in parts]
+        if fresh:
+            self._names.look_around()  # which holds all modules until then
         return [one for parameter in parameters_of(optimizer) for one in self._parts[id(parameter)]]
 
     def _numbered(self, parameter: torch.Tensor, part: Part) -> Numbered:
@@ -61,6 +66,8 @@ class Parameters:
             sharded=hasattr(parameter, "full_tensor"),
             held=None if part.cut is None or part.cut.is_whole else dataclasses.asdict(part.cut.held),
             unplaced=part.unplaced,
+            same_elsewhere=part.same_elsewhere,
+            over=over(parameter),
         )
         self._number += 1
         return Numbered(self._number - 1, parameter, part)

@@ -6,14 +6,19 @@ step, in what the run on one device has left in a file; see `mgpu_check.compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
 from mgpu_check.compare.naming import Names
+from mgpu_check.compare.placements import write_placement
 from mgpu_check.compare.summaries import Cut, shape_of
+from mgpu_check.compare.trace import named_state
+from mgpu_check.numerics.placement.along_axes import along_axes
 from mgpu_check.numerics.placement.content import Wholes
+from mgpu_check.numerics.placement.declared import Coordinates, by_attributes
 from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ranges
 from mgpu_check.numerics.placement.neighbours import beside
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
@@ -30,6 +35,7 @@ class Part:
         label: its name in the trace of this rank.
         cut: None for a whole tensor.
         unplaced: why it is not known which slice it is, where that was asked.
+        same_elsewhere: that is because its values are in several places, as those of constants are.
     """
 
     label: str
@@ -37,17 +43,28 @@ class Part:
     shape: list[int]
     cut: Cut | None = None
     unplaced: str = ""
+    same_elsewhere: bool = False
 
 
 class Placing:
     """Places the parameters of a rank.
 
     Args:
-        wholes: the parameters of one device, where they are known.
+        wholes, buffers: the parameters and buffers of one device, where they are known.
+        known: slices that were found in another run, by the name of the tensor here.
+        note: where the slices that are found go.
     """
 
-    def __init__(self, names: Names, wholes: Wholes | None) -> None:
-        self._names, self._wholes = names, wholes
+    def __init__(
+        self,
+        names: Names,
+        wholes: Wholes | None,
+        buffers: Wholes | None = None,
+        known: Mapping[str, list[Slice]] = MappingProxyType({}),
+        note: int | None = None,
+    ) -> None:
+        self._names, self._wholes, self._buffers, self._known, self._note = names, wholes, buffers, known, note
+        self.coordinates: Coordinates = {}
         self._found: dict[str, list[tuple[torch.Size, Slice]]] = {}
         self._open: set[str] = set()
 
@@ -62,6 +79,30 @@ class Placing:
         for index, (parameter, _) in enumerate(parameters):
             if found[index] and found[index][0].label in self._open:
                 found[index] = [self._beside(parameter, found[index][0])]
+        return found
+
+    def buffer(self, name: str, order: int, first: torch.Tensor) -> Part:
+        """Return the part of a buffer, by its values before its model is first called, after parameters are placed."""
+        whole = Part(name, order, shape_of(first))
+        if self._buffers is None or self._buffers.shape(name) == tuple(first.shape):
+            return whole
+        found = self._find(self._buffers, first, name, named_state("", name), trusted=False)
+        if isinstance(found, list) and len(found) == 1:
+            return _part(name, order, first, found[0])
+        if (near := self._near(name, order, first, self._buffers)) is not None:
+            return near
+        # A whole under another name is matched by the modules around it.
+        return whole if isinstance(found, list) else _unplaced(whole, found)
+
+    def _find(
+        self, wholes: Wholes, value: torch.Tensor, hint: str, key: str, *, trusted: bool
+    ) -> list[Slice] | Unplaced:
+        """Look a tensor up by its values, or in what another run has found under `key`."""
+        found = wholes.find(value, hint, trusted=trusted)
+        if found is Unplaced.AMBIGUOUS and key in self._known:
+            return self._known[key]
+        if self._note is not None and not isinstance(found, Unplaced):
+            write_placement(self._note, key, found)
         return found
 
     def _parts(self, parameter: torch.Tensor, otherwise: str) -> list[Part]:
@@ -83,34 +124,64 @@ class Placing:
         whole = Part(name, order, shape_of(parameter))
         if self._wholes is None or hasattr(parameter, "full_tensor") or parameter.layout is not torch.strided:
             return [whole]
+        declared = self._declared(parameter, name)
+        if declared is not None:
+            self._note_found(name, parameter.shape, declared)
+            return [_part(name, order, parameter, declared)]
         return list(self._by_content(parameter, whole))
+
+    def _declared(self, parameter: torch.Tensor, name: str) -> Slice | None:
+        """Return the slice that Megatron's attributes declare, if it has the values of the parameter."""
+        whole = None if self._wholes is None else self._wholes.whole(name)
+        found = None if whole is None else by_attributes(parameter, name, tuple(whole.shape), self.coordinates)
+        if whole is None or not found or (at := found[0].at) is None or len(at) != parameter.numel():
+            return None
+        same = torch.equal(whole.reshape(-1)[at], copied(parameter).reshape(-1))
+        return found[0] if same else None
+
+    def _note_found(self, label: str, shape: torch.Size, part: Slice) -> None:
+        self._found.setdefault(label.rpartition(".")[0], []).append((shape, part))
 
     def _by_content(self, parameter: torch.Tensor, whole: Part) -> Iterator[Part]:
         assert self._wholes is not None
-        found = self._wholes.find(copied(parameter), whole.label, trusted=True)
+        found = self._find(self._wholes, copied(parameter), whole.label, whole.label, trusted=True)
         # By its name and shape it may be a whole that has begun elsewhere, or one of constants.
         known = self._wholes.shape(whole.label) == tuple(parameter.shape)
         if isinstance(found, Unplaced):
             if found is Unplaced.AMBIGUOUS:
                 self._open.add(whole.label)
-            yield whole if known else replace(whole, unplaced=str(found))
+            yield whole if known else _unplaced(whole, found)
             return
         if len(found) == 1 and found[0].at is None:
-            if not known:
+            if not known and whole.label not in self._known:
                 self._open.add(whole.label)  # zeros, which are another bias, too
             yield whole
             return
         for index, part in enumerate(found):
             if part.within is None:
-                self._found.setdefault(whole.label.rpartition(".")[0], []).append((parameter.shape, part))
+                self._note_found(whole.label, parameter.shape, part)
             label = whole.label if len(found) == 1 else f"{whole.label}[{index}]"
             yield _part(label, whole.order, parameter, part)
 
     def _beside(self, parameter: torch.Tensor, part: Part) -> Part:
-        neighbours = self._found.get(part.label.rpartition(".")[0], ())
         assert self._wholes is not None
-        found = beside(part.label, copied(parameter), neighbours, self._wholes) if parameter.dim() else None
-        return part if found is None else _part(part.label, part.order, parameter, found)
+        return self._near(part.label, part.order, copied(parameter), self._wholes) or part
+
+    def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> Part | None:
+        """Place constants by what else of the rank is placed: by neighbours in the module, or along an axis of a mesh."""
+        if not value.dim():
+            return None
+        near = beside(name, value, self._found.get(name.rpartition(".")[0], ()), wholes)
+        if near is not None:
+            return _part(name, order, value, near)
+        others = [one for some in self._found.values() for one in some]
+        along = along_axes(name, value, wholes, self.coordinates, others)
+        # Rows may lie otherwise, which other values would show.
+        return None if along is None else replace(_part(name, order, value, along), same_elsewhere=True)
+
+
+def _unplaced(whole: Part, why: Unplaced) -> Part:
+    return replace(whole, unplaced=str(why), same_elsewhere=why is Unplaced.AMBIGUOUS)
 
 
 def _part(label: str, order: int, parameter: torch.Tensor, part: Slice) -> Part:

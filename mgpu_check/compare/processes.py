@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Literal
 
 from mgpu_check.compare.entered import entered
@@ -135,7 +136,7 @@ class _Process:
         environment: dict[str, str],
         told: dict[str, object],
         directory: Path | None,
-        shared: Mapping[str, int],
+        files: Mapping[str, int],
     ) -> None:
         self.rank = rank
         with contextlib.ExitStack() as undo:
@@ -143,7 +144,7 @@ class _Process:
                 undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(5)
             )
             own = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno(), "entered": self.entered.fileno()}
-            fds = {**own, **shared}
+            fds = {**own, **files}
             self.process = subprocess.Popen(
                 command,
                 env={**environment, "_MGPU_CHECK_COMPARE": json.dumps({**told, **fds})},
@@ -237,16 +238,17 @@ def run(
     steps: int | None = None,
     moved: int | None = None,
     directory: Path | None = None,
-    shared: Mapping[str, int] | None = None,
+    files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
+    apart: bool = False,
 ) -> Run:
     """Run `command` in `world` processes, and wait for all of them.
 
     Args:
         environment: theirs, without the variables of a launcher.
         timeout: seconds in which at least one rank must get further: start, make an optimizer step, or note an event.
-        steps, moved: see `mgpu_check.compare.recorder.install`.
+        steps, moved, apart: see `mgpu_check.compare.recorder.install`.
         directory: in which they begin; the current one where it is None.
-        shared: file descriptors for all of them: "keep" and "wholes", see `mgpu_check.compare.recorder.install`.
+        files: file descriptors, one for all processes or one for each, see `mgpu_check.compare.placements.Files`.
     """
     began = time.monotonic()
     told: dict[str, object] = {
@@ -254,6 +256,7 @@ def run(
         "signal": int(STACKS_SIGNAL),
         "steps": steps,
         "moved": moved,
+        "apart": apart,
     }
     processes: list[_Process] = []
     before = adopt()
@@ -263,7 +266,8 @@ def run(
         try:
             for rank in range(world):
                 variables = _variables(environment, rank, world, listener.getsockname()[1])
-                processes.append(_Process(rank, command, variables, told, directory, shared or {}))
+                own = {name: fd if isinstance(fd, int) else fd[rank] for name, fd in files.items()}
+                processes.append(_Process(rank, command, variables, told, directory, own))
             # They can connect already, and are served from now on.
             undo.enter_context(_store(listener, world))
             first, hung = _wait(processes, timeout)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import os
 import sys
 import threading
@@ -20,15 +19,18 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.compare import meeting, started, watched
-from mgpu_check.compare.naming import Names, unwrapped
+from mgpu_check.compare import constants, meeting, meshes, started, watched
+from mgpu_check.compare.described import described, forward_of
+from mgpu_check.compare.flow import Flow
+from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import Numbered, Parameters, parameters_of
 from mgpu_check.compare.perturb import Perturbation
+from mgpu_check.compare.placements import Files, read_placements
 from mgpu_check.compare.placing import Placing
+from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
-from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.patches import Patches
@@ -47,8 +49,8 @@ def install(
     moved: int | None,
     store: tuple[str, int],
     places: meeting.Places,
-    keep: int | None = None,
-    wholes: int | None = None,
+    apart: bool,
+    files: Files,
 ) -> None:
     """Record this process from now on.
 
@@ -58,17 +60,19 @@ def install(
         steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
         moved: seed of perturbations; None: none.
         store, places: see `mgpu_check.compare.meeting.install`.
-        keep: file descriptor for the parameters of this run as it begins; None: they are not kept.
-        wholes: file descriptor of such parameters, to look slices up; None: no slices are looked up.
+        apart: make the elements of constant tensors distinct.
     """
     rank, world = watched.rank_and_world()
     # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.
     precision.exact()
     torch.backends.cudnn.deterministic = True
     recorder = Recorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
-    recorder.keep = keep
-    if wholes is not None:
-        recorder.known.placing = Placing(recorder.names, read_wholes(wholes))
+    recorder.keep = files.keep
+    if files.wholes is not None:
+        placed = {} if files.placed is None else read_placements(files.placed)
+        recorder.known.placing = Placing(recorder.names, *read_wholes(files.wholes), placed, files.found)
+    if apart:
+        constants.install()
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     register_module_forward_pre_hook(recorder.enter)
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
@@ -81,7 +85,11 @@ def install(
     patches.wrap(torch.autograd, "backward", recorder.watched_backward)  # Tensor.backward calls it, too
     watched.install(recorder, world)
     meeting.install(recorder.note, store, places)
+    recorder.known.placing.coordinates = meshes.install(recorder.note)
     started.install(fd)
+    if world > 1 and torch.distributed.is_available():
+        recorder.flow = Flow(recorder.names)
+        recorder.flow.install()
     if entered is not None:
         from mgpu_check.compare.entered import install as install_count
 
@@ -97,7 +105,9 @@ class Recorder:
         self.names = Names()
         self.known = Parameters(writer, self.names)
         self.keep: int | None = None
+        self.states = States(writer, self.names, self.known, lambda: self.keep)
         self.count: Callable[[], None] = lambda: None  # the collectives that were entered
+        self.flow: Flow | None = None  # on one device gradients flow nowhere
         self._backwards = 0  # how many are under way, one in another
         self.done = 0
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
@@ -116,6 +126,7 @@ class Recorder:
         self._idle: list[int] = []
         self._start: dict[int, Numbers | None] = {}  # by id, the parameters before an optimizer's first step
         self._stepping: Any = None
+        self._within: list[Any] = []  # the optimizers that the stepping one uses
 
     def note(self, event: str, **what: object) -> None:
         self.writer.write(event, after=self.done, **what)
@@ -138,8 +149,11 @@ class Recorder:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._here.depth = getattr(self._here, "depth", 0) + 1
-        if module._parameters:
+        if module._parameters or module._buffers:
             self._called.add(module)
+        if self._here.depth == 1 and threading.current_thread() is threading.main_thread():
+            with torch.no_grad():
+                self.states.begin(module)
         if self._here.depth == 1 and module.training and self._calls < _CALLS and not is_capturing():
             self._here.drawn = watched.generators()
 
@@ -167,44 +181,36 @@ class Recorder:
         if before is None or "random" in self._told or before == watched.generators():
             return
         self._told.add("random")
-        kind = type(unwrapped(module))
-        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
-        self.note("random", what=f"{kind.__name__}.forward", line=line)
+        self.note("random", **forward_of(module))
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if threading.current_thread() is not threading.main_thread() or next(module.parameters(), None) is None:
+        has_parameters = next(module.parameters(), None) is not None
+        if threading.current_thread() is not threading.main_thread() or not (
+            has_parameters or next(module.buffers(), None) is not None
+        ):
             return
         self.names.called(module)
-        if not (torch.is_grad_enabled() and module.training):
+        if not has_parameters or not (torch.is_grad_enabled() and module.training):
             return
         self._notice_draws(module)
         if ("wrapper", type(module).__name__) not in self._kinds:
             self._kinds.add(("wrapper", type(module).__name__))
             self._describe(module)
-        if self._waiting:
+        given = inputs_of(args, kwargs)
+        if self._waiting and not any(
+            tensor.grad_fn is not None for tensor in given
+        ):  # which is computed, and no sample
             self._waiting = False
             with torch.no_grad():
-                inputs = on_host(inputs_of(args, kwargs))
+                inputs = on_host(given)
                 self._samples.append(digests(inputs))
                 small = all(tensor.numel() <= _COLUMNS for tensor in inputs)
                 self._columns.append(digests(inputs, 1) if small else [])
 
     def _describe(self, module: nn.Module) -> None:
-        model = unwrapped(module)
-        wrapper = type(module).__name__ if model is not module else None
-        norms = sorted({type(m).__name__ for m in model.modules() if _takes_batch_statistics(m)})
-        random = sorted({str(m) for m in model.modules() if getattr(m, "p", 0) and "Dropout" in type(m).__name__})
-        replicas = len(getattr(module, "device_ids", ()) or ()) if wrapper == "DataParallel" else 1
-        self.note(
-            "module",
-            model=type(model).__name__,
-            wrapper=wrapper,
-            replicas=replicas,
-            batch_norms=norms,
-            dropouts=random,
-        )
-        if replicas > 1 and self.world > 1 and not watched.in_a_group():
+        found = described(module)
+        self.note("module", **found)
+        if found["replicas"] > 1 and self.world > 1 and not watched.in_a_group():
             self.wait("alone")
 
     # backward
@@ -223,6 +229,8 @@ class Recorder:
                 self._backwards -= 1
                 self._waiting |= not self._backwards
                 self.count()
+                if self.flow is not None and not self._backwards:
+                    self.flow.after_backward()
 
         return backward
 
@@ -232,8 +240,9 @@ class Recorder:
         if is_capturing():
             return None  # a step that is captured happens when its graph is replayed, and calls no hook then
         if self._stepping is not None and self._stepping is not optimizer:
-            return None  # one that the other uses, as ZeroRedundancyOptimizer does
-        self._stepping = optimizer
+            self._within.append(optimizer)  # one that the other uses, as ZeroRedundancyOptimizer does
+            return None
+        self._stepping, self._within = optimizer, []
         if id(optimizer) not in self._optimizers:
             with torch.no_grad():
                 parameters = parameters_of(optimizer)
@@ -299,7 +308,9 @@ class Recorder:
             self._take_gradients(optimizer)
         self._stepping = None
         with torch.no_grad():
-            after = self._taken(self.known.parts(optimizer, self._number_of(optimizer)))
+            parts = self.known.parts(optimizer, self._number_of(optimizer))
+            after = self._taken(parts)
+            states = self.states.after([optimizer, *self._within], parts, self._called)
         self.done += 1
         self.writer.write(
             "step",
@@ -311,12 +322,20 @@ class Recorder:
             before=self._before,
             gradients=self._gradients,
             parameters=after,
+            states=states,
             **({"idle": self._idle} if self._idle else {}),
+            **self._calls_of(parts),
         )
         self._before = {}
         self._forget()
         if self.done == self.last:
             self.wait("stopped")
+
+    def _calls_of(self, parts: list[Numbered]) -> dict[str, object]:
+        """Return the calls that have left the gradients of this step, where they are noted."""
+        whole = {id(one.parameter): one.number for one in parts if one.part.cut is None}
+        calls = [] if self.flow is None else self.flow.taken(whole)
+        return {"calls": calls} if calls else {}
 
     def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `hooked`, which has hooks called before and after a step; where the step raises, there is none after it."""
@@ -366,8 +385,3 @@ class Recorder:
     def _taken(parts: list[Numbered]) -> dict[int, Numbers]:
         found = summaries([one.parameter for one in parts], [one.part.cut for one in parts])
         return {one.number: numbers for one, numbers in zip(parts, found, strict=True) if numbers is not None}
-
-
-def _takes_batch_statistics(module: nn.Module) -> bool:
-    name = type(module).__name__
-    return "BatchNorm" in name and name != "SyncBatchNorm" and module.training

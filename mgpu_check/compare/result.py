@@ -69,6 +69,7 @@ def write_json(path: Path, done: Comparison) -> None:
         "tensor": verdict.tensor,
         "ranks": verdict.ranks,
         "ratio": verdict.ratio,
+        "axes": report.axes,
         "steps_equal": verdict.compared,
         "not_compared": dict(verdict.not_compared),
         "mistakes": report.mistakes,

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind
-from mgpu_check.compare.trace import Trace
+from mgpu_check.compare.trace import Parameter, Trace
 from mgpu_check.processes.rank_lists import few
 
 __all__ = ["Repeat", "Rounding", "repeatability"]
@@ -51,17 +52,18 @@ class Rounding:
         self._one, self._others = one, others
         # After the first step at which one device has no finite numbers, deviations from it are none of rounding.
         steps = min(one.finite_steps + 1, len(one.steps), *(len(trace.steps) for trace in others))
-        comparisons = 2 * sum(len(step.parameters) for step in one.steps) * 13
+        comparisons = sum(2 * len(step.parameters) + len(step.states) for step in one.steps) * 13
         self.margin = deviations(comparisons)
         self._grown: dict[tuple[Kind, str], list[float]] = {}
-        for kind in _KINDS:
-            for name, parameter in one.parameters.items():
-                apart = [self._apart(s, kind, name, parameter.shape) for s in range(steps)]
+        measured: dict[Kind, Mapping[str, Parameter]] = {**dict.fromkeys(_KINDS, one.parameters), "state": one.states}
+        for kind, entries in measured.items():
+            for name, entry in entries.items():
+                apart = [self._apart(s, kind, name, entry.shape) for s in range(steps)]
                 self._grown[kind, name] = _grown(apart)
         self._medians = {
-            kind: [statistics.median(self._grown[kind, n][s] for n in one.parameters) for s in range(steps)]
-            for kind in _KINDS
-            if one.parameters
+            kind: [statistics.median(self._grown[kind, n][s] for n in entries) for s in range(steps)]
+            for kind, entries in measured.items()
+            if entries
         }
         losses = [_relative([t.steps[s].loss for t in others], one.steps[s].loss) for s in range(steps)]
         self._losses = _grown(losses)
@@ -76,13 +78,19 @@ class Rounding:
         """Return the tolerance for the deviation of a tensor: infinite where the moved run has parted ways by more than
         its size.
         """
-        least = roundoff(self._one.parameters[name].dtype)
+        least = max(map(roundoff, self._dtypes(name)))
         if kind == "before":
             return self.margin * least
         grown = self._grown[kind, name]
         if step >= len(grown):
             return math.inf
         return self.margin * max(grown[step], self._medians[kind][step], least)
+
+    def _dtypes(self, name: str) -> list[str]:
+        """Return the dtypes that round a tensor: of a state also that of its parameter, whose gradients it is made of."""
+        state = self._one.states.get(name)
+        found = [state, self._one.parameters.get(state.of if state else name)]
+        return [entry.dtype for entry in found if entry is not None]
 
     def of_loss(self, step: int) -> float:
         """Return the tolerance for the loss, in proportion to it."""

@@ -12,7 +12,7 @@ from mgpu_check.compare.trace import CHUNKS, Held, chunk_sizes, positions
 from mgpu_check.numerics.placement.slices import Slice
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 
-__all__ = ["Cut", "Numbers", "digests", "inputs_of", "on_host", "shape_of", "summaries", "whole"]
+__all__ = ["Cut", "Numbers", "digests", "inputs_of", "on_host", "over", "shape_of", "summaries", "whole"]
 
 Numbers = list[float | None]
 """Of a summary, as the trace has them; None in place of elements that a slice does not have."""
@@ -121,6 +121,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a DTensor, of which a rank holds a part; any other tensor itself."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
+
+
+def over(tensor: Any) -> list[str]:
+    """Return the axes of the mesh that divide a DTensor; an empty list for any other tensor."""
+    mesh = getattr(tensor, "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return [
+        name
+        for name, placed in zip(names, getattr(tensor, "placements", ()), strict=False)
+        if not placed.is_replicate()
+    ]
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:

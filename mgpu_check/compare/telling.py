@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from mgpu_check.compare.alignment import Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.first_difference import KINDS, Diagnosis, FirstDifference
-from mgpu_check.compare.judged import trained
 from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
-from mgpu_check.compare.options import UPDATE_RULE, other_options
+from mgpu_check.compare.options import other_options
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.mistakes.report import Report
@@ -36,6 +35,7 @@ _TENSORS = {
     "before": "{} before its first update",
     "gradient": "the gradient of {}",
     "parameter": "{} after the update",
+    "state": "{} after the update",
 }
 
 
@@ -173,17 +173,16 @@ def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful:
 
 
 def undecided(
-    aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], left: Sequence[str], idle: Sequence[str]
+    aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], left: str, idle: Sequence[str]
 ) -> Report:
     """Return the report of runs that part ways nowhere, though not all that is trained was compared.
 
     Args:
         useful, lines: see `equal`.
-        left: the parameters that were not compared.
+        left: how much was not compared; "" if nothing was left.
         idle: patterns of --unjudged that match none of them.
     """
-    total = len(trained(aligned.one)) + sum(name.partition(" (")[0] in aligned.extra for name in left)
-    why = f"{len(left)} of {total} trained parameters were not compared with one device"
+    why = left
     todo = (
         "build the model from one seed on one device and on the ranks; or accept what was not compared with "
         "--unjudged='PATTERN=reason'"
@@ -216,15 +215,14 @@ def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) 
         f"{kind}: {found.why}" if found.why else f"{kind}: step {difference.step + 1}: {_said(difference, ratio)}"
     )
     remarks = _todo(found.todo)
-    if found.comparable and difference.kind == "parameter":
-        options = other_options(difference.aligned, difference.step)
-        remarks += [f"the gradients are right, and {one}" for one in options]
-        remarks += [] if options or found.findings else [UPDATE_RULE]
+    by_the_optimizer = any(one.mistake == "optimizer-differs" for one in found.findings)
+    if found.comparable and difference.kind == "parameter" and not by_the_optimizer:
+        remarks += [f"the gradients are right, and {one}" for one in other_options(difference.aligned, difference.step)]
     if found.why and difference.main:
         remarks.append(f"first to differ: {_said(difference, ratio)}")
     observables = difference.observables() if found.comparable else []  # of other samples they say nothing
     remarks += [*_trained_on_one_side(difference.aligned), *found.failed]
-    return Report(headline, {}, observables, found.findings, remarks)
+    return Report(headline, {}, observables, found.findings, remarks, axes=found.axes)
 
 
 def _last_words(ended: Ended) -> list[str]:
@@ -307,7 +305,8 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
             break
     for step in range(aligned.compared):
         samples = aligned.samples(step)
-        if samples.known and not samples.same and any(part != samples.one for part in samples.ranks):
+        alike = samples.same or samples.hidden
+        if samples.known and not alike and any(part != samples.one for part in samples.ranks):
             remarks.append(
                 f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are those of the "
                 "ranks, though what they lead to is the same: are some padded, or counted twice?"

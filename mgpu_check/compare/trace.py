@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = [
@@ -19,12 +19,14 @@ __all__ = [
     "VERSION",
     "Held",
     "Parameter",
+    "State",
     "Step",
     "Summary",
     "Trace",
     "TraceError",
     "Writer",
     "joined",
+    "named_state",
     "read",
 ]
 
@@ -147,7 +149,9 @@ class Parameter:
         order: its place among those of the model.
         sharded: it is a DTensor, of which each rank may hold a part.
         held: the slice that the trace summarizes; None for the whole.
-        unplaced: why it is not known which slice it is, where that was asked.
+        unplaced: why its slice is not known, if it was looked for.
+        same_elsewhere: the reason is that its values are in several places.
+        over: the axes of the mesh that divide a DTensor.
     """
 
     name: str
@@ -158,11 +162,37 @@ class Parameter:
     sharded: bool = False
     held: Held | None = None
     unplaced: str = ""
+    same_elsewhere: bool = False
+    over: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class State(Parameter):
+    """Something that training changes beside parameters: a state of an optimizer, or a buffer.
+
+    Attributes:
+        of: name of the parameter that has the state, or of the buffer.
+        key: the optimizer's name of the state; "" for a buffer.
+        constant: it has the same value after each step as before the first call of its model.
+    """
+
+    of: str = ""
+    key: str = ""
+    constant: bool = False
+
+    def moved_to(self, of: str, order: int) -> State:
+        """Return the same of another owner."""
+        return replace(self, name=named_state(self.key, of), of=of, order=order)
+
+
+def named_state(key: str, of: str) -> str:
+    """Return the name of a state or buffer: "exp_avg of net.weight", "buffer norm.running_mean"."""
+    return f"{key} of {of}" if key else f"buffer {of}"
 
 
 @dataclass
@@ -179,6 +209,8 @@ class Step:
         parameters: after this step.
         idle: parameters without a gradient, whose modules were not called so far.
         options: of each parameter those of its group, such as "lr"; and "optimizer", the class of the optimizer.
+        states: states of the optimizer, and all buffers, after this step.
+        calls: backward and reductions before this step, each with its line, and the norms of the gradients that it leaves.
     """
 
     optimizer: int
@@ -190,6 +222,8 @@ class Step:
     parameters: dict[str, Summary]
     idle: frozenset[str] = frozenset()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    states: dict[str, Summary] = field(default_factory=dict)
+    calls: Sequence[tuple[str, Mapping[str, float]]] = ()
 
     @property
     def loss(self) -> float | None:
@@ -219,6 +253,7 @@ class Trace:
     rank: int
     world: int
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     """All else: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led", "group", "starts",
@@ -228,6 +263,10 @@ class Trace:
     def finite_steps(self) -> int:
         """Number of steps that it made before the first that has to do with a tensor that is not finite."""
         return next((number for number, step in enumerate(self.steps) if not step.finite), len(self.steps))
+
+    def entry(self, name: str) -> Parameter | None:
+        """Return the parameter, state or buffer of this name; None if there is none."""
+        return self.parameters.get(name) or self.states.get(name)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of that kind, in order."""
@@ -263,24 +302,18 @@ def read(data: bytes) -> Trace:
         raise TraceError(f"a {FORMAT} of version {head['version']}; this is version {VERSION}")
     trace = Trace(head["rank"], head["world"])
     names: list[str] = []
+    states = _States(trace)
     options: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines[1:]:
         event = json.loads(line)
         if event["event"] == "parameter":
-            name = event["name"]
-            trace.parameters[name] = Parameter(
-                name,
-                tuple(event["shape"]),
-                event["dtype"],
-                event["device"],
-                event["order"],
-                event["sharded"],
-                Held(**event["held"]) if event["held"] else None,
-                event["unplaced"],
-            )
-            names.append(name)
+            trace.parameters[event["name"]] = Parameter(**_described(event))
+            names.append(event["name"])
+        elif event["event"] == "state":
+            states.add(event)
         elif event["event"] == "step":
-            trace.steps.append(_step(event, names, options.get(event["optimizer"], {})))
+            after = states.after(event["states"])
+            trace.steps.append(_step(event, names, options.get(event["optimizer"], {}), after))
         elif event["event"] == "groups":
             options[event["optimizer"]] = {
                 names[number]: {"optimizer": event["rule"], **group["options"]}
@@ -289,10 +322,58 @@ def read(data: bytes) -> Trace:
             }
         else:
             trace.events.append(event)
+    states.finish()
     return trace
 
 
-def _step(event: Mapping[str, Any], names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> Step:
+class _States:
+    """The states and buffers of a trace, as it is read."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._names: list[str] = []
+        self._starts: dict[str, Summary | None] = {}
+        self._buffers: dict[str, Summary] = {}
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        made = State(**_described(event), of=event["of"], key=event["key"])
+        self._trace.states[made.name] = made
+        self._names.append(made.name)
+        if not made.key:
+            self._starts[made.name] = event["start"] and Summary.of(event["start"])
+
+    def after(self, numbers: Mapping[str, Any]) -> dict[str, Summary]:
+        """Return states and buffers after a step: a buffer that is not among `numbers` is as it was."""
+        found = {self._names[int(index)]: Summary.of(own) for index, own in numbers.items()}
+        self._buffers.update((name, summary) for name, summary in found.items() if name in self._starts)
+        return found | self._buffers
+
+    def finish(self) -> None:
+        """Know which buffers never change."""
+        for name, start in self._starts.items():
+            after = [step.states[name] for step in self._trace.steps if name in step.states]
+            constant = start is None or all(summary.bits == start.bits for summary in after)
+            self._trace.states[name] = replace(self._trace.states[name], constant=constant)
+
+
+def _described(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Parameter` that an event has."""
+    keys = "name", "dtype", "device", "order", "sharded", "unplaced", "same_elsewhere"
+    held = Held(**event["held"]) if event["held"] else None
+    return {
+        **{key: event[key] for key in keys},
+        "shape": tuple(event["shape"]),
+        "held": held,
+        "over": tuple(event["over"]),
+    }
+
+
+def _step(
+    event: Mapping[str, Any],
+    names: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]],
+    states: dict[str, Summary],
+) -> Step:
     def named(part: Mapping[str, Any]) -> dict[str, Any]:
         return {names[int(index)]: numbers and Summary.of(numbers) for index, numbers in part.items()}
 
@@ -306,4 +387,6 @@ def _step(event: Mapping[str, Any], names: Sequence[str], options: Mapping[str, 
         named(event["parameters"]),
         frozenset(names[index] for index in event.get("idle", ())),
         options,
+        states,
+        [(told, {names[int(index)]: norm for index, norm in norms.items()}) for told, norms in event.get("calls", ())],
     )

@@ -10,8 +10,8 @@ from typing import Literal
 from mgpu_check.compare import telling
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.diagnosis import diagnose
-from mgpu_check.compare.first_difference import FirstDifference, first_difference, ratio_of
-from mgpu_check.compare.judged import account, not_compared
+from mgpu_check.compare.first_difference import FirstDifference, first_difference
+from mgpu_check.compare.judged import account, left_over, not_compared, unread
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.mistakes.report import Report
@@ -121,8 +121,9 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
         return _refused(telling.nothing_tells(aligned, useful), steps)
     missed = not_compared(aligned, rounding)
     left, lines, idle = account(missed, unjudged)
+    lines = [*lines, *unread(aligned)]
     if left or idle:
-        report = telling.undecided(aligned, rounding, useful, lines, left, idle)
+        report = telling.undecided(aligned, rounding, useful, lines, left_over(aligned, left) if left else "", idle)
         return Verdict("undecided", report, compared=steps, not_compared=missed)
     report = telling.equal(aligned, rounding, compared, useful, lines)
     return Verdict("equal", report, compared=steps, not_compared=missed)
@@ -139,7 +140,7 @@ def _says_nothing(aligned: Aligned) -> Verdict | None:
     for step in steps:
         samples = aligned.samples(step)
         one, together = samples.one.total(), samples.together.total()
-        if samples.known and samples.common < one / 2:
+        if samples.known and samples.common < one / 2 and not samples.hidden:
             return _refused(telling.not_the_same_samples(step, samples.common, one, together), len(steps))
     return None
 
@@ -147,8 +148,7 @@ def _says_nothing(aligned: Aligned) -> Verdict | None:
 def _of_difference(difference: FirstDifference) -> Verdict:
     found = diagnose(difference)
     main = difference.main
-    expected, here = difference.aligned.found(difference.step, main.kind, main.name) if main else (None, {})
-    ratio = ratio_of(here.get(main.worst_rank), expected) if main else None
+    ratio = difference.ratio(main.kind, main.name) if main else None
     apart = difference.apart[difference.kind] if difference.kind else []
     return Verdict(
         "differs" if found.comparable else "not comparable",

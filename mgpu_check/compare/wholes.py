@@ -1,4 +1,4 @@
-"""Keep the parameters that one device begins with in a file, for ranks that hold slices of them.
+"""Keep the parameters and buffers that one device begins with in a file, for ranks that hold slices of them.
 
 The file is a line of JSON for each tensor, followed by its elements.
 """
@@ -16,25 +16,34 @@ import torch
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
 
-__all__ = ["read_wholes", "write_whole"]
+__all__ = ["read_wholes", "write_buffer", "write_whole"]
 
 
 def write_whole(fd: int, name: str, tensor: torch.Tensor) -> None:
-    """Append a tensor to the file."""
+    """Append a parameter to the file."""
+    _write(fd, name, tensor, "parameter")
+
+
+def write_buffer(fd: int, name: str, tensor: torch.Tensor) -> None:
+    """Append a buffer to the file."""
+    _write(fd, name, tensor, "buffer")
+
+
+def _write(fd: int, name: str, tensor: torch.Tensor, kind: str) -> None:
     here = copied(tensor)
-    head = {"name": name, "shape": list(here.shape), "dtype": name_of(here.dtype)}
+    head = {"name": name, "kind": kind, "shape": list(here.shape), "dtype": name_of(here.dtype)}
     rest = memoryview(json.dumps(head).encode() + b"\n" + bytes(memory_of(here)))
     while rest:
         rest = rest[os.write(fd, rest) :]
 
 
-def read_wholes(fd: int) -> Wholes:
-    """Return the tensors in a file, of which each is read when it is looked at."""
+def read_wholes(fd: int) -> tuple[Wholes, Wholes]:
+    """Return the parameters and the buffers in a file, of which each is read when it is looked at."""
     size = os.fstat(fd).st_size
     if not size:
-        return Wholes({})
+        return Wholes({}), Wholes({})
     data = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, dict[str, torch.Tensor]] = {"parameter": {}, "buffer": {}}
     while data.tell() < size:
         head = json.loads(data.readline())
         dtype = getattr(torch, head["dtype"])
@@ -46,6 +55,8 @@ def read_wholes(fd: int) -> Wholes:
                 if count
                 else torch.empty(0, dtype=torch.uint8)
             )
-        found[head["name"]] = value.clone().view(dtype).view(head["shape"])  # aligned, as views of a dtype must be
+        found[head["kind"]][head["name"]] = (
+            value.clone().view(dtype).view(head["shape"])
+        )  # aligned, as views of a dtype must be
         data.seek(start + count * dtype.itemsize)
-    return Wholes(found)
+    return Wholes(found["parameter"]), Wholes(found["buffer"])

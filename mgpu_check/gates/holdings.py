@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mgpu_check.gates.program import Unusable
 from mgpu_check.numerics.placement.content import Wholes
-from mgpu_check.numerics.placement.declared import Coordinates, Placement, by_attributes, by_user
+from mgpu_check.numerics.placement.declared import Coordinates, Placement, by_attributes, by_user, is_of_expert
+from mgpu_check.numerics.placement.distinct import make_distinct
 from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ranges
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
 from mgpu_check.torch_hooks.tensors import copied, plain_copy
@@ -26,8 +27,6 @@ from mgpu_check.torch_hooks.tensors import copied, plain_copy
 __all__ = ["Held", "Holdings", "moved_apart", "named_tensors", "parameters_of"]
 
 _Kind = Literal["params", "buffers"]
-_NOISE = 0.02
-"""Of the magnitude of a tensor: enough to make its elements distinct, and too little to change how a model trains."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ class Holdings:
             if declared is not None:
                 return self._as_declared(kind, label, tensor, declared)
         if as_built:
-            return Held(kind, label, tensor, origin)
+            return Held(kind, label, tensor, self._expert(tensor, origin))
         local = hasattr(tensor, "to_local")
         declared = self._by_library(tensor, origin)
         slices = self._by_content(tensor, origin or label) if declared is None else declared
@@ -240,6 +239,14 @@ class Holdings:
         if len(slices) == 1 and slices[0].at is None and slices[0].within is None:
             return Held(kind, label, tensor, slices[0].whole, local=local)
         return Held(kind, label, tensor, slices=tuple(slices), local=local)
+
+    def _expert(self, tensor: torch.Tensor, origin: str) -> str:
+        """Return which built tensor it is: of an expert that was made anew, that with its values, whatever its name."""
+        if not is_of_expert(tensor) or not self._is_foreign(tensor) or hasattr(tensor, "to_local"):
+            return origin
+        found = self._by_content(tensor, origin)
+        alone = isinstance(found, list) and len(found) == 1 and found[0].at is None and found[0].within is None
+        return found[0].whole if isinstance(found, list) and alone else origin
 
     def _as_declared(self, kind: _Kind, label: str, tensor: torch.Tensor, declared: list[Slice]) -> Held:
         (part,) = declared
@@ -337,10 +344,6 @@ def moved_apart(modules: Mapping[str, nn.Module]) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     saved = {id(one) for module in modules.values() for one in module.state_dict(keep_vars=True).values()}
-    with torch.no_grad():
-        for _, _, tensor, _, _ in named_tensors(modules):
-            if id(tensor) not in saved or not tensor.is_floating_point() or not tensor.numel():
-                continue
-            size = float(tensor.float().square().mean().sqrt())
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensor.add_((_NOISE * (size or 1.0) * noise).to(tensor.device, tensor.dtype))
+    for _, _, tensor, _, _ in named_tensors(modules):
+        if id(tensor) in saved and tensor.is_floating_point() and tensor.numel():
+            make_distinct(tensor, float(tensor.detach().float().square().mean().sqrt()), generator)

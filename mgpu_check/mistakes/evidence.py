@@ -70,6 +70,7 @@ class Factor:
         told: a clause that ends with the result that the factor applies to: "gradient of 0.weight is".
         powers: the powers of the world size that the factor may be.
         rough: whether `told` already names the number, because it comes from summaries only.
+        where: the call that causes the factor, as a clause; "" if it is unknown.
     """
 
     value: float
@@ -77,6 +78,12 @@ class Factor:
     told: str
     powers: tuple[int, ...] = (1, -1)
     rough: bool = False
+    where: str = ""
+
+    @property
+    def ending(self) -> str:
+        """The end of a sentence about the factor."""
+        return f"; {self.where}" if self.where else ""
 
     def is_power(self, base: float, power: int) -> bool:
         """Return whether the factor equals `base` to the power `power`, within its accuracy."""
@@ -110,6 +117,7 @@ class Evidence:
         samplers: the samplers that distribute samples.
         surplus: the samples that came again.
         uneven: parts of unequal size count alike.
+        updates: an optimizer updates differently from one device, though gradients are right, and by which settings.
         buffers_apart: the buffers that differ between ranks after training.
         answers_change: a rank gives another answer when it evaluates again.
         answers_apart: ranks give different answers, though their parameters and buffers are equal.
@@ -135,6 +143,7 @@ class Evidence:
     samplers: Sequence[Sampler] = ()
     surplus: str = ""
     uneven: str = ""
+    updates: str = ""
     buffers_apart: str = ""
     answers_change: str = ""
     answers_apart: str = ""

@@ -67,6 +67,7 @@ def _tell_entered(file: str | None) -> None:
 
 def _record(settings: dict[str, Any]) -> None:
     with _OurPackage():
+        from mgpu_check.compare.placements import Files
         from mgpu_check.compare.recorder import install
     # Simulated collectives block as gloo's do, so the stacks show where a rank waits, and no count is needed.
     entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
@@ -77,8 +78,8 @@ def _record(settings: dict[str, Any]) -> None:
         settings["moved"],
         settings["store"],
         settings["places"],
-        settings.get("keep"),
-        settings.get("wholes"),
+        settings["apart"],
+        Files(**{name: settings.get(name) for name in Files._fields}),
     )
 
 

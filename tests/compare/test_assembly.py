@@ -13,6 +13,7 @@ from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.assembly import assembled
 from mgpu_check.compare.matching import matched
 from mgpu_check.compare.naming import Names
+from mgpu_check.compare.placements import read_placements
 from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.summaries import Cut, summaries
@@ -190,7 +191,7 @@ def test_a_file_of_wholes_finds_slices():
     with tempfile.TemporaryFile() as file:
         for name, value in net.named_parameters():
             write_whole(file.fileno(), name, value)
-        wholes = read_wholes(file.fileno())
+        wholes, _ = read_wholes(file.fileno())
     assert torch.equal(wholes.whole("1.weight"), net[1].weight)
     names, local = Names(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
     for owner, key, value in (
@@ -230,11 +231,8 @@ def with_options(rank, world, **options):
 def test_the_optimizer_is_named_where_gradients_are_right():
     one = with_options(0, 1)
     found = verdict(one, [with_options(rank, 2, lr=0.3) for rank in range(2)])
-    assert (found.kind, found.tensor) == ("differs", "parameter")
-    assert (
-        "the gradients are right, and the learning rate of net.weight is 0.3 on ranks 0-1, and 0.1 on one device"
-        in found.report.remarks
-    )
+    assert (found.kind, found.tensor, found.report.mistakes) == ("differs", "parameter", ("optimizer-differs",))
+    assert "the learning rate of net.weight is 0.3 on ranks 0-1, and 0.1 on one device" in str(found.report)
     found = verdict(one, [with_options(rank, 2, weight_decay=0.5) for rank in range(2)])
     assert found.kind == "equal"
     assert any(
@@ -242,4 +240,64 @@ def test_the_optimizer_is_named_where_gradients_are_right():
     )
     lost = [trace(r, 2, {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - 0.3 * GRADIENT.roll(1))}) for r in range(2)]
     found = verdict(one, lost)
-    assert any("look at its update rule" in remark for remark in found.report.remarks)
+    assert found.report.mistakes == ("optimizer-differs",) and "look at its update rule" in str(found.report)
+
+
+def placed(local: nn.Module, wholes: Wholes, coordinates=None, **options):
+    names = Names()
+    names.called(local)
+    placing = Placing(names, wholes, **options)
+    placing.coordinates = coordinates or {}
+    return [some[0] for some in placing.parts([(p, "") for p in local.parameters()])]
+
+
+def cut_of(part):
+    return part.cut and part.cut.held.told
+
+
+class Scales(nn.Module):
+    """A scale of ones that no tensor of its module places, and a weight elsewhere."""
+
+    def __init__(self, weight, scale):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.weight = nn.Parameter(weight.clone())
+        self.scale = nn.Parameter(scale.clone())
+
+
+def test_constants_are_placed_along_the_axis_of_others():
+    wholes = Wholes({"inner.weight": WEIGHT, "scale": torch.ones(6)})
+    local = Scales(WEIGHT[4:], torch.ones(3))
+    (weight, scale) = sorted(placed(local, wholes, {"dp": (0, 2), "tp": (1, 2)}), key=lambda part: part.label)
+    assert (cut_of(weight), cut_of(scale)) == ("dim 0: 4 to 7 of 8", "dim 0: 3 to 5 of 6")
+    assert scale.same_elsewhere and not weight.same_elsewhere  # other values may tell otherwise
+    for coordinates in ({"dp": (0, 2)}, {}, {"tp": (1, 4)}):
+        (_, scale) = sorted(placed(local, wholes, coordinates), key=lambda part: part.label)
+        assert scale.cut is None and scale.unplaced and scale.same_elsewhere
+    interleaved = Scales(WEIGHT[1::2], torch.ones(3))
+    (_, scale) = sorted(placed(interleaved, wholes, {"tp": (1, 2)}), key=lambda part: part.label)
+    assert scale.cut is None
+
+
+def test_constants_are_placed_as_another_run_has_found_them():
+    moved = {"inner.weight": WEIGHT, "scale": torch.arange(6.0)}
+    with tempfile.TemporaryFile() as found:
+        placed(Scales(WEIGHT[1::2], torch.tensor([1.0, 3.0, 5.0])), Wholes(moved), note=found.fileno())
+        known = read_placements(found.fileno())
+    assert known["scale"][0].at.tolist() == [1, 3, 5]
+    still = Wholes({**moved, "scale": torch.ones(6)})
+    (_, scale) = sorted(placed(Scales(WEIGHT[1::2], torch.ones(3)), still, known=known), key=lambda part: part.label)
+    assert cut_of(scale) == "dim 0: 1 and 3 and 5 of 6" and not scale.unplaced
+
+
+def test_attributes_of_megatron_count_where_the_values_agree():
+    wholes = Wholes({"inner.weight": torch.zeros(8, 5), "scale": WEIGHT[0]})
+    local = Scales(torch.zeros(4, 5), WEIGHT[0])
+    parameter = local.inner.weight
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 2
+    (weight, _) = sorted(placed(local, wholes, {"tp": (1, 2)}), key=lambda part: part.label)
+    assert cut_of(weight) == "dim 0: 2 to 3 and 6 to 7 of 8"
+    with torch.no_grad():
+        parameter += 1
+    (weight, _) = sorted(placed(local, wholes, {"tp": (1, 2)}), key=lambda part: part.label)
+    assert weight.unplaced

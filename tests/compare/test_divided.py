@@ -31,6 +31,13 @@ MISTAKES = {
     "pipeline": ("scaled", "no-average", "wrong-group"),
 }
 
+AXES = {
+    ("by-hand", "no-reduction"): "ranks agree along the groups of ranks 0, 2 and of ranks 1, 3, "
+    "and differ along the groups of ranks 0-1 and of ranks 2-3",
+    ("dtensor", "no-average"): "ranks differ along dp",
+}
+"""What is said of some mistakes: of one with groups, and of one with a mesh."""
+
 
 def compared(compare, kind, mistake, code):
     options = f"--gpus={KINDS[kind]}", "--simulate"
@@ -66,3 +73,4 @@ def test_a_divided_model_that_is_trained_wrongly_differs(compare, kind, mistake)
     outcome = compared(compare, kind, mistake, 1)
     assert outcome.json["verdict"] == "differs"
     assert (outcome.json["step"], outcome.json["tensor"]) == (1, "gradient")
+    assert outcome.json["axes"] == AXES.get((kind, mistake), outcome.json["axes"])

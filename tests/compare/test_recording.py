@@ -12,9 +12,20 @@ from torch import nn
 
 from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.naming import Names
+from mgpu_check.compare.parameters import Parameters
 from mgpu_check.compare.perturb import Perturbation
+from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import digests, inputs_of, summaries
-from mgpu_check.compare.trace import Summary, TraceError, Writer, chunk_sizes, positions, read
+from mgpu_check.compare.trace import (
+    FORMAT,
+    VERSION,
+    Summary,
+    TraceError,
+    Writer,
+    chunk_sizes,
+    positions,
+    read,
+)
 from tests.compare.conftest import script
 
 RUN = """
@@ -175,7 +186,7 @@ def test_complex_parameters_are_real_ones_with_one_more_dimension(record):
 
 def test_sharded_parameters_are_gathered(record):
     run = record(script("sharded"), 2)
-    name = "optimizer0.group0.parameter0"  # of a module that was never called
+    name = "weight"  # of a module that was never called
     for trace in run.traces:
         assert trace.parameters[name].sharded and trace.parameters[name].shape == (6, 2), run.ranks[0].stderr
         step = trace.steps[0]
@@ -308,3 +319,64 @@ def test_complex_numbers_are_moved_by_roundoffs(kept_as_its_conjugate):
         ratio = (torch.view_as_real(after.resolve_conj()).double() / torch.view_as_real(before).double() - 1).abs()
         assert 0 < ratio.max() < 6 * 2.0**-24
         assert 400 < ((after.real > before.real) != (after.imag > before.imag)).sum() < 600  # each part on its own
+
+
+def names_of(called, *parameters):
+    names = Names()
+    for module in called:
+        names.called(module)
+    return [names.name(parameter, "?")[0] for parameter in parameters]
+
+
+def test_what_is_never_called_is_named_by_what_is_around_it():
+    experts = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in range(3)})
+    every = [expert.weight for expert in experts.values()]
+    assert names_of([experts["1"]], *every) == ["0.weight", "1.weight", "2.weight"]
+    model = nn.Module()
+    model.experts, model.head = experts, nn.Linear(2, 2)
+    assert names_of([experts["1"], model.head], *every, model.head.weight) == [
+        *(f"experts.{number}.weight" for number in range(3)),
+        "head.weight",
+    ]
+    stages = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
+    assert names_of([], stages[1][0].weight) == ["1.0.weight"]
+    assert names_of([stages[0]], nn.Parameter(torch.ones(1))) == ["?"]
+
+
+def test_a_model_is_named_from_itself_whatever_holds_it():
+    trainer = nn.Module()
+    trainer.model = nn.Sequential(nn.Linear(2, 2))
+    assert names_of([trainer.model], trainer.model[0].weight) == ["0.weight"]
+    assert names_of([trainer.model, trainer], trainer.model[0].weight) == ["0.weight"]
+
+
+def test_buffers_are_those_that_are_saved_and_change(tmp_path):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mask", torch.ones(2, 2))
+            self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    model = nn.Sequential(Counts())
+    with open(tmp_path / "trace", "wb", buffering=0) as file:
+        writer, names = Writer(file.fileno()), Names()
+        writer.write("start", format=FORMAT, version=VERSION, rank=0, world=1)
+        names.called(model)
+        states = States(writer, names, Parameters(writer, names), lambda: None)
+        states.begin(model)
+        for step in range(2):
+            model[0].count += step
+            model[0].cache += 1
+            after = states.after([], [], set(model.modules()))
+            empty = {key: [] for key in ("losses", "samples", "columns")} | {
+                key: {} for key in ("before", "gradients", "parameters")
+            }
+            writer.write("step", optimizer=0, states=after, **empty)
+    trace = read((tmp_path / "trace").read_bytes())
+    assert {name: state.constant for name, state in trace.states.items()} == {
+        "buffer 0.count": False,
+        "buffer 0.mask": True,
+    }
+    assert [step.states["buffer 0.count"].samples for step in trace.steps] == [(0,), (1,)]
+    assert all("buffer 0.mask" in step.states for step in trace.steps)  # which is written once

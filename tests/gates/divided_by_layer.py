@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,3 +187,13 @@ class SlimExperts(Experts):
     def divide(self) -> None:
         super().divide()
         self.model.experts = nn.ModuleList(self.own)
+
+
+class MegatronExperts(SlimExperts):
+    """Each rank makes its own experts anew, under new indices, with the attribute that Megatron gives them."""
+
+    def divide(self) -> None:
+        super().divide()
+        self.own = self.model.experts = copy.deepcopy(self.model.experts)
+        for parameter in self.own.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]

@@ -55,11 +55,12 @@ CASES = {
     "pipeline by hand": Case(divided_by_layer.HandedOn, *STAGES),
     "experts": Case(divided_by_layer.Experts, *EXPERTS),
     "experts slim": Case(divided_by_layer.SlimExperts, *EXPERTS),
+    "experts of Megatron": Case(divided_by_layer.MegatronExperts, *EXPERTS),
 }
 
 SAMPLES = 16
 """Enough for each expert to get some."""
-QUICK = ("by hand", "fused in place", "FSDP1", "FSDP2 x TP", "flat", "GPipe", "pipeline by hand", "experts slim")
+QUICK = ("by hand", "fused in place", "FSDP1", "FSDP2 x TP", "flat", "GPipe", "pipeline by hand", "experts of Megatron")
 """One of each way to find out what a rank holds."""
 
 

@@ -133,3 +133,35 @@ def test_attributes_of_megatron(tensor, held):
 )
 def test_attributes_that_declare_nothing(tensor):
     assert by_attributes(tensor, "up.weight", (8, 6), PLACE) is None
+
+
+def of_expert(shape: tuple[int, ...], dim: int = -1) -> Any:
+    tensor = marked(shape, dim, parallel=dim >= 0)
+    tensor.allreduce = False
+    return tensor
+
+
+EXPERTS = {"": (5, 8), "ep": (1, 2), "etp": (0, 2), "tp": (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "coordinates", "held"),
+    [
+        (of_expert((4, 6)), EXPERTS, rows(4, 5, 6, 7)),  # a stack of experts
+        (
+            of_expert((4, 3), 1),
+            {**EXPERTS, "tp": (0, 1)},
+            [row * 6 + column for row in (4, 5, 6, 7) for column in (0, 1, 2)],
+        ),
+        (of_expert((4, 6), 0), {"": (5, 8), "tp": (1, 2), "ep": (1, 4)}, rows(4, 5, 6, 7)),  # "etp" is "tp" by default
+        (of_expert((1, 6)), EXPERTS, rows(5)),
+        (of_expert((4, 6), 0), {"": (5, 8), "tp": (0, 2), "ep": (1, 2)}, None),  # which of the two?
+        (of_expert((8, 6)), EXPERTS, None),  # a whole expert is told by its values
+        (of_expert((4, 6)), {"": (5, 8), "tp": (1, 2)}, None),  # experts are not divided over "tp"
+        (of_expert((3, 6)), EXPERTS, None),
+        (of_expert((8,)), EXPERTS, None),
+    ],
+)
+def test_experts_of_megatron(tensor, coordinates, held):
+    found = by_attributes(tensor, "up.weight", (8, 6), coordinates)
+    assert (None if found is None else found[0].at.tolist()) == held

@@ -47,7 +47,7 @@ def _told(evidence: Evidence, power: int) -> str:
     factor, size = evidence.factor, evidence.size
     assert factor is not None
     if factor.rough:
-        return f"{factor.told}: the world size{' inverted' if power < 0 else ''}"
+        return f"{factor.told}: the world size{' inverted' if power < 0 else ''}{factor.ending}"
     root = {1: f"{size} times", -1: f"1/{size} of", 2: f"{size}² times", -2: f"1/{size}² of"}[power]
     twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
     return f"{factor.told} {root} what one device gives, on {size} ranks{twice}"
@@ -60,7 +60,7 @@ def off_by_micro_batches(evidence: Evidence) -> Finding | None:
         return None
     told = f"{factor.told} {factor.value:.4g} times what one device gives, with {evidence.micro_batches:g} backward passes in each step"
     if factor.rough:
-        told = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}"
+        told = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}{factor.ending}"
     return Finding("accumulation-factor", told)
 
 

@@ -8,11 +8,12 @@ from mgpu_check.mistakes.report import Finding
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
+    from mgpu_check.mistakes.evidence import Evidence
     from mgpu_check.mistakes.observed import Observation
     from mgpu_check.mistakes.results import Result
     from mgpu_check.mistakes.tensors import Tensors
 
-__all__ = ["makes_something_else", "steps_other_tensors"]
+__all__ = ["makes_something_else", "steps_other_tensors", "updates_otherwise"]
 
 _RATE = "learning rate of group"
 
@@ -29,6 +30,11 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
         return None
     told = f"the optimizer of {named(lost)} steps tensors that do not belong to the model: was it made before the model was divided, or while it was gathered?"
     return Finding("optimizer-differs", told, tuple(lost))
+
+
+def updates_otherwise(evidence: Evidence) -> Finding | None:
+    """Name the optimizer, where its gradients are right and what it has made of them is not."""
+    return Finding("optimizer-differs", evidence.updates) if evidence.updates else None
 
 
 def makes_something_else(tensors: Tensors) -> Finding | None:

@@ -156,6 +156,7 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     _of_tensors(gradients.mean_of_parts),
     # Gradients that are right, in the step after which parameters first are not.
     _of_tensors(optimizers.makes_something_else),
+    optimizers.updates_otherwise,
     # What fits a mistake, and others, too. Buffers go before answers that they may explain; those of one rank, asked
     # twice, before those of several.
     _of_tensors(shards.norm_of_shards),

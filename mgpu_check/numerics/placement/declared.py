@@ -10,7 +10,7 @@ import torch
 
 from mgpu_check.numerics.placement.slices import Slice, indexed
 
-__all__ = ["Coordinates", "Placement", "by_attributes", "by_user", "check_placement"]
+__all__ = ["Coordinates", "Placement", "by_attributes", "by_user", "check_placement", "is_of_expert"]
 
 Coordinates = Mapping[str, tuple[int, int]]
 """By mesh axis: index of this rank along it, and size. The world, with the global rank, has the name ""."""
@@ -77,11 +77,15 @@ def check_placement(gate: str, placement: object) -> None:
 def by_attributes(
     tensor: torch.Tensor, whole: str, shape: tuple[int, ...], coordinates: Coordinates
 ) -> list[Slice] | None:
-    """Return the slice that Megatron's attributes declare: `tensor_model_parallel`, `partition_dim`, `partition_stride`.
+    """Return the slice that Megatron's attributes declare.
 
-    With a stride of s, a rank holds s equal parts, one of each s-th of the dimension, as of a fused weight. None where
-    they declare nothing, or the rank's place among those that share the tensor is not known.
+    Those are `tensor_model_parallel`, `partition_dim` and `partition_stride`, and `allreduce`, which is False for the
+    parameters of experts. With a stride of s, a rank holds s equal parts, one of each s-th of the dimension, as of a fused
+    weight. Experts are divided over the axes "ep" and "etp". None where the attributes declare nothing, or the rank's place
+    among those that share the tensor is not known.
     """
+    if is_of_expert(tensor):
+        return _of_expert(tensor, whole, shape, coordinates)
     dim = getattr(tensor, "partition_dim", -1)
     if not getattr(tensor, "tensor_model_parallel", False) or not 0 <= dim < len(shape):
         return None
@@ -94,6 +98,39 @@ def by_attributes(
     stride = max(1, getattr(tensor, "partition_stride", 1))
     rows = torch.arange(shape[dim]).chunk(stride * parts)[place[0] :: parts]
     return [Slice(whole, shape, indexed(shape, (*[slice(None)] * dim, torch.cat(rows))))]
+
+
+def is_of_expert(tensor: torch.Tensor) -> bool:
+    """Return whether Megatron's attribute `allreduce` says that a parameter belongs to an expert.
+
+    Its gradient is reduced over the ranks with the same experts only. So it is not what has its name on other ranks.
+    """
+    return getattr(tensor, "allreduce", True) is False
+
+
+def _of_expert(
+    tensor: torch.Tensor, whole: str, shape: tuple[int, ...], coordinates: Coordinates
+) -> list[Slice] | None:
+    if tensor.dim() != len(shape):
+        return None
+    positions = indexed(shape, ...).view(shape)
+    used: set[str] = set()
+    within = "etp" if "etp" in coordinates else "tp"
+    for dim, (size, here) in enumerate(zip(shape, tensor.shape, strict=True)):
+        parts, rest = divmod(size, max(1, here))
+        if rest:
+            return None
+        if parts > 1:
+            inside = getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "partition_dim", -1) == dim
+            axes = [axis for axis in ("ep", *[within] * inside) if axis not in used]
+            fitting = [axis for axis in axes if axis in coordinates and coordinates[axis][1] == parts]
+            if not fitting and coordinates.get(_WORLD, (0, 0))[1] == parts:
+                fitting = [_WORLD]
+            if len({coordinates[axis] for axis in fitting}) != 1:
+                return None  # or two axes have as many ranks
+            positions = positions.chunk(parts, dim)[coordinates[fitting[0]][0]]
+            used.add(fitting[0])
+    return [Slice(whole, shape, positions.reshape(-1))] if used else None
 
 
 def _positions(spec: Any, shape: tuple[int, ...], coordinates: Coordinates) -> torch.Tensor | None:

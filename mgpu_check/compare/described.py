@@ -1,0 +1,39 @@
+"""Describe a model that the script trains, for the trace."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from mgpu_check.compare.naming import unwrapped
+from mgpu_check.processes.record import relative
+
+__all__ = ["described", "forward_of"]
+
+
+def described(module: nn.Module) -> dict[str, Any]:
+    """Return the class of a model, what wraps it, and which of its parts look at the batch or draw random numbers."""
+    model = unwrapped(module)
+    wrapper = type(module).__name__ if model is not module else None
+    return {
+        "model": type(model).__name__,
+        "wrapper": wrapper,
+        "replicas": len(getattr(module, "device_ids", ()) or ()) if wrapper == "DataParallel" else 1,
+        "batch_norms": sorted({type(m).__name__ for m in model.modules() if _takes_batch_statistics(m)}),
+        "dropouts": sorted({str(m) for m in model.modules() if getattr(m, "p", 0) and "Dropout" in type(m).__name__}),
+    }
+
+
+def forward_of(module: nn.Module) -> dict[str, str]:
+    """Return the name of a model's forward method, and its line."""
+    kind = type(unwrapped(module))
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
+    return {"what": f"{kind.__name__}.forward", "line": line}
+
+
+def _takes_batch_statistics(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "BatchNorm" in name and name != "SyncBatchNorm" and module.training

@@ -1,0 +1,118 @@
+"""Note, in the script's process, which call leaves which gradients between backward and the optimizer's step.
+
+A gradient that is off by a factor has it from one of them: its line is where to look.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.compare.naming import Names
+from mgpu_check.processes.frames import calling_line
+from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.arguments import group_of, option
+from mgpu_check.torch_hooks.forms import FunctionForm
+from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.table import COLLECTIVES
+
+__all__ = ["Flow"]
+
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
+_STEPS = 4
+"""Steps that are noted: a factor is there from the first on."""
+_CALLS = 256
+"""Calls that are noted of each step."""
+
+
+class Flow:
+    """The calls since the last step that leave gradients."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._steps = 0
+        self._calls: list[tuple[str, dict[int, float]]] = []
+        self._within = False
+
+    def install(self) -> None:
+        """Note reductions from now on."""
+        from torch.distributed import distributed_c10d as c10d
+
+        patches = Patches(among="torch")
+        for name in _REDUCTIONS:
+            function = getattr(c10d, name, None)
+            if function is not None and name in COLLECTIVES:
+                patches.replace(function, self._watched(function, FunctionForm(function)))
+        patches.apply()
+
+    def after_backward(self) -> None:
+        """Note the gradients that a backward pass leaves."""
+        if self._is_noted():
+            parameters = {id(p): p for module in self._names.modules() for p in module._parameters.values()}
+            self._note("backward", (p for p in parameters.values() if p is not None))
+
+    def taken(self, numbers: Mapping[int, int]) -> list[tuple[str, dict[int, float]]]:
+        """Return the calls of a step in order, each with the norms of the gradients that it leaves, and forget them.
+
+        Args:
+            numbers: of parameters in the trace, by id.
+        """
+        found = [(told, {numbers[i]: n for i, n in norms.items() if i in numbers}) for told, norms in self._calls]
+        self._calls = []
+        self._steps += 1
+        return found
+
+    def _is_noted(self) -> bool:
+        return self._steps < _STEPS and len(self._calls) < _CALLS and not self._within
+
+    def _watched(self, function: Callable[..., Any], form: FunctionForm) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def reduced(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_noted():
+                return function(*args, **kwargs)
+            self._within = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._within = False
+            operand = form.argument(form.operand, args, kwargs) if form.operand else None
+            group = group_of(form.argument(form.group, args, kwargs))
+            values = ((name, form.argument(name, args, kwargs)) for name in form.options)
+            options = [option(name, value) for name, value in values if value is not None]
+            told = f"{form.name} ({', '.join([*options, f'{len(group.ranks)} ranks' if group else ''])})"
+            # An asynchronous call may not have changed its operand yet.
+            owners = [] if isinstance(result, torch.distributed.Work) else self._owners(operand)
+            self._note(told, owners)
+            return result
+
+        return reduced
+
+    def _owners(self, operand: Any) -> Sequence[torch.Tensor]:
+        """Return the parameter whose gradient an operand is."""
+        if not isinstance(operand, torch.Tensor):
+            return []
+        parameters = (p for module in self._names.modules() for p in module._parameters.values() if p is not None)
+        return [p for p in parameters if p.grad is not None and _is_same(p.grad, operand)][:1]
+
+    def _note(self, told: str, parameters: Iterable[torch.Tensor]) -> None:
+        file, line = calling_line()
+        some = [p for p in parameters if p.grad is not None and _is_plain(p.grad)]
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64).cpu() for p in some]
+        found = torch.stack(norms).tolist() if norms else []
+        self._calls.append((f"{told} at {relative(file)}:{line}", dict(zip(map(id, some), found, strict=True))))
+
+
+def _is_same(gradient: torch.Tensor, operand: torch.Tensor) -> bool:
+    if gradient is operand:
+        return True
+    alike = gradient.shape == operand.shape and _is_plain(gradient) and _is_plain(operand)
+    return alike and gradient.data_ptr() == operand.data_ptr() != 0
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not hasattr(tensor, "full_tensor") and not tensor.is_meta
+    return plain and bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex())

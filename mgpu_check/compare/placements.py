@@ -1,0 +1,65 @@
+"""Keep which slices a rank holds in a file, for the rank of the same number in another run.
+
+The file is a line of JSON for each slice, followed by its positions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mgpu_check.numerics.placement.slices import Slice
+from mgpu_check.torch_hooks.tensors import memory_of
+
+__all__ = ["Files", "read_placements", "write_placement"]
+
+
+class Files(NamedTuple):
+    """File descriptors of a run; None for files that it neither reads nor writes.
+
+    Attributes:
+        keep: to write the initial parameters and buffers of this run to.
+        wholes: to read the initial parameters and buffers of another run from, in which slices are looked up.
+        found: to write the slices to that this run places.
+        placed: to read the slices from that another run has placed.
+    """
+
+    keep: int | None = None
+    wholes: int | None = None
+    found: int | None = None
+    placed: int | None = None
+
+
+def write_placement(fd: int, label: str, parts: Sequence[Slice]) -> None:
+    """Append the slices that a tensor consists of."""
+    for part in parts:
+        count = None if part.at is None else len(part.at)
+        head = {"label": label, "whole": part.whole, "shape": part.shape, "within": part.within, "count": count}
+        at = b"" if part.at is None or not count else bytes(memory_of(part.at.to(torch.int64).contiguous()))
+        rest = memoryview(json.dumps(head).encode() + b"\n" + at)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+
+def read_placements(fd: int) -> dict[str, list[Slice]]:
+    """Return the slices of each tensor, by its name on this rank."""
+    size = os.fstat(fd).st_size
+    data, start = os.pread(fd, size, 0), 0
+    found: dict[str, list[Slice]] = defaultdict(list)
+    while start < size:
+        end = data.index(b"\n", start)
+        head, start = json.loads(data[start:end]), end + 1
+        at = None
+        if head["count"] is not None:
+            stop = start + 8 * head["count"]
+            own = bytearray(data[start:stop])
+            at = torch.frombuffer(own, dtype=torch.int64) if own else torch.empty(0, dtype=torch.int64)
+            start = stop
+        within = None if head["within"] is None else (head["within"][0], head["within"][1])
+        found[head["label"]].append(Slice(head["whole"], tuple(head["shape"]), at, within))
+    return dict(found)

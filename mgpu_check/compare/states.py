@@ -1,0 +1,173 @@
+"""Record, in the script's process, what training changes beside parameters: the state of optimizers, and buffers.
+
+A state that has the shape of its parameter has the placement of its parameter, too. A single number is one value, and all
+ranks must agree on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.compare.naming import Names
+from mgpu_check.compare.parameters import Numbered, Parameters
+from mgpu_check.compare.placing import Part
+from mgpu_check.compare.summaries import Cut, Numbers, over, shape_of, summaries, whole
+from mgpu_check.compare.trace import Writer, named_state
+from mgpu_check.compare.wholes import write_buffer
+from mgpu_check.torch_hooks.tensors import copied, name_of
+
+__all__ = ["States"]
+
+
+class States:
+    """The states and buffers that were seen, each noted in the trace when it is first seen.
+
+    Args:
+        keep: where buffers go as they begin; None: they are not kept.
+    """
+
+    def __init__(self, writer: Writer, names: Names, known: Parameters, keep: Callable[[], int | None]) -> None:
+        self._writer, self._names, self._known, self._keep = writer, names, known, keep
+        self._number = 0
+        self._entries: dict[object, tuple[int, Cut | None] | None] = {}
+        self._unread: set[str] = set()
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._buffers: list[tuple[weakref.ref[nn.Module], str, torch.Tensor]] = []
+        self._versions: dict[int, tuple[int, int]] = {}
+
+    def begin(self, model: nn.Module) -> None:
+        """Keep the values of a model's buffers from before its first call."""
+        if model in self._seen:
+            return
+        for module in model.modules():
+            if module in self._seen:
+                continue
+            self._seen.add(module)
+            # A buffer that is not saved is a cache, or a count of this rank.
+            for key in sorted(module._buffers.keys() - module._non_persistent_buffers_set):
+                value = module._buffers[key]
+                if value is not None and _is_read(value) and not value.is_meta:
+                    self._buffers.append((weakref.ref(module), key, copied(whole(value.detach()))))
+
+    def after(self, optimizers: Sequence[Any], parts: Iterable[Numbered], called: Any) -> dict[int, Numbers]:
+        """Return the numbers of each state and buffer after a step.
+
+        Args:
+            optimizers: the one that has made the step, and those that it uses.
+            called: the modules that were called so far.
+        """
+        found = [*self._of_optimizers(optimizers, parts), *self._of_buffers(called)]
+        numbers = summaries([value for _, _, value in found], [cut for _, cut, _ in found])
+        return {number: own for (number, _, _), own in zip(found, numbers, strict=True) if own is not None}
+
+    def _of_optimizers(
+        self, optimizers: Sequence[Any], parts: Iterable[Numbered]
+    ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
+        for one in parts:
+            states = [optimizer.state.get(one.parameter) for optimizer in optimizers]
+            for key, value in next((state for state in states if state and isinstance(state, Mapping)), {}).items():
+                read = _as_tensor(value)
+                if read is None:
+                    self._note_unread(named_state(str(key), one.part.label), value)
+                    continue
+                if (one.number, key) not in self._entries:
+                    self._entries[one.number, key] = self._state(one, str(key), read)
+                entry = self._entries[one.number, key]
+                if entry is not None:
+                    yield (*entry, read)
+
+    def _note_unread(self, name: str, value: object) -> None:
+        if value is not None and name not in self._unread:
+            self._unread.add(name)
+            self._writer.write("unread", after=0, name=name, type=type(value).__name__)
+
+    def _state(self, one: Numbered, key: str, value: torch.Tensor) -> tuple[int, Cut | None] | None:
+        part, like = one.part, value.shape == one.parameter.shape
+        shape, cut, unplaced = (part.shape, part.cut, part.unplaced) if like else (shape_of(value), None, "")
+        if not like and value.numel() == 1:
+            shape = []  # such as the number of steps
+        elif not like and (part.cut is not None or part.unplaced):
+            unplaced = f"its shape {list(value.shape)} is not that of the slice that the rank trains"
+        return self._note(part.label, key, Part("", part.order, shape, cut, unplaced), value)
+
+    def _note(
+        self, of: str, key: str, part: Part, value: torch.Tensor, start: Numbers | None = None
+    ) -> tuple[int, Cut | None]:
+        held = None if part.cut is None or part.cut.is_whole else part.cut.held
+        self._writer.write(
+            "state",
+            name=named_state(key, of),
+            of=of,
+            key=key,
+            order=part.order,
+            shape=part.shape,
+            dtype=name_of(value.dtype),
+            device=str(value.device),
+            sharded=hasattr(value, "full_tensor"),
+            held=None if held is None else dataclasses.asdict(held) | {"whole": named_state(key, held.whole)},
+            unplaced=part.unplaced,
+            same_elsewhere=part.same_elsewhere,
+            over=over(value),
+            start=start,
+        )
+        self._number += 1
+        return self._number - 1, part.cut
+
+    def _of_buffers(self, called: Any) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
+        """Yield the buffers of called modules that may have changed since the last step."""
+        fresh = False
+        for index, (reference, key, first) in enumerate(self._buffers):
+            module = reference()
+            value = None if module is None else module._buffers.get(key)
+            if module is None or value is None or not _is_read(value) or module not in called:
+                continue
+            if index not in self._entries:
+                self._entries[index] = self._buffer(module, key, first, value)
+                fresh = True
+            entry = self._entries[index]
+            if entry is None:
+                continue
+            version = id(value), value._version
+            if self._versions.get(index) != version or hasattr(value, "full_tensor"):
+                self._versions[index] = version
+                yield (*entry, _widened(value))
+        if fresh:
+            self._names.look_around()
+
+    def _buffer(
+        self, module: nn.Module, key: str, first: torch.Tensor, value: torch.Tensor
+    ) -> tuple[int, Cut | None] | None:
+        named = self._names.of_key(module, key)
+        if named is None:
+            return None
+        if (keep := self._keep()) is not None:
+            write_buffer(keep, named[0], first)
+        part = self._known.placing.buffer(*named, first)
+        (start,) = summaries([_widened(first)], [part.cut])
+        return self._note(named[0], "", part, value, start)
+
+
+def _is_read(value: torch.Tensor) -> bool:
+    """Return whether summaries can read it: a tensor of torch or of the simulated node, and of no other library."""
+    return type(value).__module__.partition(".")[0] in ("torch", "mgpu_check") and not value.is_nested
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return a state as a tensor; None for what is neither a tensor nor a number."""
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    if isinstance(value, torch.Tensor) and _is_read(value) and not value.is_meta:
+        return _widened(value)
+    return None
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    """Return integers and numbers of eight bits as float64, which can be summed up."""
+    small = value.is_floating_point() and value.element_size() == 1
+    return value.double() if small or not (value.is_floating_point() or value.is_complex()) else value
