@@ -92,13 +92,16 @@ class Entries:
         return 0 not in wrong and 0 in rows and all(rows[rank].got == rows[0].expected != "" for rank in wrong)
 
 
-def explained(ends: Entries, loaded: Entries | None, attempts: Attempts) -> tuple[list[Observable], list[Finding]]:
+def explained(
+    ends: Entries, loaded: Entries | None, epochs: Sequence[Sequence[Sequence[int]]], attempts: Attempts
+) -> tuple[list[Observable], list[Finding]]:
     """Return the table row of each entry, and the likely causes.
 
     Args:
         attempts: keeps the failures of the diagnosis.
         ends: compares the end of the resumed run with the uninterrupted run.
         loaded: compares the states right after loading with the saved ones; None if loading could not be observed.
+        epochs: for each rank, the epochs of samplers in the uninterrupted run, before the interruption, and after it.
     """
     observables = []
     drawn = [name for name in ends.by_name if name.generator and ends.drawn(name)]
@@ -115,11 +118,22 @@ def explained(ends: Entries, loaded: Entries | None, attempts: Attempts) -> tupl
         observables.append(Observable(str(name), relations, detail))
     # Show entries that were lost in loading first: they are the cause, and a report shows only a few rows.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
-    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn)
+    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn, _epochs(epochs))
     return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts)
 
 
-def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[Entry]) -> Restored:
+def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
+    """Say with which epoch a sampler goes on, where that is not the one in which training was interrupted."""
+    for rank, (whole, before, after) in enumerate(of_ranks):
+        # Training may go on in the epoch in which it was interrupted, in the next one, or go through earlier ones again.
+        right = [whole[start:] for start in range(min(len(before), len(whole)) + 1)]
+        if after and list(after) not in [list(one) for one in right] and len(after) <= len(whole):
+            told = f"DistributedSampler goes on with epoch {after[0]} on rank {rank}, and is in epoch {whole[-len(after)]} there"
+            return f"{told} in the uninterrupted run"
+    return ""
+
+
+def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[Entry], epochs: str) -> Restored:
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
     lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _holds(ends, n) is not None}
     if loaded is not None and (lost or lost_numbers):
@@ -127,6 +141,7 @@ def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[Entry]) -> 
         of_rank_0 = {name: ranks for name, ranks in partly.items() if loaded.is_rank_0s(name)}
         return Restored(
             seen=True,
+            epochs="" if lost else epochs,
             on_some={name: ranks for name, ranks in partly.items() if name not in of_rank_0},
             nowhere=[name for name in (*lost, *lost_numbers) if name not in partly],
             of_rank_0=of_rank_0,
@@ -135,6 +150,7 @@ def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[Entry]) -> 
     parted = {name: ranks for name, ranks in ends.wrong.items() if ends.parted(name)}
     return Restored(
         seen=loaded is not None,
+        epochs=epochs,
         parted=parted,
         right_on_rank_0={name: ranks for name, ranks in ends.wrong.items() if 0 not in ranks and name not in parted},
         at_the_end=[*ends.wrong, *lost_numbers],

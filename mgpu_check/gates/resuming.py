@@ -103,7 +103,7 @@ def _check(
     ranks: RanksFixture, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path
 ) -> None:
     __tracebackhide__ = True
-    from mgpu_check.gates.states import Part, compare, train_and_keep
+    from mgpu_check.gates.states import Part, compare, epochs_of, train_and_keep
 
     def run(start: int, stop: int, name: str, directory: str, seed: int, **how: Any) -> Path:
         (root / directory).mkdir(exist_ok=True)
@@ -160,7 +160,8 @@ def _check(
         call = f"train(rank, directory, {steps}, {steps})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     attempts = Attempts()
-    observables, findings = explained(ends, loaded, attempts)
+    epochs = ranks.run(epochs_of, [whole[0], half, resumed], size=size)
+    observables, findings = explained(ends, loaded, epochs, attempts)
     entry, detail, wrong = ends.first_wrong
     report = Report(
         f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {entry} on "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.numerics.bounds import unit_roundoff
@@ -20,15 +22,28 @@ from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.rank_side.pausing import pause
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, digest_of
 
-__all__ = ["Entry", "Part", "Row", "Train", "compare", "digest_of_value", "is_real", "kept", "load", "train_and_keep"]
+__all__ = [
+    "Entry",
+    "Part",
+    "Row",
+    "Train",
+    "compare",
+    "digest_of_value",
+    "epochs_of",
+    "is_real",
+    "kept",
+    "load",
+    "train_and_keep",
+]
 
 Train = Callable[[Rank, Path, int, int], Any]
 
-_ENTRIES, _GENERATORS = "entries", "generators"
-"""Keys of a file: the state that `train` returned, and the states of generators."""
+_ENTRIES, _GENERATORS, _EPOCHS = "entries", "generators", "epochs"
+"""Keys of a file: the state that `train` returned, the states of generators, and the epochs of samplers."""
 
 # Two runs estimate poorly how far a third may be off, and both runs may err in opposite directions.
 _ROOM = 8.0
@@ -99,7 +114,8 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
     generator = torch.Generator().manual_seed(part.signs)
     # Training runs in its own dtypes, so float64 is perturbed by its own roundoff.
     perturbed = Perturbed(part.spread, generator, unit_roundoff(torch.float64)) if part.spread else nullcontext()
-    with perturbed:
+    epochs: list[int] = []
+    with perturbed, _noting_epochs(epochs):
         state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
     pause(f"steps {part.start} to {part.stop}", last=True)
     # Read the generators before code of the gate can draw from them.
@@ -115,8 +131,26 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
         return f"train returned a state that cannot be compared: {error}"
     if not flat:
         return "train returned an empty mapping; return the model and the optimizer, at least"
-    torch.save({_ENTRIES: flat, _GENERATORS: generators}, kept(file, rank))
+    torch.save({_ENTRIES: flat, _GENERATORS: generators, _EPOCHS: epochs}, kept(file, rank))
     return ""
+
+
+@contextlib.contextmanager
+def _noting_epochs(epochs: list[int]) -> Iterator[None]:
+    """Note which epoch a sampler is set to, each time that it is gone through."""
+    go_through = DistributedSampler.__iter__
+
+    def noted(sampler: DistributedSampler[Any]) -> Iterator[Any]:
+        epochs.append(int(sampler.epoch))
+        return go_through(sampler)
+
+    with replaced(DistributedSampler, "__iter__", noted):
+        yield
+
+
+def epochs_of(directories: Sequence[Path], rank: Rank) -> list[list[int]]:
+    """Return the epochs of samplers in the runs that were kept there, in their order."""
+    return [torch.load(kept(directory, rank), weights_only=False)[_EPOCHS] for directory in directories]
 
 
 def kept(directory: Path, rank: Rank) -> Path:
@@ -128,7 +162,11 @@ def kept(directory: Path, rank: Rank) -> Path:
 def load(directory: Path, rank: Rank) -> dict[Entry, Any]:
     """Load the saved state of a rank."""
     state: dict[str, dict[str, Any]] = torch.load(kept(directory, rank), weights_only=False)
-    return {Entry(name, kind == _GENERATORS): value for kind, values in state.items() for name, value in values.items()}
+    return {
+        Entry(name, kind == _GENERATORS): value
+        for kind in (_ENTRIES, _GENERATORS)
+        for name, value in state[kind].items()
+    }
 
 
 def _generators(rank: Rank) -> dict[str, str]:

@@ -219,6 +219,7 @@ class Restored:
         parted: entries equal on all ranks after an uninterrupted run, but not after the resumed run -> the wrong ranks.
         right_on_rank_0: other entries that are wrong at the end, but right on rank 0 -> the wrong ranks.
         at_the_end: all entries that are wrong at the end.
+        epochs: that a sampler goes on with another epoch, in words, where nothing was lost but generators.
     """
 
     seen: bool
@@ -229,6 +230,7 @@ class Restored:
     parted: Mapping[Any, Sequence[int]] = field(default_factory=dict)
     right_on_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
     at_the_end: Sequence[object] = ()
+    epochs: str = ""
 
     @property
     def lost(self) -> bool:

@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check import RankFailure, assert_resume_continues
 from tests.gates.checkpoints import refuted, training
@@ -70,6 +72,34 @@ def drawn_anew(generator):
 def test_what_is_drawn_anew(ranks):
     assert_resume_continues(ranks, drawn_anew(lambda: torch.Generator().manual_seed(5)))
     refuted(ranks, drawn_anew(lambda: None), "state-not-restored", match="total on ranks 0-1")
+
+
+def by_epochs(keeps_epoch: bool):
+    """Train over epochs of four steps; a DataLoader draws a seed that no step uses."""
+
+    def train(rank, directory, start, stop):
+        dataset = TensorDataset(torch.arange(16.0))
+        sampler = DistributedSampler(dataset, rank.size, rank.index, seed=3)
+        total = torch.load(directory / f"{rank.index}.pt") if start else torch.zeros(())
+        per_epoch = len(sampler) // 2
+        step, epoch = start, start // per_epoch if keeps_epoch else 0
+        while step < stop:
+            sampler.set_epoch(epoch)
+            for number, (values,) in enumerate(DataLoader(dataset, 2, sampler=sampler)):
+                if number == step % per_epoch and step < stop:
+                    total, step = total * 0.5 + values.sum(), step + 1
+            epoch += 1
+        torch.save(total, directory / f"{rank.index}.pt")
+        return {"total": total}
+
+    return train
+
+
+def test_the_epoch_of_a_sampler(ranks):
+    assert_resume_continues(ranks, by_epochs(keeps_epoch=True), steps=6)
+    text = refuted(ranks, by_epochs(keeps_epoch=False), "state-not-restored", match="total on ranks 0-1", steps=6)
+    assert "DistributedSampler goes on with epoch 0 on rank 0, and is in epoch 1 there in the uninterrupted run" in text
+    assert "random numbers" not in text.partition("see:")[0]
 
 
 def test_what_is_not_returned(ranks):

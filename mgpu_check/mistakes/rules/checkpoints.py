@@ -8,6 +8,7 @@ from mgpu_check.processes.rank_lists import by_ranks, few
 
 __all__ = [
     "differs_at_the_end",
+    "goes_on_in_another_epoch",
     "loaded_on_none",
     "loaded_on_some",
     "not_in_the_state",
@@ -25,6 +26,15 @@ def loaded_on_some(restored: Restored) -> Finding | None:
     if not restored.on_some:
         return None
     return Finding("restored-on-one-rank", f"right after loading, not as saved: {by_ranks(restored.on_some, _SHOWN)}")
+
+
+def goes_on_in_another_epoch(restored: Restored) -> Finding | None:
+    """Name the epoch of a sampler: each batch is another one then, whatever generators are at."""
+    return (
+        Finding("state-not-restored", f"{restored.epochs}: set_epoch was not told where training goes on")
+        if restored.epochs
+        else None
+    )
 
 
 def loaded_on_none(restored: Restored) -> Finding | None:

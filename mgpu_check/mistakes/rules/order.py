@@ -225,6 +225,7 @@ RULES_OF_CHECKPOINTS: tuple[RuleOf[Restored], ...] = (
     # What was lost right after loading goes before what has come of it. Ranks that are unlike go first: who loads on some
     # ranks only finds as much missing on the others. What all have as rank 0 had it may do no harm, and goes last.
     checkpoints.loaded_on_some,
+    checkpoints.goes_on_in_another_epoch,
     checkpoints.loaded_on_none,
     checkpoints.numbers_of_rank_0,
     checkpoints.state_of_rank_0,
