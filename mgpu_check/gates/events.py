@@ -28,8 +28,9 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gates.draws import Notes
-from mgpu_check.gates.operands import Rows, contents, facts, in_function, is_under_test, layout, line_of, site, sums_of
+from mgpu_check.gates.operands import Rows, arrived, contents, facts, in_function, layout, site, sums_of
 from mgpu_check.gates.program import modules_of
+from mgpu_check.gates.seeds_set import generator_seeded
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.results import Result
 from mgpu_check.torch_hooks.arguments import group_of, option
@@ -38,7 +39,7 @@ from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
 
-__all__ = ["noting_seeds", "traced"]
+__all__ = ["traced"]
 
 
 @contextlib.contextmanager
@@ -68,24 +69,6 @@ def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
         hook.remove()
 
 
-@contextlib.contextmanager
-def noting_seeds(events: list[Event]) -> Iterator[None]:
-    """Note the seeds that are set in this thread, with their lines."""
-
-    def note(frame: types.FrameType, what: str, called: Any) -> None:
-        if what == "call" and frame.f_code is _SEED:
-            events.append(Event("seed", "manual_seed", site(frame), {"seed": int(frame.f_locals["seed"])}))
-        elif what == "c_return" and (event := _generator_seeded(frame, called)) is not None:
-            events.append(event)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
 class _Nested(threading.local):
     depth: int = 0
 
@@ -105,7 +88,7 @@ class _EventRecorder:
         if not self.on:
             sys.setprofile(None)  # autograd's threads never end: detach from them here
             return
-        if what == "c_return" and (seeded := _generator_seeded(frame, result)) is not None:
+        if what == "c_return" and (seeded := generator_seeded(frame, result)) is not None:
             self._trace.events.append(seeded)
         if what not in ("call", "return") or is_capturing():
             return
@@ -197,6 +180,7 @@ class _EventRecorder:
                 self._asynchronous.append((result, event, [(tensor, tensor._version) for tensor in tensors]))
             else:
                 _note_results(event, tensors)
+                event.details["arrived"] = arrived(given)
             return
         with contextlib.suppress(Exception):
             details = self._operands(frame, form, args, kwargs)
@@ -247,16 +231,6 @@ class _EventRecorder:
         """Return the parameters of the model that are in `module`, by their names in the model."""
         inside = {id(parameter) for parameter in module.parameters()}
         return tuple(name for name, parameter in self.parameters() if id(parameter) in inside)
-
-
-def _generator_seeded(frame: types.FrameType, called: Any) -> Event | None:
-    """Return an event if the code under test called `manual_seed` of a generator of its own."""
-    if getattr(called, "__name__", "") != "manual_seed" or not is_under_test(frame):
-        return None
-    generator = called.__self__
-    if not isinstance(generator, torch.Generator):
-        return None
-    return Event("generator", "Generator.manual_seed", line_of(frame), {"seed": int(generator.initial_seed())})
 
 
 def _nothing(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
@@ -393,7 +367,6 @@ _FINISHED: dict[types.CodeType, Callable[[_EventRecorder, Any], None]] = {
     _code(torch.Tensor.backward): _backward_ends,
     _code(clip_grad.clip_grad_norm_): _clip_ends,
 }
-_SEED = _code(torch.manual_seed)
 _MODULE = _code(nn.Module._wrapped_call_impl)
 _CALL = _code(Recorder.call)
 _WAIT = _code(Recorder.wait)

@@ -190,11 +190,23 @@ def _trained(tensors: Tensors) -> ByRank:
 
 def _rates(tensors: Tensors) -> ByRank:
     rates = [[event.details["rates"] for event in trace.of("step")] for trace in tensors.traces]
+    of_its_own = any(one.own for one in tensors.seen) or len({one.groups for one in tensors.seen}) > 1
+    if of_its_own and not _trained_apart(tensors):
+        return ByRank()  # each rank steps parameters of its own, in groups of its own
     metrics = {rank: event.details["metric"] for rank, event in tensors.events("schedule") if "metric" in event.details}
     schedule, by = tensors.first("schedule"), ""
     if schedule is not None and len(set(metrics.values())) > 1:
         by = f": {schedule.where} is given each rank's own value"
     return ByRank(rates, f"ranks have stepped with different learning rates{by}")
+
+
+def _trained_apart(tensors: Tensors) -> bool:
+    """Return whether some parameter has another learning rate on some rank than on others."""
+    rates: dict[str, set[object]] = {}
+    for one in tensors.seen:
+        for name, settings in one.settings.items():
+            rates.setdefault(name, set()).add(settings.get("lr"))
+    return any(len(some) > 1 for some in rates.values())
 
 
 def _scales(tensors: Tensors) -> ByRank:

@@ -17,12 +17,12 @@ from mgpu_check.gates.after_step import after_step
 from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
 from mgpu_check.gates.draws import DrawsOfFloat32
-from mgpu_check.gates.events import noting_seeds
 from mgpu_check.gates.holdings import Held, Holdings, moved_apart, named_tensors
 from mgpu_check.gates.meshes import coordinates_of, mesh_of
 from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.seeds_set import noting_seeds
 from mgpu_check.gates.step_recorder import Nudge, StepRecorder, put
 from mgpu_check.mistakes.observed import Event, Observation
 from mgpu_check.mistakes.results import Result

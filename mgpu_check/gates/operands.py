@@ -16,7 +16,19 @@ from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
 
-__all__ = ["Rows", "contents", "facts", "in_function", "is_under_test", "layout", "line_of", "site", "sums_of"]
+__all__ = [
+    "Rows",
+    "arrived",
+    "contents",
+    "facts",
+    "in_function",
+    "is_under_test",
+    "layout",
+    "line_of",
+    "site",
+    "sums_of",
+    "upstream",
+]
 
 _KEPT = 64
 """Largest number of elements whose values are kept."""
@@ -49,10 +61,17 @@ def facts(
     history = _history(value, frame)
     if history is not None:
         said["detached"] = history is not value or not torch.is_grad_enabled()
-        said["upstream"] = _upstream(history, named)
+        said["upstream"] = upstream(history.grad_fn, named)
     if value.numel() == 1:
         said["value"] = float(as_real(value.detach()).sum())
     return said
+
+
+def arrived(given: Sequence[Any]) -> bool:
+    """Return whether a collective has put the operand of this rank, as it is, into the list that it fills."""
+    own = [one for one in given if isinstance(one, torch.Tensor)]
+    parts = [part for one in given if isinstance(one, (list, tuple)) for part in one if isinstance(part, torch.Tensor)]
+    return any(part.shape == one.shape and bool((part == one).all()) for one in own for part in parts)
 
 
 def contents(value: torch.Tensor) -> dict[str, Any]:
@@ -140,13 +159,13 @@ def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None
     )
 
 
-def _upstream(value: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
-    """Return the names of the parameters that a tensor depends on."""
-    nodes, known, leaves = [value.grad_fn], {value.grad_fn}, set()
+def upstream(start: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
+    """Return the names of the parameters that a node of autograd's graph depends on."""
+    nodes, known, leaves = [start], {start}, set()
     while nodes:
         node = nodes.pop()
         leaves.add(id(getattr(node, "variable", None)))
-        below = {one for one, _ in node.next_functions if one is not None} - known  # type: ignore[union-attr]
+        below = {one for one, _ in node.next_functions if one is not None} - known
         known |= below
         nodes += below
     return tuple(name for name, parameter in named if id(parameter) in leaves)

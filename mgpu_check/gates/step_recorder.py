@@ -62,6 +62,7 @@ class StepRecorder:
         self._gradients: list[_Copy] = []
         self._steps: list[list[_Copy]] = []
         self._captured = CapturedSteps(self._after_replay)
+        self._under_way = 0  # steps of optimizers, one within the other
 
     def __enter__(self) -> StepRecorder:
         self._stack.enter_context(self._captured.watching())
@@ -74,13 +75,17 @@ class StepRecorder:
         self._stack.close()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._gradients = []
+        self._under_way += 1
         if is_capturing():  # there are no values before the graph is replayed, and no hook is called then
+            self._gradients = []
             self._holdings.steps(optimizer)
             return
         if self._several and id(optimizer) not in self._optimizers:
             self._take_first_step(optimizer)
         self._holdings.steps(optimizer)
+        self._seen.nonlinear |= _is_nonlinear(optimizer)
+        if self._under_way > 1:
+            return  # a part of the step of a wrapper, such as ZeroRedundancyOptimizer
         self._copy_gradients(optimizer)
         if self._nudge is None:
             return
@@ -91,9 +96,8 @@ class StepRecorder:
                 self._nudge(self._seen.optimizer_steps, Result("grads", name), gradient)
 
     def _copy_gradients(self, optimizer: Optimizer) -> None:
-        nonlinear = type(optimizer) is not torch.optim.SGD
-        self._seen.nonlinear |= nonlinear
-        if self._deep and (nonlinear or self._deep != "nonlinear"):
+        self._gradients = []
+        if self._deep and (_is_nonlinear(optimizer) or self._deep != "nonlinear"):
             self._gradients = [
                 _Copy("grads", one, plain_copy(torch.zeros_like(one) if one.grad is None else one.grad))
                 for one in self._holdings.now()
@@ -104,15 +108,22 @@ class StepRecorder:
         if is_capturing():  # the graph is replayed in another one
             self._captured.add(optimizer)
             return
-        self._gradients = []
+        self._optimizers[id(optimizer)] = optimizer
+        self._seen.nonlinear |= _is_nonlinear(optimizer)
         self._copy_gradients(optimizer)
-        self._after(optimizer, (), {})
+        self._take_step()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
+        self._under_way -= 1
+        if self._under_way:
+            return
         if is_capturing():
             self._captured.add(optimizer)
             return
+        self._take_step()
+
+    def _take_step(self) -> None:
         self._seen.optimizer_steps += 1
         for gradient, before in self._before_nudge:
             gradient.copy_(before)
@@ -212,6 +223,10 @@ def put(
             pieces.append(Piece(name, part, value))
         else:
             values[name] = value
+
+
+def _is_nonlinear(optimizer: Optimizer) -> bool:
+    return type(optimizer) is not torch.optim.SGD
 
 
 def _unnamed(position: int, group: int) -> str:

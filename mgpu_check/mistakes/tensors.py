@@ -331,18 +331,27 @@ class Tensors:
         return found
 
     def is_sum_of_parts(self, division: Division) -> bool | None:
-        """Return whether the results of one device are a weighted sum of the parts; None if that cannot be decided."""
-        columns = self._columns(division)
+        """Return whether the results of one device are a weighted sum of the parts; None if that cannot be decided.
+
+        Each micro-batch is a part, because micro-batches of unlike weights are a matter of weights, too.
+        """
+        columns = self._columns(division, each_window=True)
         return None if columns is None else spanned(columns, [self.expected.exact[name] for name in self.names])
 
     def norms_of_parts(self, division: Division) -> list[float]:
         """Return the norm of each rank's part, over all wrong results."""
         return [float(torch.cat(column).norm()) for column in self._columns(division) or ()]
 
-    def _columns(self, division: Division) -> list[list[torch.Tensor]] | None:
-        columns: list[list[torch.Tensor]] = [[] for _ in division.parts]
+    def _columns(self, division: Division, each_window: bool = False) -> list[list[torch.Tensor]] | None:
+        """Return what each part has of all that differs; None where some of it is not known.
+
+        Args:
+            each_window: of the micro-batches of ranks; of ranks otherwise.
+        """
+        parts = [[window] for part in division.parts for window in part] if each_window else division.parts
+        columns: list[list[torch.Tensor]] = [[] for _ in parts]
         for name in self.names:
-            for column, windows in zip(columns, division.parts, strict=True):
+            for column, windows in zip(columns, parts, strict=True):
                 part = self._of_rank(name, windows)
                 if part is None or part.shape != self.expected.exact[name].shape:
                     return None

@@ -40,6 +40,11 @@ __all__ = [
 _NARROW = ("float16", "bfloat16")
 _ROUNDED = 2.0**-4
 """Relative: by how much a few sums of bfloat16 numbers, of 8 bits each, may be off."""
+_WITHOUT_HISTORY = {
+    "sync_params_and_buffers",
+    *(name for name, known in COLLECTIVES.items() if known.kind == "message"),
+}
+"""Calls through which autograd is not meant to go back by itself."""
 _NEAR = 2e-3
 """Of a ratio: a hypothesis about it is computed in another order than the ratio."""
 
@@ -89,6 +94,8 @@ def other_layouts(tensors: Tensors) -> Finding | None:
                     f"{same[0].where} was given {of} with its dimensions in another order of memory on each rank: {told}",
                 )
     for _, event in tensors.events("collective"):
+        if event.details.get("arrived"):
+            continue  # a backend that copies element by element
         parts, own = event.details.get("list", []), event.details.get("tensors", [])
         for one in own[:1]:
             odd = next(
@@ -300,8 +307,9 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
     if not tensors.wrong("grads") and not tensors.gradient_like:
         return None
     forward = [event for trace in tensors.traces for event in _before_backward(trace)]
+    # What is sent to another stage gets its gradient by a message back, not by autograd.
     forward = [
-        event for event in forward if event.name != "sync_params_and_buffers" and not event.details.get("in_function")
+        event for event in forward if event.name not in _WITHOUT_HISTORY and not event.details.get("in_function")
     ]
     for event in forward:
         given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]

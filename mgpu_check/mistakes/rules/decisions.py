@@ -128,7 +128,9 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
             continue
         if len({event.details.get("owns") for event in same}) > 1:
             continue  # parts of one model, and no copies
-        odd = next(name for name in held[0] if any(one.get(name) != held[0][name] for one in held))
+        odd = next((name for name in held[0] if any(one.get(name) != held[0][name] for one in held)), "")
+        if not odd or not tensors.is_whole(odd):
+            continue  # each rank holds a part of it, as of a flat parameter
         told = ", ".join(f"{one.get(odd, math.nan):.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
         return Finding(
             "value-of-one-rank",

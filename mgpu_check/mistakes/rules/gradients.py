@@ -143,6 +143,8 @@ def mean_of_parts(tensors: Tensors) -> Finding | None:
     if found is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(found[0]) is False:
         return None
     division, also = found
+    if also and tensors.factor() is not None:
+        return None  # one factor explains it, and how parts count is right
     windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
     counts = ", ".join(map(str, division.counts))
     return Finding(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.report import Finding
+from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.evidence import Evidence
     from mgpu_check.mistakes.observed import Observation
-    from mgpu_check.mistakes.results import Result
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = ["makes_something_else", "steps_other_tensors", "updates_otherwise"]
@@ -90,7 +90,8 @@ def _settings(tensors: Tensors, names: list[str]) -> str:
         right = single.settings.get(name)
         for rank, one in enumerate(tensors.seen):
             got = one.settings.get(name)
-            if right is None or got is None:
+            own = one.own.get(Result("params", name))
+            if right is None or got is None or (own is not None and not bool(own.any())):
                 continue
             apart = [key for key in right if key in got and got[key] != right[key]]
             if apart:

@@ -13,6 +13,7 @@ from mgpu_check.processes.rank_lists import few
 if TYPE_CHECKING:
     import torch
 
+    from mgpu_check.mistakes.results import Result
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = ["reduces_again", "written_over"]
@@ -29,7 +30,12 @@ def written_over(tensors: Tensors) -> Finding | None:
     """Name a collective that has given what one device has, where that is not there in the end, nor a multiple of it."""
     if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
         return None
-    everywhere = [name for name in tensors.names if len(tensors.relations.wrong[name]) == tensors.size]
+    # What is as near to one device as a collective's result has to be is not lost.
+    everywhere = [
+        name
+        for name in tensors.names
+        if len(tensors.relations.wrong[name]) == tensors.size and not _is_near_in_the_end(tensors, name)
+    ]
     lost = [
         (name, [name])
         for name in everywhere
@@ -46,6 +52,14 @@ def written_over(tensors: Tensors) -> Finding | None:
                 told = f"{same[0].where} has given what one device has for {few(names)}, and {first} is not that in the end"
                 return Finding("result-discarded", f"{told}: it was not kept, or written over")
     return None
+
+
+def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
+    value, right = tensors.seen[0].values.get(name), tensors.expected.exact[name]
+    if value is None:
+        return False
+    of = [(float(one.double().sum()), float(one.double().norm())) for one in (value, right)]
+    return _is_near(of[0], of[1], 1)
 
 
 def _has_given(same: Sequence[Event], exact: Sequence[torch.Tensor], size: int) -> bool:

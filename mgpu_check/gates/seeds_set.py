@@ -1,0 +1,47 @@
+"""Note which seeds the code under test sets, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mgpu_check.gates.operands import is_under_test, line_of, site
+from mgpu_check.mistakes.observed import Event
+
+__all__ = ["generator_seeded", "noting_seeds"]
+
+_SEED = inspect.unwrap(torch.manual_seed).__code__
+
+
+@contextlib.contextmanager
+def noting_seeds(events: list[Event]) -> Iterator[None]:
+    """Note which seeds are set, in this thread, and where."""
+
+    def note(frame: types.FrameType, what: str, called: Any) -> None:
+        if what == "call" and frame.f_code is _SEED:
+            events.append(Event("seed", "manual_seed", site(frame), {"seed": int(frame.f_locals["seed"])}))
+        elif what == "c_return" and (event := generator_seeded(frame, called)) is not None:
+            events.append(event)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def generator_seeded(frame: types.FrameType, called: Any) -> Event | None:
+    """Return the event where the code under test has called `manual_seed` of a generator of its own."""
+    if getattr(called, "__name__", "") != "manual_seed" or not is_under_test(frame):
+        return None
+    generator = called.__self__
+    if not isinstance(generator, torch.Generator):
+        return None
+    return Event("generator", "Generator.manual_seed", line_of(frame), {"seed": int(generator.initial_seed())})
