@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mgpu_check.errors import CheckFailure, RankHang
-from mgpu_check.gates.interventions import run_changed, run_noting_ranges
+from mgpu_check.gates.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
-from mgpu_check.mistakes.observed import Change, Event, Trace
+from mgpu_check.mistakes.observed import Change, Event, Expected, Relations, Trace
+from mgpu_check.mistakes.results import Result
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
 __all__ = ["changes_tried"]
@@ -19,19 +20,25 @@ _Group = tuple[int, tuple[tuple[int, ...], ...]]
 """Index among the groups of a rank, and the ranks of each group with this index."""
 
 _MOST_LINES = 12
-_MOST_RUNS = 30
+_MOST_RUNS = 40
+_MOST_TERMS = 4
+_EXTREMES = ("max", "min")
 _SECONDS = (5.0, 20.0)
 """The least and the most that a changed step is waited for; it may hang."""
 _TIMES = 20.0
 """As long as the latest run of the step as it is: on a busy machine a right change must not be taken for a hang."""
 
 
-def changes_tried(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> list[Change]:
-    """Return the changes that were tried, each alone; the last one if the step is right with it, here and with another seed."""
+def changes_tried(trials: Trials, scenario: Scenario, traces: Sequence[Trace], relations: Relations) -> list[Change]:
+    """Return the changes that were tried, each alone; the last one if the step is right with it, here and with another seed.
+
+    Args:
+        relations: those of the step as it is.
+    """
     if trials.program.single_process or scenario.world_size < 2:
         return []
     found: list[Change] = []
-    for number, change in enumerate(_changes(trials, scenario, traces)):
+    for number, change in enumerate(_changes(trials, scenario, traces, relations)):
         if number >= _MOST_RUNS:
             break
         holds = _holds(trials, scenario, change) and _holds(trials, _other_seed(scenario), change)
@@ -55,37 +62,68 @@ def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
         seen = trials.ranks.run(
             run_changed, trials.program, scenario, change, size=scenario.world_size, timeout=_patience(trials)
         )
-        relations = trials.compared(trials.expected(scenario), trials.assembled(scenario, seen))
+        expected = trials.expected(scenario)
+        relations = trials.compared(expected, trials.assembled(scenario, seen))
     except (CheckFailure, RankHang, ValueError):
         return False
-    return relations.holds and not relations.unjudged
+    if relations.unjudged:
+        return False
+    return relations.holds if change.kind != "term" else not _wrong_but_for_losses(relations, expected)
 
 
-def _changes(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> Iterator[Change]:
-    """Yield changes, the likeliest first: other groups, positions, factors, groups of one rank, operations, calls left out.
+def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Result]:
+    """Return what does not hold, without the single numbers that the step returns: no gradient changes these."""
+    values = expected.single.values
+    shown = {
+        name for name in relations.held if name.kind == "returned" and (name not in values or values[name].numel() == 1)
+    }
+    return [name for name, held in relations.held.items() if name not in shown and False in held.values()]
+
+
+def _changes(trials: Trials, scenario: Scenario, traces: Sequence[Trace], relations: Relations) -> Iterator[Change]:
+    """Yield changes, the likeliest first: other groups, positions, orders, factors, terms of the loss, groups of one rank,
+    operations, calls left out.
 
     Where all ranks give the same number, a group of one, or the operation MAX, does what dividing does: that goes first.
+    A factor of a collective puts right the values that the step returns, too, and so goes before one of a term.
     """
     lines = _lines(traces)
     groups = _groups(traces, scenario.world_size)
     yield from _in_groups(lines, [group for group in groups if len(group[1][0]) > 1])
     yield from _shifts(trials, scenario)
+    yield from _orders(lines)
     for (name, line), events in lines:
-        size = max((len(event.details.get("group", ())) for event in events), default=0)
-        if _kind(name) in ("reduction", "parts") and size > 1:
+        op, size = _op(events), _size(events)
+        if "avg" in op:
+            yield Change("op", name, line, "sum", size=size)
+        if _reduces(name) and size > 1 and op not in _EXTREMES:
             yield Change("divide", name, line, size=size)
             yield Change("multiply", name, line, size=size)
+    if _wrong_but_for_losses(relations, trials.expected(scenario)):
+        yield from _terms(trials, scenario, traces)
     yield from _in_groups(lines, [group for group in groups if len(group[1][0]) == 1])
     for (name, line), events in lines:
-        size = max((len(event.details.get("group", ())) for event in events), default=0)
+        op, size = _op(events), _size(events)
         if _kind(name) != "reduction":
             continue
-        op = events[0].details.get("op", "sum")
-        yield from (Change("op", name, line, other, size=size) for other in ("max", "sum") if other not in op)
+        yield from (Change("op", name, line, other, size=size) for other in ("max", "sum") if other != op)
         yield Change("skip", name, line, size=size)
         calls, rest = divmod(len(events), len(traces) * max(1, scenario.steps))
-        if scenario.steps > 1 and not rest and "sum" in op:
+        if scenario.steps > 1 and not rest and op == "sum":
             yield Change("new", name, line, calls, size=size)
+
+
+def _op(events: Sequence[Event]) -> str:
+    return str(events[0].details.get("op", "sum")).lower()
+
+
+def _size(events: Sequence[Event]) -> int:
+    return max((len(event.details.get("group", ())) for event in events), default=0)
+
+
+def _reduces(name: str) -> bool:
+    """Return whether a collective adds up, or averages: what only moves values makes them no multiple of themselves."""
+    return _kind(name) == "reduction" or name.startswith("reduce_scatter")
 
 
 def _in_groups(lines: Sequence[tuple[tuple[str, str], list[Event]]], groups: Sequence[_Group]) -> Iterator[Change]:
@@ -126,8 +164,38 @@ def _groups(traces: Sequence[Trace], size: int) -> list[_Group]:
     return found
 
 
+def _orders(lines: Sequence[tuple[tuple[str, str], list[Event]]]) -> Iterator[Change]:
+    """Yield other orders of the rows of what is gathered: by the parts of each rank's rows, and not by rank."""
+    for (name, line), events in lines:
+        shapes = {tensor["shape"] for event in events for tensor in event.details.get("tensors", ())[-1:]}
+        size = _size(events)
+        if "gather" not in name or "scatter" in name or size < 2 or len(shapes) != 1:
+            continue
+        rows = next(iter(shapes))[:1]
+        for pieces in sorted({2, 3, *rows} - {0, 1}) if rows else ():
+            if rows[0] % pieces == 0:
+                yield Change("reorder", name, line, pieces, size=size)
+
+
+def _terms(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> Iterator[Change]:
+    """Yield factors of terms of the loss; of a whole loss where there are several."""
+    try:
+        ranks = trials.ranks.run(
+            run_noting_terms, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
+        )
+    except (CheckFailure, RankHang):
+        return
+    terms = {(term.backward, term.paths): term for one in ranks for term in one}
+    losses = {backward for backward, _ in terms}
+    sizes = {scenario.world_size, *(len(group) for trace in traces for group in trace.groups)} - {1}
+    for term in [term for term in terms.values() if term.paths[0] or len(losses) > 1][:_MOST_TERMS]:
+        for size in sorted(sizes, reverse=True):
+            for times in (1 / size, float(size)):
+                yield Change("term", "backward", term.backward, (term, times), size=size)
+
+
 def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
-    """Yield a shift of each range that is shorter on ranks than on one device."""
+    """Yield a shift of each range that is shorter on ranks than on one device, and does not go on from rank to rank."""
     try:
         ranks = trials.ranks.run(
             run_noting_ranges, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
@@ -135,9 +203,15 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
         (alone,) = trials.ranks.run(run_noting_ranges, trials.program, scenario, size=1)
     except (CheckFailure, RankHang):
         return
-    for line, length in alone.items():
-        parts = {one.get(line, 0) for one in ranks}
-        (part,) = parts if len(parts) == 1 else (0,)
-        if part and length > part and length % part == 0 and scenario.world_size % (length // part) == 0:
-            for order in ("inner", "outer"):
-                yield Change("shift", "arange", line, (length // part, order), size=length // part)
+    for line, whole in alone.items():
+        found = [one[line] for one in ranks if line in one]
+        parts = {one.length for one in found}
+        (part,) = parts if len(parts) == 1 and len(found) == len(ranks) else (0,)
+        count = whole.length // part if part else 0
+        if count < 2 or whole.length % part or scenario.world_size % count:
+            continue
+        for order in ("inner", "outer"):
+            shift = Change("shift", "arange", line, (count, order), size=count)
+            offsets = [part * part_of(shift, rank, len(ranks)) for rank in range(len(ranks))]
+            if [one.first - found[0].first for one in found] != offsets:
+                yield shift

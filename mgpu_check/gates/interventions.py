@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.operands import site
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.observed import Change, Observation
+from mgpu_check.gates.terms import Paths, noting_terms, scaling_term
+from mgpu_check.mistakes.observed import Change, Observation, Term
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.arguments import group_of
@@ -24,9 +27,12 @@ from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.table import OPERATIONS
 
-__all__ = ["run_changed", "run_noting_ranges"]
+__all__ = ["Range", "part_of", "run_changed", "run_noting_ranges", "run_noting_terms"]
 
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+_OUTPUTS = ("output", "output_tensor", "tensor_list", "output_tensor_list", "gather_list")
+"""Parameters in which collectives give their results; others give them in the operand."""
+_ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
 def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> Observation:
@@ -35,25 +41,43 @@ def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change
         return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank))
 
 
-def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, int]:
-    """Return the lines of the code under test that call `torch.arange`, and how many numbers each has made at first."""
-    found: dict[str, int] = {}
+def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, Range]:
+    """Return the lines of the code under test that call `torch.arange`, and what each has made at first."""
+    noting = _NotingRanges()
     with full_precision():
-        observe(rank, program, scenario, digests=False, around=lambda model, batches: _with_arange(_noting(found)))
-    return found
+        observe(rank, program, scenario, digests=False, around=lambda model, batches: noting)
+    return {line: Range(len(values), first) for line, (values, first) in noting.found.items()}
+
+
+def part_of(shift: Change, rank: int, size: int) -> int:
+    """Return the index of the part of a range that a rank has."""
+    parts, order = shift.value
+    return int(rank % parts if order == "inner" else rank // max(1, size // parts))
+
+
+def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[Term]:
+    """Return the losses that this rank goes back from, and their terms."""
+    found: dict[tuple[str, Paths], Term] = {}
+    with full_precision():
+        observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, found))
+    return list(found.values())
 
 
 def _changed(change: Change, rank: Rank) -> contextlib.AbstractContextManager[None]:
+    if change.kind == "term":
+        return scaling_term(*change.value)
     if change.kind == "shift":
-        return _with_arange(_shifting(change, rank))
+        return _Shifting(change, rank)
     return _with_calls(change)
 
 
 @contextlib.contextmanager
 def _with_calls(change: Change) -> Iterator[None]:
     """Change the collectives of one name that one line calls."""
-    call = Recorder.call
+    call, apply = Recorder.call, torch.autograd.Function.__dict__["apply"]
+    alter = _ALTERED.get(change.kind)
     kept: list[torch.Tensor] = []
+    sizes: list[int] = []  # of the group of a changed collective, in each autograd function that is under way
 
     def changed(
         recorder: Recorder, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,7 +97,7 @@ def _with_calls(change: Change) -> Iterator[None]:
                 operand.add_(before)
             kept.append(operand.detach().clone())
             return result
-        if change.kind in ("group", "op"):
+        if alter is None:
             name = form.group if change.kind == "group" else next(one for one in OPERATIONS if one in form.parameters)
             value = _group(change.value) if change.kind == "group" else _OPS[str(change.value)]
             args, kwargs = _with_argument(form, args, kwargs, name, value)
@@ -81,10 +105,49 @@ def _with_calls(change: Change) -> Iterator[None]:
         group = group_of(form.argument(form.group, args, kwargs))
         size = len(group.ranks) if group is not None else 1
         result = call(recorder, function, form, args, kwargs)
-        return _scaled(form, args, kwargs, result, 1 / size if change.kind == "divide" else float(size))
+        if sizes:
+            sizes[-1] = size
+            return result
+        return _with_results(form, args, kwargs, result, lambda tensors: alter(tensors, size, change.value))
 
-    with replaced(Recorder, "call", changed):
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Alter what an autograd function gives, not the collective in it: gradients are changed with it."""
+        sizes.append(0)
+        try:
+            result = apply.__func__(cls, *args, **kwargs)
+        finally:
+            size = sizes.pop()
+        if not size or alter is None:
+            return result
+        several = isinstance(result, (list, tuple))
+        tensors = alter(list(result) if several else [result], size, change.value)
+        return type(result)(tensors) if several else tensors[0]
+
+    with replaced(Recorder, "call", changed), replaced(torch.autograd.Function, "apply", classmethod(applied)):
         yield
+
+
+def _multiplied(tensors: list[torch.Tensor], by: float) -> list[torch.Tensor]:
+    return [
+        one if one.dtype is torch.bool else (one if one.is_floating_point() else one.double()) * by for one in tensors
+    ]
+
+
+def _reordered(tensors: list[torch.Tensor], size: int, pieces: int) -> list[torch.Tensor]:
+    """Put the first pieces of all ranks first, then the second ones, where each rank has given as many."""
+    rows = sum(map(len, tensors))
+    if rows % (size * pieces):
+        return tensors
+    whole = torch.cat(tensors).unflatten(0, (size, pieces, -1)).transpose(0, 1).flatten(0, 2)
+    return list(whole.split([len(one) for one in tensors]))
+
+
+_ALTERED: dict[str, Callable[[list[torch.Tensor], int, Any], list[torch.Tensor]]] = {
+    "divide": lambda tensors, size, value: _multiplied(tensors, 1 / size),
+    "multiply": lambda tensors, size, value: _multiplied(tensors, float(size)),
+    "reorder": _reordered,
+}
+"""What becomes of the results of a collective over a group of some size."""
 
 
 class _Done(dist.Work):
@@ -115,51 +178,84 @@ def _with_argument(
     return args, kwargs | {name: value}
 
 
-def _scaled(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, by: float) -> Any:
+def _with_results(
+    form: Form,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    alter: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> Any:
     if isinstance(result, torch.Tensor):
-        return result * by
+        return alter([result])[0]
     if isinstance(result, dist.Work):
         result.wait()
-    name = next((one for one in ("output", "output_tensor", form.operand) if one in form.parameters), "")
-    value = form.argument(name, args, kwargs) if name else None
-    for tensor in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(tensor, torch.Tensor) and tensor.dtype is not torch.bool:
-            with torch.no_grad():
-                tensor.copy_(tensor.double() * by if not tensor.is_floating_point() else tensor * by)
+    value = next((one for name in _OUTPUTS if (one := form.argument(name, args, kwargs)) is not None), None)
+    if value is None:
+        value = form.argument(form.operand, args, kwargs)
+    tensors = list(value) if isinstance(value, (list, tuple)) else [value]
+    if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        with torch.no_grad():
+            for tensor, new in zip(tensors, alter(tensors), strict=True):
+                tensor.copy_(new)
     return result
 
 
-def _with_arange(
-    around: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> contextlib.AbstractContextManager[None]:
-    return replaced(torch, "arange", around(torch.arange))
+class _AroundArange(TorchFunctionMode):
+    """Watches the ranges that lines of the code under test make, by whatever name they call it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "arange":
+            line = site(sys._getframe())
+            return self.made(line, result) if line else result
+        self.called(func, args, result)
+        return result
+
+    def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        pass
 
 
-def _noting(found: dict[str, int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def around(arange: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            made = arange(*args, **kwargs)
-            if where := site(sys._getframe()):
-                found.setdefault(where, made.numel())
-            return made
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a line counts.
 
-        return noted
+    Attributes:
+        first: of them; with the number that is added to them, if one is.
+    """
 
-    return around
+    length: int
+    first: float
 
 
-def _shifting(change: Change, rank: Rank) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let one line count on where the ranks before this one end."""
-    parts, order = change.value
+class _NotingRanges(_AroundArange):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[torch.Tensor, float]] = {}
 
-    def around(arange: Callable[..., Any]) -> Callable[..., Any]:
-        def shifted(*args: Any, **kwargs: Any) -> Any:
-            made = arange(*args, **kwargs)
-            if site(sys._getframe()) != change.site:
-                return made
-            index = rank.index % parts if order == "inner" else rank.index // max(1, rank.size // parts)
-            return made + index * made.numel()
+    def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
+        if values.numel():
+            self.found.setdefault(line, (values, float(values[0])))
+        return values
 
-        return shifted
+    def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if getattr(func, "__name__", "") not in _ADDING or not isinstance(result, torch.Tensor):
+            return
+        for line, (values, _) in self.found.items():
+            if any(one is values for one in args) and result.shape == values.shape:
+                self.found[line] = values, float(result[0])
 
-    return around
+
+class _Shifting(_AroundArange):
+    """Lets one line count on where the ranks before this one end."""
+
+    def __init__(self, change: Change, rank: Rank) -> None:
+        super().__init__()
+        self._line, self._index = change.site, part_of(change, rank.index, rank.size)
+
+    def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
+        return values + self._index * values.numel() if line == self._line else values

@@ -13,6 +13,7 @@ from mgpu_check.gates.observing import observe
 from mgpu_check.gates.operands import Rows
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.targets import NotingLabels
 from mgpu_check.mistakes.observed import Observation, Trace
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
@@ -61,7 +62,7 @@ def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool
 
 @contextlib.contextmanager
 def _noting(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
-    with noting_outputs(modules_of(model), trace), traced(model, trace, rows):
+    with NotingLabels(trace.labels), noting_outputs(modules_of(model), trace), traced(model, trace, rows):
         yield
 
 

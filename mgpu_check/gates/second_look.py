@@ -86,7 +86,9 @@ class SecondLook:
             elsewhere=elsewhere,
             shardwise=wants_world_size(self._trials.program.reference),
             alone=attempts.of("the record of one device", None, self._trace_alone),
-            tried=attempts.of("changes to single calls", [], changes_tried, self._trials, case, self._traces),
+            tried=attempts.of(
+                "changes to single calls", [], changes_tried, self._trials, case, self._traces, self._relations
+            ),
         )
 
     def _trace(self) -> None:

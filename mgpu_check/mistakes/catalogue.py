@@ -44,6 +44,18 @@ _ALL = (
         "average once: DistributedDataParallel divides by the world size already, all_reduce with SUM does not",
     ),
     MistakeClass(
+        "loss-term-factor",
+        "one term of the loss counts once for each rank, or one over the number of ranks, and the others do not",
+        "scale all terms alike: if gradients are summed over ranks, divide an auxiliary loss or a penalty by the number of "
+        "ranks, too; if they are averaged, multiply each term that is divided by a global count",
+    ),
+    MistakeClass(
+        "expert-gradients-factor",
+        "gradients of experts are off by the size of the group that shares the experts out",
+        "scale the gradients of experts as all others: an expert sees the tokens of all ranks of its group, so its gradient "
+        "is their sum; divide it by the size of that group where the other gradients are averaged over ranks",
+    ),
+    MistakeClass(
         "accumulation-factor",
         "a result is off by the number of micro-batches",
         "divide each micro-batch's loss by the number of micro-batches of its own window, the last and incomplete one "
@@ -102,7 +114,12 @@ _ALL = (
     MistakeClass(
         "positions-restart",
         "positions start again on each rank's part of a sequence",
-        "add the offset of the rank's part: torch.arange(length) + index * length, and shift labels before the sequence is cut",
+        "add the offset of the rank's part: torch.arange(length) + index * length",
+    ),
+    MistakeClass(
+        "labels-shifted-after-split",
+        "labels are shifted after the sequence is split, so the last token of each part has no label, or a wrong one",
+        "shift labels on the whole sequence, and split inputs and labels after that",
     ),
     # the optimizer
     MistakeClass(
@@ -145,7 +162,8 @@ _ALL = (
     MistakeClass(
         "gathered-in-other-order",
         "gathered values are in the order of the ranks, not of the samples",
-        "undo the interleaving of the sampler: torch.stack(parts, dim=1).flatten(0, 1)",
+        "undo the interleaving of the sampler: torch.stack(parts, dim=1).flatten(0, 1); gather tensors one by one, and "
+        "concatenate them after that",
     ),
     # collectives
     MistakeClass(

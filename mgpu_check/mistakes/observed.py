@@ -32,10 +32,12 @@ __all__ = [
     "Event",
     "Expected",
     "Hypotheses",
+    "Labels",
     "Observation",
     "Other",
     "Piece",
     "Relations",
+    "Term",
     "Trace",
 ]
 
@@ -235,11 +237,27 @@ class Event:
         return [*self.details.get("tensors", []), *self.details.get("list", [])]
 
 
+@dataclass(frozen=True)
+class Labels:
+    """The labels that a loss was computed from.
+
+    Attributes:
+        site: the line that computes it: "train.py:40".
+        values: one after the other, sample by sample.
+        ignored: the label that does not count; None where all do.
+    """
+
+    site: str
+    values: tuple[int, ...]
+    ignored: int | None
+
+
 @dataclass
 class Trace:
     """All events of one rank, in order, and the shapes in which it has drawn random numbers.
 
     Attributes:
+        labels: those of each loss, in order.
         numbers: the sum of what was drawn each time; None where it depends on more than the generator.
         groups: the ranks of each group that this rank is in, in the order in which they were made; the world first.
         outputs, gradients: of each module by name, its first output, and the gradient of that.
@@ -251,9 +269,27 @@ class Trace:
     groups: tuple[tuple[int, ...], ...] = ()
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    labels: list[Labels] = field(default_factory=list)
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of a loss.
+
+    Attributes:
+        backward: the line that goes back from the loss: "train.py:42".
+        paths: of operands, from the loss through the graph of autograd; several of a term that layers add in several places.
+        line: which computes it, "" where that is not known.
+        parameters: those that it depends on.
+    """
+
+    backward: str
+    paths: tuple[tuple[int, ...], ...]
+    line: str
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -262,18 +298,19 @@ class Change:
 
     Attributes:
         kind: the collective runs in another "group", with another "op", its result is divided or multiplied by the size of
-            the group ("divide", "multiply"), it is left out ("skip"), or gets only what is new since its last call ("new"); or
-            a range of numbers goes on where that of the ranks before
-            ends ("shift").
-        name: of the collective; "arange" for a range.
+            the group ("divide", "multiply"), it is left out ("skip"), gets only what is new since its last call ("new"), or
+            gives its rows in another order ("reorder"); a range of numbers goes on where that of the ranks before ends
+            ("shift"); or a term of the loss is divided or multiplied by the size of a group ("term").
+        name: of the collective; "arange" for a range; "backward" for a term.
         site: "train.py:40".
-        value: index of the group; name of the operation; how many calls come before the same one again; or into how many parts the range is divided, and whether
-            neighbours have parts that follow each other ("inner") or not ("outer").
+        value: index of the group; name of the operation; how many calls come before the same one again; into how many parts
+            each rank's rows are cut; into how many parts the range is divided, and whether neighbours have parts that follow
+            each other ("inner") or not ("outer"); the term, and by what it is multiplied.
         was, now: ranks of each group before and after, where the group is changed.
         holds: whether the step is right with it.
     """
 
-    kind: Literal["group", "op", "divide", "multiply", "skip", "new", "shift"]
+    kind: Literal["group", "op", "divide", "multiply", "skip", "new", "reorder", "shift", "term"]
     name: str
     site: str
     value: Any = None

@@ -101,3 +101,53 @@ def numbers_positions_anew(model, batch, rank, wrong):
     first = 0 if wrong else rank.index * tokens.shape[1]
     F.cross_entropy(model(tokens, first).flatten(0, 1), following.flatten()).backward()
     synchronize(model, rank)
+
+
+# What each rank computes of its own shard
+
+
+def normed(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+    return {"norm": nn.utils.clip_grad_norm_(model.parameters(), 100.0)}
+
+
+@program("wrong-reduction", mlp, regression, normed, 4)
+def adds_up_norms_of_shards(model, batch, rank, wrong):
+    x, y = (leaf.to(rank.device) for leaf in part(batch, rank))
+    F.mse_loss(model.to(rank.device)(x), y).backward()
+    synchronize(model, rank)
+    norm = nn.utils.parameters_to_vector([p.grad for p in model.parameters()]).chunk(rank.size)[rank.index].norm()
+    norm = norm if wrong else norm.square()
+    dist.all_reduce(norm)
+    return {"norm": norm if wrong else norm.sqrt()}
+
+
+class Codes(nn.Module):
+    """Keeps the mean of the inputs that are nearest to each code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 1)
+        self.codes = nn.Buffer(torch.randn(3, 6))
+        self.sums = nn.Buffer(torch.randn(3, 6))
+
+    def learn(self, x: torch.Tensor, alone: bool) -> None:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        sums = F.one_hot(nearest, 3).to(x.dtype).T @ x
+        if not alone:
+            dist.all_reduce(sums)
+        self.sums.lerp_(sums, 0.2)
+
+
+def codes(model: Codes, batch: Batch) -> None:
+    model.learn(batch[0], alone=True)
+    F.mse_loss(model.head(batch[0]), batch[1]).backward()
+
+
+@program("batch-statistics-per-rank", Codes, regression, codes, 8)
+def hands_out_sums_of_the_samples_of_rank_0(model, batch, rank, wrong):
+    x, y = (leaf.to(rank.device) for leaf in part(batch, rank))
+    model.to(rank.device).learn(x, alone=wrong)
+    dist.broadcast(model.sums, 0)  # as DistributedDataParallel does before each forward
+    F.mse_loss(model.head(x), y).backward()
+    synchronize(model, rank)

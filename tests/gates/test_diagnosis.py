@@ -14,9 +14,13 @@ from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.mistakes.results import KINDS
-from tests.gates import diagnosed_by_batch  # it adds its programs, and so does the next
+from tests.gates import (
+    diagnosed_by_batch,  # it adds its programs, and so do the next two
+    diagnosed_by_term,
+)
 from tests.gates import diagnosed_by_rank as diagnosed_by_rank
 from tests.gates.diagnosed import ALL, Diagnosed
+from tests.gates.pages import program_of
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -72,3 +76,31 @@ def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
     assert caught.value.mistakes == ("positions-restart",)
     right = functools.partial(diagnosed_by_batch.numbers_positions_anew, wrong=False)
     assert_step_scales(ranks, right, reference=diagnosed_by_batch.predicts, world_sizes=[2], sizes=2, **of)
+
+
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize(
+    ("step", "size", "named"), [("averages_over_parts", 2, False), ("shifts_parts_of_some_samples", 4, True)]
+)
+def test_labels_are_called_shifted_where_parts_of_the_sequence_end(ranks, step, size, named):
+    of = {"build": diagnosed_by_term.reader, "batch": diagnosed_by_term.texts, "reference": diagnosed_by_term.read}
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, getattr(diagnosed_by_term, step), world_sizes=[size], sizes=4, max_examples=2, **of)
+    assert ("labels-shifted-after-split" in caught.value.mistakes) is named, str(caught.value)
+    assert ("within each of 2 parts of the sequence" in str(caught.value)) is named
+
+
+@pytest.mark.parametrize("name", ["experts", "head"])
+def test_only_what_ranks_divide_are_experts(ranks, name):
+    """The page's program with another gradient, of what all ranks hold, off by the size of the group."""
+    page, _ = program_of("expert-gradients-factor", "right")
+
+    def step(model, batch, rank):
+        page.step(model, batch, rank)
+        for parameter in getattr(model, name).parameters():
+            if parameter.grad is not None:
+                parameter.grad *= rank.size
+
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, step, build=page.build, batch=page.batch, world_sizes=[2], sizes=8, max_examples=2)
+    assert caught.value.mistakes[0] == ("expert-gradients-factor" if name == "experts" else "world-size-factor")

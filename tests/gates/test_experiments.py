@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_check import ScalingMismatch, assert_step_scales
+from mgpu_check import Rank, ScalingMismatch, assert_step_scales
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trials
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Calls
+from mgpu_check.mistakes.results import KINDS
 from mgpu_check.mistakes.rules.order import findings_of_calls
 from mgpu_check.processes.record import Entered
 from tests.gates.steps import FEW
@@ -114,3 +121,79 @@ def test_a_group_whose_member_waits_for_a_message_is_too_wide():
     assert [finding.mistake for finding in findings_of_calls(wide, 1, Attempts())] == ["wrong-process-group"]
     other = Calls(**{**vars(calls), "messages": {0: waiting("recv", 0, "src=3")}})
     assert "wrong-process-group" not in [finding.mistake for finding in findings_of_calls(other, 2, Attempts())]
+
+
+# Each change makes a planted mistake right; the twin passes.
+
+
+def reduced(value: torch.Tensor, rank: Rank, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    dist.all_reduce(value, op)
+    return value
+
+
+def scaled_by(model, batch, rank, scale) -> None:
+    """Targets are divided by a number that depends on all samples."""
+    x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    nn.functional.mse_loss(model.to(rank.device)(x), y / scale(y)).backward()
+    synchronize(model, rank.size)
+
+
+def by_a_sum_for_a_maximum(model, batch, rank, wrong):
+    op = dist.ReduceOp.SUM if wrong else dist.ReduceOp.MAX
+    scaled_by(model, batch, rank, lambda y: reduced(y.abs().max(), rank, op))
+
+
+def by_a_mean_for_a_sum(model, batch, rank, wrong):
+    scaled_by(model, batch, rank, lambda y: 1 + reduced(y.abs().sum(), rank) / (rank.size if wrong else 1))
+
+
+def by_a_sum_for_a_mean(model, batch, rank, wrong):
+    scaled_by(model, batch, rank, lambda y: 1 + reduced(y.abs().mean(), rank) / (1 if wrong else rank.size))
+
+
+def by_its_own_number(model, batch, rank, wrong):
+    """Each rank's samples are weighed by where they are in the batch; that is each rank's own."""
+    x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    first = torch.tensor(float(rank.index * len(x)), device=rank.device)
+    if wrong:
+        dist.all_reduce(first)
+    weights = (torch.linspace(0, len(x) - 1, len(x), device=rank.device) + first).sin().unsqueeze(1)
+    nn.functional.mse_loss(weights * model.to(rank.device)(x), y).backward()
+    synchronize(model, rank.size)
+
+
+def by_pieces(model, batch, rank, wrong):
+    """All rows are compared with all; the first half of them are of another kind."""
+    x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    made = model.to(rank.device)(x)
+    both = [made, y]
+    if wrong:
+        both = [torch.cat(both)]
+    whole = []
+    for one in both:
+        parts = [torch.empty_like(one) for _ in range(rank.size)]
+        dist.all_gather(parts, one.detach())
+        whole += parts
+    all_made, all_wanted = torch.cat(whole).chunk(2)
+    (made * (all_wanted - all_made).flip(0).chunk(rank.size)[rank.index]).mean().backward()
+    synchronize(model, rank.size)
+
+
+@pytest.mark.parametrize(
+    ("program", "mistake", "evidence"),
+    [
+        (by_a_sum_for_a_maximum, "wrong-reduction", "with MAX makes the step right"),
+        (by_a_mean_for_a_sum, "world-size-factor", "multiplied by 2, the size of its group, the step is right"),
+        (by_a_sum_for_a_mean, "world-size-factor", "divided by 2, the size of its group, the step is right"),
+        (by_its_own_number, "wrong-reduction", "each rank needs its own value"),
+        (by_pieces, "gathered-in-other-order", "with the first of 2 pieces of every rank first"),
+    ],
+)
+def test_the_change_that_makes_a_step_right_names_its_mistake(ranks, program, mistake, evidence):
+    found = named(ranks, functools.partial(program, wrong=True), world_sizes=[2])
+    assert found.mistakes[0] == mistake, str(found)
+    assert evidence in str(found)
+    right = Program(functools.partial(program, wrong=False), build, batch)
+    trials = Trials(ranks, right, frozenset(KINDS), None, "right")
+    assert trials.run(Scenario(2, 4)) is None
+    assert trials.completed[2, ()] == 1

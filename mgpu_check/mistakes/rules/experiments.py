@@ -15,7 +15,9 @@ __all__ = [
     "right_by_another_operation",
     "right_by_the_size_of_a_group",
     "right_in_another_group",
+    "right_in_another_order",
     "right_where_positions_go_on",
+    "right_with_a_term_scaled",
     "right_without_a_collective",
 ]
 
@@ -48,14 +50,42 @@ def right_by_another_operation(tensors: Tensors) -> Finding | None:
 
 
 def right_without_a_collective(tensors: Tensors) -> Finding | None:
-    """Name a reduction of what was reduced already."""
+    """Name a reduction of what was reduced already, or of what each rank needs for itself."""
     change = _first(tensors, "skip", "new")
     if change is None:
         return None
     if change.kind == "new":
         told = f"{change.where} reduces what it had given before once more; given only what is new each time, the step is right"
         return Finding("reduced-again", told)
-    return Finding("reduced-again", f"without {change.where} the step is right: ranks have the whole already")
+    # Where all ranks have the whole, dividing it does the same, and was tried before.
+    told = f"without {change.where} the step is right: each rank needs its own value, and not what is combined of all"
+    return Finding("wrong-reduction", told)
+
+
+def right_in_another_order(tensors: Tensors) -> Finding | None:
+    """Name gathered rows that are taken for those of another order."""
+    change = _first(tensors, "reorder")
+    if change is None:
+        return None
+    told = (
+        f"{change.where} gives the rows of one rank after those of another; with the first of {change.value} pieces of every "
+        "rank first, then the next ones, the step is right"
+    )
+    return Finding("gathered-in-other-order", told)
+
+
+def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
+    """Name one term of the loss that is off by the size of a group, where the others are right."""
+    change = _first(tensors, "term")
+    if change is None:
+        return None
+    term, times = change.value
+    what = f"the term that {term.line or term.backward} computes" if term.paths[0] else f"the loss of {term.backward}"
+    how = "multiplied" if times > 1 else "divided"
+    of = "the number of ranks" if change.size == tensors.size else "the size of a group"
+    depends = f"; on it depend the gradients of {few(list(term.parameters))}" if term.parameters else ""
+    told = f"with {what} {how} by {change.size}, {of}, and nothing else, gradients are right{depends}"
+    return Finding("loss-term-factor", told)
 
 
 def right_where_positions_go_on(tensors: Tensors) -> Finding | None:

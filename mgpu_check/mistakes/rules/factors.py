@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.evidence import Evidence
+from mgpu_check.mistakes.left import is_held
 from mgpu_check.mistakes.report import Finding
+from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
-    from mgpu_check.mistakes.observed import Trace
+    from mgpu_check.mistakes.observed import Event, Trace
+    from mgpu_check.mistakes.results import Result
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = [
     "clips_a_multiple",
+    "experts_off_by_their_group",
     "first_step_off_by_micro_batches",
     "first_step_off_by_world_size",
     "grows_with_world_size",
@@ -86,6 +90,47 @@ def _grows(tensors: Tensors, ratio: float) -> bool:
         return False
     there, other = elsewhere
     return abs(math.log(ratio, tensors.size) - math.log(other, there)) <= 1e-2
+
+
+def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
+    """Name gradients of experts that are off by the size of the group that exchanges tokens, where all others are right.
+
+    Experts are what ranks divide among themselves; what each rank holds whole, or what no tokens go to, is none.
+    """
+    exchanges = [event for _, event in tensors.events("collective") if event.name.startswith("all_to_all")]
+    wrong, gradients = tensors.names, [name for name in tensors.relations.held if name.kind == "grads"]
+    if not exchanges or not wrong or not set(wrong) < set(gradients):
+        return None
+    ratio = tensors.factor(wrong)
+    if ratio is None or not all(_is_divided(tensors, name) for name in wrong):
+        return None
+    for event in sorted(exchanges, key=_is_of_counts):
+        size = len(event.details.get("group", ()))
+        if size > 1 and any(abs(ratio - power) <= _NEAR * power for power in (size, 1 / size)):
+            times = f"{size} times" if ratio > 1 else f"1/{size} of"
+            return Finding(
+                "expert-gradients-factor",
+                f"{few(wrong)}: {times} what one device gives, and all other gradients are right; {size} is the size of the "
+                f"group in which {event.where} sends tokens to experts and back",
+            )
+    return None
+
+
+def _is_of_counts(exchange: Event) -> bool:
+    return any("int" in tensor["dtype"] for tensor in exchange.tensors)
+
+
+def _is_divided(tensors: Tensors, name: Result) -> bool:
+    """Return whether each rank holds a slice of a gradient, or has gathered it from slices."""
+    if any(name in one.own for one in tensors.seen):
+        return True
+    value = tensors.seen[0].values.get(name)
+    return value is not None and any(
+        is_held(contents, [value], 1)
+        for _, event in tensors.events("collective")
+        if "all_gather" in event.name
+        for contents in event.details.get("after", ())
+    )
 
 
 def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:

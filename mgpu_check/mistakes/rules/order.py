@@ -31,6 +31,7 @@ from mgpu_check.mistakes.rules import (
     outcomes,
     samples,
     scales,
+    sequences,
     shards,
     steps,
 )
@@ -83,10 +84,11 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     _of_tensors(collectives.overflows),
     _of_tensors(data.seeds_of_samplers),
     decisions.starts_apart,
-    # Which samples ranks have seen, by the samples, or by the loader and what it counts.
+    # Which samples and labels ranks have seen, by these themselves, or by the loader and what it counts.
     data.all_see_the_same,
     _of_tensors(data.models_miss_samples),
     _of_tensors(data.whole_dataset),
+    _of_tensors(sequences.labels_shifted_after_split),
     # Calls together with values that they explain: neither alone would say as much.
     _of_tensors(collectives.result_discarded),
     decisions.restores_later_on_some,
@@ -109,6 +111,8 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     # A change to one call makes the step right.
     _of_tensors(experiments.right_in_another_group),
     _of_tensors(experiments.right_where_positions_go_on),
+    _of_tensors(experiments.right_in_another_order),
+    _of_tensors(experiments.right_with_a_term_scaled),
     _of_tensors(experiments.right_by_another_operation),
     _of_tensors(experiments.right_without_a_collective),
     # Ranks that draw random numbers, or decide by values of their own: beside it nothing about sums can be told.
@@ -135,6 +139,7 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     _of_tensors(collectives.off_by_number_of_groups),
     _of_tensors(gradients.added_on_every_rank),
     _of_tensors(collectives.parted_by_group),
+    _of_tensors(factors.experts_off_by_their_group),  # a factor of the world size, too, and of some gradients
     _of_tensors(factors.first_step_off_by_world_size),
     factors.clips_a_multiple,
     _of_tensors(factors.first_step_off_by_micro_batches),

@@ -1,0 +1,157 @@
+"""What is right in a wrong step is not blamed: each innocent call beside a mistake of another kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from mgpu_check import ScalingMismatch, assert_step_scales
+from mgpu_check.gates.evidence import evidence_of
+from mgpu_check.mistakes.attempts import Attempts
+from mgpu_check.mistakes.observed import Event, Expected, Hypotheses, Labels, Observation, Relations, Trace
+from mgpu_check.mistakes.results import Result
+from mgpu_check.mistakes.rules.collectives import gradient_cut
+from mgpu_check.mistakes.rules.sequences import labels_shifted_after_split
+from mgpu_check.mistakes.tensors import Tensors
+from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
+
+pytestmark = pytest.mark.gpus(2)
+
+
+def refuted(ranks, step, **options: Any) -> ScalingMismatch:
+    given: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 2}
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, step, **{**given, **options})
+    return caught.value
+
+
+def spoiled(model, rank, by: float) -> None:
+    """Scale some elements of a gradient on all ranks, so that no known mistake explains it."""
+    if rank.size > 1:
+        for parameter in model.parameters():
+            parameter.grad *= 1 + by * torch.linspace(0.5, 1, parameter.numel(), device=rank.device).view_as(parameter)
+
+
+def gathers_into_another_memory_format(model, batch, rank):
+    x = batch[0].chunk(rank.size)[rank.index].to(rank.device).t()
+    parts = [torch.empty_like(x) for _ in range(rank.size)]
+    dist.all_gather(parts, x.contiguous())
+    made = model.to(rank.device)(torch.cat(parts, 1).t())
+    F.mse_loss(made, batch[1].to(rank.device)).backward()
+    spoiled(model, rank, 0.1)
+
+
+def test_a_gather_into_another_memory_format_that_arrives_as_it_is(ranks):
+    found = refuted(ranks, gathers_into_another_memory_format)
+    assert "memory-formats-differ" not in found.mistakes, str(found)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that holds another one, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def trains(model, batch, optimizer) -> None:
+    optimizer.zero_grad()
+    backward(model, batch)
+    optimizer.step()
+
+
+def trains_by_a_wrapper(model, batch, rank):
+    optimizer = Wrapper(list(model.to(rank.device).parameters()))
+    backward(model, tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    synchronize(model, rank)
+    spoiled(model, rank, 0.1)
+    optimizer.step()
+
+
+def by_sgd(model, batch) -> None:
+    trains(model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_step_of_an_optimizer_within_another_one_counts_once(ranks):
+    found = refuted(ranks, trains_by_a_wrapper, reference=by_sgd)
+    assert "decision-per-rank" not in found.mistakes, str(found)
+    assert "has stepped" not in str(found)
+
+
+def is_off_by_little(model, batch, rank):
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    synchronize(model, rank)
+    spoiled(model, rank, 5e-5)
+
+
+def test_what_is_off_by_little_is_not_lost(ranks):
+    found = refuted(ranks, is_off_by_little)
+    assert "result-discarded" not in found.mistakes, str(found)
+
+
+def test_a_reference_is_given_because_the_step_does_not_run_alone(ranks):
+    def step(model, batch, rank):
+        if rank.size == 1:
+            raise RuntimeError("for several ranks")
+        is_off_by_little(model, batch, rank)
+
+    found = refuted(ranks, step, reference=backward)
+    assert "world size 1" not in str(found)
+
+
+def case(*seen: Observation, traces=(), alone=None, relations=None, samples=4) -> Tensors:
+    expected = Expected(Observation(), None)
+    return Tensors(
+        len(traces), samples, 1, expected, relations or Relations(), seen, traces, Hypotheses([], []), alone=alone
+    )
+
+
+def stepped(*rates: float) -> Trace:
+    return Trace([Event("step", "SGD", "train.py:9", {"rates": rates})])
+
+
+@pytest.mark.parametrize(("own", "apart"), [({"b": {"lr": 0.2}}, False), ({"a": {"lr": 0.2}}, True)])
+def test_learning_rates_of_parameters_that_each_rank_steps_alone(own, apart):
+    seen = Observation(groups=1, settings={"a": {"lr": 0.1}}), Observation(groups=2, settings=own)
+    found = evidence_of(case(*seen, traces=(stepped(0.1), stepped(0.2, 0.2))), Attempts())
+    assert found.decisions[1].apart is apart
+
+
+@pytest.mark.parametrize(("name", "blamed"), [("all_gather", True), ("send", False)])
+def test_a_message_to_another_stage_cuts_no_gradient(name, blamed):
+    sent = {"differentiable": True, "result": None, "upstream": ("a",), "shape": (2,), "dtype": "float32"}
+    weight = Result("grads", "a")
+    relations = Relations(held={weight: {"one device": False}}, wrong={weight: [0, 1]})
+    trace = Trace([Event("collective", name, "train.py:9", {"tensors": [sent]})])
+    seen = Observation(values={weight: torch.zeros(2)})
+    found = gradient_cut(case(seen, seen, traces=(trace, trace), relations=relations))
+    assert (found is not None) is blamed
+
+
+def picks(*values: int) -> Trace:
+    return Trace(labels=[Labels("train.py:9", values, None)])
+
+
+TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 8, 0, 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("alone", "by_rank", "shifted"),
+    [
+        ((*TEXT, *TEXT[::-1]), ((*TEXT[:5], *TEXT[::-1][:5]), (*TEXT[6:11], *TEXT[::-1][6:11])), True),
+        ((*TEXT, *TEXT[::-1]), (TEXT, TEXT[::-1]), False),  # samples, and no parts
+        ((0, 1, 0, 1, 0, 0, 1, 1), ((0, 0, 0, 1), (0, 0, 1, 1)), False),  # so few may be the next ones by chance
+    ],
+)
+def test_labels_are_shifted_where_it_is_no_chance(alone, by_rank, shifted):
+    found = labels_shifted_after_split(
+        case(traces=[picks(*values) for values in by_rank], alone=picks(*alone), samples=2)
+    )
+    assert (found is not None) is shifted
