@@ -45,7 +45,7 @@ def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[
     """Return the lines of the code under test that call `torch.arange`, and what each has made at first."""
     noting = _NotingRanges()
     with full_precision():
-        observe(rank, program, scenario, digests=False, around=lambda model, batches: noting)
+        observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
     return {line: Range(len(values), first) for line, (values, first) in noting.found.items()}
 
 
@@ -248,6 +248,22 @@ class _NotingRanges(_AroundArange):
         for line, (values, _) in self.found.items():
             if any(one is values for one in args) and result.shape == values.shape:
                 self.found[line] = values, float(result[0])
+
+
+@contextlib.contextmanager
+def _noting(ranges: _NotingRanges) -> Iterator[None]:
+    """Note ranges, by the tensors that the code under test gets: a simulated device moves what torch has made."""
+    arange, known = torch.arange, set[str]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        values = arange(*args, **kwargs)
+        if (line := site(sys._getframe())) not in known and line in ranges.found:
+            known.add(line)
+            ranges.found[line] = values, float(values[0])
+        return values
+
+    with ranges, replaced(torch, "arange", noted):
+        yield
 
 
 class _Shifting(_AroundArange):

@@ -197,3 +197,29 @@ def test_the_change_that_makes_a_step_right_names_its_mistake(ranks, program, mi
     trials = Trials(ranks, right, frozenset(KINDS), None, "right")
     assert trials.run(Scenario(2, 4)) is None
     assert trials.completed[2, ()] == 1
+
+
+def projection() -> nn.Module:
+    return nn.Linear(6, 3)
+
+
+def contrasts(model, batch, rank, wrong):
+    """Each sample is to find its own key among those of all samples; targets go on from rank to rank."""
+    x, _ = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    keys = [x[:, :3].contiguous(), x[:, 3:].contiguous()]
+    candidates = []
+    for own in [torch.cat(keys)] if wrong else keys:
+        parts = [torch.empty_like(own) for _ in range(rank.size)]
+        dist.all_gather(parts, own)
+        candidates += parts
+    targets = torch.arange(len(x), device=rank.device) + rank.index * len(x)
+    nn.functional.cross_entropy(model.to(rank.device)(x) @ torch.cat(candidates).T, targets).backward()
+    synchronize(model, rank.size)
+
+
+def test_targets_that_go_on_from_rank_to_rank_do_not_restart(ranks):
+    found = named(ranks, functools.partial(contrasts, wrong=True), of=projection, world_sizes=[2])
+    assert found.mistakes[0] == "gathered-in-other-order", str(found)
+    assert "with the first of 2 pieces of every rank first" in str(found)
+    right = {**FEW, "build": projection, "batch": batch, "sizes": "divisible", "max_examples": 2}
+    assert_step_scales(ranks, functools.partial(contrasts, wrong=False), **right)
