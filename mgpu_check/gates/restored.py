@@ -93,7 +93,7 @@ class Entries:
 
 
 def explained(
-    ends: Entries, loaded: Entries | None, epochs: Sequence[Sequence[Sequence[int]]], attempts: Attempts
+    ends: Entries, loaded: Entries | None, attempts: Attempts, epochs: Sequence[Sequence[Sequence[int]]] = ()
 ) -> tuple[list[Observable], list[Finding]]:
     """Return the table row of each entry, and the likely causes.
 

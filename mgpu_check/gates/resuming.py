@@ -161,7 +161,7 @@ def _check(
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     attempts = Attempts()
     epochs = ranks.run(epochs_of, [whole[0], half, resumed], size=size)
-    observables, findings = explained(ends, loaded, epochs, attempts)
+    observables, findings = explained(ends, loaded, attempts, epochs)
     entry, detail, wrong = ends.first_wrong
     report = Report(
         f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {entry} on "
