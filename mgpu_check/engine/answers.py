@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mgpu_check.engine.launcher import Launcher
-from mgpu_check.engine.pauses import LOOK, Pauses
+from mgpu_check.engine.pauses import CROSSED, LOOK, Pauses
 from mgpu_check.engine.process import Process
 from mgpu_check.processes import protocol
 from mgpu_check.processes.channel import Channel, Garbled, frame
@@ -73,8 +73,8 @@ def collect(
         went_well: whether an answer reports success.
         answers: receives the answers in the order of their arrival, None for a dead process. It already holds the processes
             that were gone when the message was sent.
-        pauses: resumes processes that wait for each other during the call. If it finds a difference, it resumes none, and
-            all that have not answered are late.
+        pauses: resumes processes that wait for each other during the call. If it finds a difference, or processes that can
+            never meet, all that have not answered are late.
 
     Returns:
         The processes that did not answer in time, and, for each process that sent an invalid message and so counts as dead,
@@ -95,7 +95,7 @@ def collect(
             watched = _watch(selector, watched, launcher.waitables())
             left = len(waiting)
             ready = selector.select(_moment(patience, pauses))
-            if not ready and pauses and Clock.now() < patience.deadline:
+            if not ready and pauses is not None and Clock.now() < patience.deadline:
                 if not pauses.look(waiting):
                     break
                 continue
@@ -161,9 +161,9 @@ class _Patience:
 
 
 def _moment(patience: _Patience, pauses: Pauses | None) -> float:
-    """Return the seconds until the next deadline or the next look at paused ranks."""
+    """Return the seconds until the next deadline or the next look at ranks that have not answered."""
     left = Clock.until(patience.deadline)
-    return min(left, LOOK) if pauses else left
+    return left if pauses is None else min(left, LOOK if pauses else CROSSED)
 
 
 def _heard(ready: Sequence[int | None], launcher: Launcher, waiting: Mapping[int, Process]) -> list[int]:

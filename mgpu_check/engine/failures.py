@@ -130,6 +130,7 @@ class Account:
         records: rank -> the collectives that it has entered.
         instead: lines that replace the endings in the report if all ranks returned.
         unmatched: how ranks differed in a part of the call that all have finished, in words.
+        crossed: ranks waited for each other in different collectives; `deadline` is then the time that they were given.
     """
 
     endings: Mapping[int, Ending]
@@ -139,6 +140,7 @@ class Account:
     records: Mapping[int, Record] = field(default_factory=dict)
     instead: tuple[str, ...] = ()
     unmatched: str = ""
+    crossed: bool = False
 
     @property
     def died(self) -> dict[int, Died]:
@@ -219,6 +221,8 @@ class Account:
         headlines += [line for _, line in self.told_of_raised()]
         if self.hung is not None:
             headlines[:0] = _hang_headlines(interrupted, who, doing or self.doing, self.hung, self.records)
+            if self.crossed:
+                headlines.append("the ranks wait for each other in different collectives, so more time would not help")
         elif interrupted:
             seconds = max(end.seconds for end in interrupted.values())
             headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")

@@ -14,10 +14,12 @@ from mgpu_check.processes.channel import frame
 from mgpu_check.processes.matching import Uneven, ahead, uneven
 from mgpu_check.processes.protocol import COLLECTIVE, Group, Paused, Resume
 from mgpu_check.processes.rank_lists import few, named
-from mgpu_check.processes.record import Record
+from mgpu_check.processes.record import Record, parting
 
-__all__ = ["LOOK", "Pauses"]
+__all__ = ["CROSSED", "LOOK", "Pauses"]
 
+CROSSED = 1.0
+"""Seconds between looks at ranks of which none waits at a pause. Two equal looks show ranks that can never meet."""
 LOOK = 0.2
 """Seconds between two reads of the running ranks' records. A rank that enters nothing in between may be stuck."""
 
@@ -32,10 +34,12 @@ class Pauses:
 
     Attributes:
         failure: the error that keeps ranks from resuming; None until one is found.
+        crossed: ranks wait for each other in different collectives.
     """
 
     def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
         self.failure: RankFailure | None = None
+        self.crossed = False
         self._processes, self._who = processes, who
         self._paused: dict[int, Paused] = {}
         self._seen: dict[int, Record] = {}
@@ -70,14 +74,18 @@ class Pauses:
         return self.failure is None
 
     def look(self, waiting: Collection[int]) -> bool:
-        """Read the records of running ranks; return False if one is stuck in a collective that a paused rank skipped."""
+        """Look at the ranks that the others wait for, and return whether they may still answer."""
         before, self._seen = self._seen, {}
         for rank in waiting:
             if rank not in self._paused:
                 self._seen[rank] = self._processes[rank].record()
         still = {rank: record for rank, record in self._seen.items() if before.get(rank) == record}
-        size = len(self._processes)
-        found = ahead(self._counts(), still, self._records(), size, self._described()) if still else None
+        self.crossed = _are_crossed(still)
+        if self.crossed:
+            return False
+        if not self._paused or not still:
+            return True
+        found = ahead(self._counts(), still, self._records(), len(self._processes), self._described())
         if found is not None:
             self.failure = self._uneven(found)
         return found is None
@@ -171,6 +179,12 @@ class Pauses:
 
     def _described(self) -> dict[str, str]:
         return {name: text for message in self._paused.values() for name, text in message.described}
+
+
+def _are_crossed(still: Mapping[int, Record]) -> bool:
+    """Return whether ranks that have not moved wait in different collectives of one group, and so for each other."""
+    parted = parting(still) or {}
+    return bool(parted) and all(still[rank].current == entered for rank, entered in parted.items())
 
 
 def _by_ranks(

@@ -153,7 +153,8 @@ class World(WorldProcesses):
         if settling:
             answers, late = self._settle(answers, call.number, waiting + timeout)
         self._running = None
-        timed_out = bool(late) and Clock.now() - waiting >= timeout
+        waited = Clock.now() - waiting
+        timed_out = bool(late) and waited >= timeout
         # Read the records before a rank is killed, because the ranks that wait for it then fail.
         fine = not late and all(_went_well(answer, call.number) for answer in answers.values())
         records = {} if fine else self._records()
@@ -172,7 +173,8 @@ class World(WorldProcesses):
             self._check_agreement(outcomes, left)
             return [outcome.value for outcome in outcomes.values() if outcome.value is not None]
         self._check_abandoned(endings)
-        account = Account(endings, self.who, call.name, timeout if timed_out else None, records)
+        deadline = timeout if timed_out else round(waited, 1) if pauses.crossed else None
+        account = Account(endings, self.who, call.name, deadline, records, crossed=pauses.crossed)
         error = account.error()
         self._failed = (error, account)
         raise error

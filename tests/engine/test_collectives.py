@@ -80,6 +80,26 @@ def test_different_collectives_are_named_with_number_and_place(pool):
     assert lines[2].startswith("rank 2 is in broadcast #7 (")
 
 
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_not_waited_for(pool):
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        x = torch.ones(4, device=rank.device)
+        group = dist.new_group([0, 1])
+        if rank.index == 0:
+            dist.all_gather([torch.ones(4, device=rank.device) for _ in range(2)], x, group=group)
+        elif rank.index == 1:
+            dist.reduce_scatter_tensor(torch.ones(2, device=rank.device), x, group=group)
+        dist.all_reduce(x)
+
+    with pytest.raises(RankHang) as info:
+        pool.run(body, size=4, timeout=600)  # longer than a test may take
+    assert "the ranks wait for each other in different collectives, so more time would not help" in message(info)
+    assert "rank 0 is in all_gather #1 of ranks 0,1 (" in str(info.value)
+    assert pool.run(lambda rank: rank.index, size=2) == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
