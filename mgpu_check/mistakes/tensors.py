@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from mgpu_check.mistakes.observed import (
     Trace,
 )
 from mgpu_check.mistakes.results import Kind, Result
-from mgpu_check.mistakes.weights import LOOSE, fitted, spanned
+from mgpu_check.mistakes.weights import COMBINED, LOOSE, fitted, spanned
 from mgpu_check.numerics.factors import common_factor
 
 __all__ = ["Tensors"]
@@ -383,7 +383,7 @@ class Tensors:
                 continue
             stacked = torch.stack(known)
             for rank in range(self.size):
-                results[rank][name] = factor * _COMBINED[how](stacked, rank)
+                results[rank][name] = factor * COMBINED[how](stacked, rank)
         return results
 
     def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
@@ -395,15 +395,3 @@ class Tensors:
         if len({value.shape for value in values}) > 1:
             return None
         return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
-
-
-_COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {  # called with the stacked parts, and a rank
-    "own": lambda parts, rank: parts[rank],
-    "first": lambda parts, rank: parts[0],
-    "last": lambda parts, rank: parts[-1],
-    "mean": lambda parts, rank: parts.mean(0),
-    "sum": lambda parts, rank: parts.sum(0),
-    "norm": lambda parts, rank: parts.square().sum(0).sqrt(),
-    "max": lambda parts, rank: parts.amax(0),
-    "min": lambda parts, rank: parts.amin(0),
-}

@@ -1,13 +1,24 @@
-"""Fit the weight of each part in a sum of parts, by least squares over all elements."""
+"""Combine parts in known ways, and fit the weight of each part in a sum, by least squares over all elements."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["LOOSE", "fitted", "spanned"]
+__all__ = ["COMBINED", "LOOSE", "fitted", "spanned"]
 
+COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "own": lambda parts, rank: parts[rank],
+    "first": lambda parts, rank: parts[0],
+    "last": lambda parts, rank: parts[-1],
+    "mean": lambda parts, rank: parts.mean(0),
+    "sum": lambda parts, rank: parts.sum(0),
+    "norm": lambda parts, rank: parts.square().sum(0).sqrt(),
+    "max": lambda parts, rank: parts.amax(0),
+    "min": lambda parts, rank: parts.amin(0),
+}
+"""What a rank may hold of all parts, which are stacked in rank order."""
 LOOSE = 1e-4
 """Tolerance, as a fraction of the magnitude of a tensor: a hypothesis is summed in another order than the result."""
 _INDEPENDENT = 1e-4
