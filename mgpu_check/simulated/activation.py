@@ -49,21 +49,24 @@ _prepared: Patches | None = None
 def _backing_device(backing: str) -> torch.device:
     valid = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if backing not in valid:
-        raise ValueError(f"backing={backing!r} is no device of this machine; it must be one of: {', '.join(valid)}")
+        raise ValueError(f"backing={backing!r} is not a device of this machine; it must be one of: {', '.join(valid)}")
     return torch.device(backing)
 
 
 @contextmanager
 def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
-    """Simulate a machine with ``n`` CUDA devices, in this process and all of its threads, for the time of the context.
+    """Simulate a machine with ``n`` CUDA devices, in this process and all of its threads, until the context exits.
 
-    ``backing`` is the real device that computes: "cpu", or a visible "cuda:i". Nothing that is computed inside says
-    anything of hardware. Tensors that are left over after the exit keep their values but name a device that is gone;
-    :func:`to_real` makes plain ones of them. Raises ValueError for ``n`` < 1 or another ``backing``, RuntimeError where
-    a simulated node is active already. Leaving puts all of torch back.
+    ``backing`` is the real device that computes: "cpu", or a visible "cuda:i". Results say nothing about real hardware.
+    Tensors that outlive the context keep their values, but their device no longer exists; :func:`to_real` converts them
+    to plain tensors. The exit restores all of torch.
+
+    Raises:
+        ValueError: ``n`` is less than 1, or ``backing`` is another device.
+        RuntimeError: a simulated node is active already.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"n={n!r} is no number of devices; it must be an int of at least 1")
+        raise ValueError(f"n={n!r} is not a number of devices; it must be an int of at least 1")
     with _entering:
         patches = _take_over(n, backing) or _enter(n, _backing_device(backing))
     try:
@@ -83,7 +86,7 @@ def _node(n: int, backing: torch.device) -> Node:
 
 
 def _take_over(n: int, backing: str) -> Patches | None:
-    """Have a node of one's own where there is one that was prepared, and its patches. None: all is still to be done."""
+    """Enter a node with the patches that `prepare` applied, and return them; None without a prepared node."""
     global _prepared
     patches, _prepared = _prepared, None
     if patches is None:
@@ -105,7 +108,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
     torch.overrides.get_default_nowrap_functions()
     torch.jit._builtins._get_builtin_table()
     node = _node(n, backing)
-    # Before there is a node whose devices that would use.
+    # Before the node is entered: calibrating there would count as the first use of a device.
     mismatch.calibrate(lambda t: tag(t, torch.device("cuda", 0)))
     patches = Patches(sparing="mgpu_check.simulated")
     enter_node(node)
@@ -156,10 +159,10 @@ def _leave(patches: Patches) -> None:
 
 
 def prepare() -> None:
-    """Enter a node that processes forked from this one take over, whatever number of devices theirs is to have.
+    """Patch torch in advance, so that a process forked from this one can enter a node with any number of devices.
 
-    Entering puts a thousand names of torch's modules elsewhere. A process that did so for itself would need 20 ms, and
-    10 MB for copies of the pages that it shares with this one.
+    Entering a node replaces a thousand names in torch's modules. A forked process that did so itself would need 20 ms,
+    and 10 MB for its own copies of memory pages that it now shares with this process.
     """
     global _prepared
     with _entering:
@@ -168,6 +171,6 @@ def prepare() -> None:
 
 
 def simulated_device_count() -> int | None:
-    """Return the number of devices of this process's simulated node; None where no simulation is active."""
+    """Return the number of devices of this process's simulated node; None if no simulation is active."""
     node = active_node()
     return None if node is None else node.count()

@@ -1,4 +1,4 @@
-"""Addresses in the memory of a simulated device that has hardware: where the block of each storage lies."""
+"""Assign addresses to the storages of a simulated device whose hardware is simulated too."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["Addresses"]
 
 
 class Addresses:
-    """The memory of one device, as offsets from 0; whoever calls has the lock of all memory."""
+    """The memory of one device, as offsets from 0. The caller must hold the lock of `memory`."""
 
     def __init__(self, total: int) -> None:
         self._free: list[tuple[int, int]] = [(0, total)]  # start and end of each gap, in order
 
     def place(self, nbytes: int) -> int | None:
-        """Return the lowest address with so many free bytes behind it, and take them; None where none has."""
+        """Take the lowest gap of at least ``nbytes`` bytes, and return its address; None if no gap is large enough."""
         for position, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
                 if end - start == nbytes:
@@ -25,7 +25,7 @@ class Addresses:
         return None
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Free what `place` has handed out."""
+        """Free a block that `place` returned."""
         end = start + nbytes
         position = bisect.bisect(self._free, (start, end))
         if position < len(self._free) and self._free[position][0] == end:

@@ -1,4 +1,4 @@
-"""Answer what ``torch.cuda.memory`` asks of CUDA's caching allocator, from the figures of the simulated devices."""
+"""Implement CUDA's caching allocator under ``torch.cuda.memory``, from the memory figures of the simulated devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _all() -> tuple[DeviceMemory, ...]:
 
 
 def device_memory(index: int | None = None) -> DeviceMemory:
-    """Return the memory of device ``index``, by default the current one. Raises CUDA's error where there is none."""
+    """Return the memory of device ``index``, by default the current one; raise CUDA's error for an invalid index."""
     memory = _all()
     wanted = current_index() if index is None else int(index)
     if not 0 <= wanted < len(memory):
@@ -37,7 +37,7 @@ def empty_cache(mempool: object = None) -> None:
 
 
 def memory_info(index: int | None = None) -> tuple[int, int]:
-    """Return the bytes that are free, and all bytes."""
+    """Return the free bytes and the total bytes of a device."""
     memory = device_memory(index)
     clock().touch(torch.device("cuda", memory.index))
     return max(memory.limit - memory.reserved, 0), memory.total
@@ -117,7 +117,7 @@ def _device_stats(index: int) -> dict[str, object]:
 
 
 def _snapshot_of(memory: DeviceMemory, pool: Pool, name: str) -> dict[str, object]:
-    """Return a snapshot in which one segment holds a pool: its blocks one behind the other, and what is left over last."""
+    """Return a pool as one segment of a memory snapshot: its blocks in sequence, then its free bytes."""
     base = (1 << 40) * (2 * memory.index + (pool is memory.large) + 1)
     blocks: list[dict[str, object]] = []
     address = base
@@ -174,7 +174,7 @@ def _set_fraction(fraction: float, index: int) -> None:
 
 
 class _Raw:
-    """Memory that is asked for by size, and given back by its address."""
+    """Memory that the caller allocates by size and frees by address."""
 
     def __init__(self) -> None:
         self.held: dict[int, torch.UntypedStorage] = {}
@@ -196,12 +196,12 @@ class _Raw:
 
 
 def _nothing() -> Callable[..., None]:
-    """Make a function that does nothing: another one for each name, so that each can be put back."""
+    """Return a new function that does nothing: `Patches` can restore a name only if its replacement is unique."""
     return lambda *_, **__: None
 
 
 def allocator_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> the function that stands there while simulated."""
+    """Return the functions that replace those of the allocator in ``torch._C``, by name."""
     raw = _Raw()
     return {
         "_cuda_memoryStats": _memory_stats,

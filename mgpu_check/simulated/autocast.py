@@ -1,8 +1,8 @@
-"""``torch.autocast("cuda")`` on simulated tensors: CUDA's lists of operators, above autograd as in torch.
+"""Implement ``torch.autocast("cuda")`` for simulated tensors, above autograd as in torch.
 
-Beneath, a simulated tensor has the dispatch keys of the CPU. While autocast is on for CUDA, the autocast key of the CPU
-is on too, with kernels here that treat simulated tensors by the CUDA lists and plain ones as they would be treated
-otherwise. Which operators CUDA's autocast has is the dispatcher's to say; what it does with each stands in the lists here.
+A simulated tensor has the dispatch keys of the CPU. While autocast is on for CUDA, the autocast key of the CPU is on
+too. Its kernels, which this module registers, cast simulated tensors by CUDA's lists, and leave plain tensors to the
+setting of the CPU. The dispatcher knows which operators CUDA's autocast covers; the lists here say how each is cast.
 """
 
 from __future__ import annotations
@@ -251,11 +251,11 @@ def _holds_simulated(values: object) -> bool:
 
 
 class _Wanted(threading.local):
-    cpu: bool = False  # what the user asked of autocast for the CPU
+    cpu: bool = False  # whether the user enabled autocast for the CPU
 
 
 class _Autocast:
-    """The kernels, and which autocast the user has on."""
+    """The kernels, and whether the user enabled autocast for the CPU."""
 
     def __init__(self) -> None:
         self.wanted = _Wanted()
@@ -294,7 +294,7 @@ class _Autocast:
                 return
             library = torch.library.Library("aten", "IMPL")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that kernels of its own are replaced, as is meant
+                warnings.simplefilter("ignore")  # torch warns that its own kernels are replaced, which is intended
                 for names, policy in _POLICIES:
                     for name in names:
                         self._register_one(library, name, policy)
@@ -313,8 +313,9 @@ class _Autocast:
         if not on_cuda and not on_cpu:
             return
         cpu_policy = policy if on_cpu else None
-        # What is registered for the CPU only must not be left to the CPU's kernel. It promotes natively on CUDA, as `cat`
-        # does, or is made of operators that are cast, as convolutions with a padding by name are.
+        # The CPU's kernel must not cast a simulated tensor, even for an operator that only the CPU's autocast covers. On
+        # CUDA such an operator promotes natively (`cat`), or calls operators that are cast (convolutions with a padding
+        # by name).
         cuda_policy = policy if on_cuda or policy is _lower else _as_it_is
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -330,7 +331,7 @@ class _Autocast:
 
 
 def install_autocast(patches: Patches) -> None:
-    """Replace the switches of autocast; the kernels come with the first use."""
+    """Replace the switches of autocast; the first use registers the kernels."""
     autocast = _Autocast()
     autocast.wanted.cpu = torch.is_autocast_enabled("cpu")
     patches.replace(torch.set_autocast_enabled, autocast.enable)

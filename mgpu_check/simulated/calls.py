@@ -1,7 +1,7 @@
-"""Turn the many methods of a process group into one form of call, and run it by gloo.
+"""Run collectives and messages of a process group on gloo, in one form for all of the group's methods.
 
-gloo has less than NCCL: uneven lists become broadcasts and reductions, a factor is multiplied in before the sum, what gloo
-has no type for moves as bytes.
+gloo supports less than NCCL. Lists of uneven tensors become broadcasts and reductions, a factor is multiplied in before
+the sum, and tensors of a dtype that gloo lacks move as bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Started = tuple[list[dist.Work], Callable[[], None] | None]
 _c10d = torch._C._distributed_c10d
 _pg = _c10d.ProcessGroup
 _Op = dist.ReduceOp
-# The methods themselves, to call what a simulation has replaced.
+# The original methods, because a simulation replaces those of the class.
 _gloo = {
     name: getattr(_pg, name)
     for name in (
@@ -56,7 +56,7 @@ _MOVED_AS_IS = frozenset(
 
 @dataclass(eq=False)
 class Call:
-    """One collective or message: tensors that are read, written, or both."""
+    """One collective or message, with the tensors that it reads, writes, or both."""
 
     title: str
     start: Callable[[Call, dist.ProcessGroup, Staging], Started]
@@ -71,7 +71,7 @@ class Call:
     timeout: timedelta | None = None
     peer: bool = False
     tag: int = 0
-    nccl: bool = False  # whether it is NCCL that the user believes to run
+    nccl: bool = False  # whether the user asked for NCCL
 
     def tensors(self) -> Tensors:
         return [*self.both, *self.ins, *self.outs]
@@ -90,7 +90,7 @@ class Call:
 
 
 def _title(name: str) -> Callable[[], None]:
-    """Have the profiler call what gloo does next by the name that NCCL gives it."""
+    """Show gloo's next operation in the profiler under NCCL's name; return the function that ends this."""
     name_next = getattr(_c10d, "_set_comm_profiling_name", None)
     if name_next is None:
         return lambda: None
@@ -109,12 +109,12 @@ def _on_gloo(call: Call, method: str, pg: dist.ProcessGroup, *args: Any) -> dist
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as gloo can move it."""
+    """View a contiguous tensor in a dtype that gloo can move."""
     return t if t.dtype in _MOVED_AS_IS else t.view(-1).view(torch.uint8)
 
 
 def _prepared(t: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
-    """Return the tensor that gloo reduces, and the operation, so that the result is that of NCCL."""
+    """Return the tensor and the operation that make gloo compute NCCL's result."""
     if op == _Op.PREMUL_SUM:
         factor = op.__getstate__()[1]
         if isinstance(factor, torch.Tensor):
@@ -153,7 +153,7 @@ def broadcast(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
 def reduce(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     here = pg.rank() == call.root
     tensor = call.both[0]
-    # gloo uses the tensors of the others as scratch memory; NCCL leaves them as they are.
+    # gloo uses the tensors of the others as scratch memory; NCCL does not change them.
     host = staging.update(tensor) if here else staging.read(tensor).clone()
     given, op = _prepared(host, call.op)
     options = call.options(_c10d.ReduceOptions, reduceOp=op, rootRank=call.root)
@@ -273,7 +273,7 @@ def recv_anysource(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Start
 
 
 def without_self(pg: dist.ProcessGroup, asked: list[Call], staging: Staging) -> Iterator[Call]:
-    """Copy the messages of this rank to itself, in order, which gloo has no way for; return the other calls."""
+    """Copy the messages that this rank sends to itself, in order, and return the other calls; gloo cannot send to self."""
     mine = [call for call in asked if call.nccl and call.peer and call.root == pg.rank()]
     sent = [staging.read(call.ins[0]) for call in mine if call.ins]
     received = [call.outs[0] for call in mine if call.outs]

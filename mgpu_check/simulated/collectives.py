@@ -1,8 +1,8 @@
-"""The collectives of process groups on simulated tensors, with NCCL's refusals and its lateness.
+"""Run the collectives of process groups on simulated tensors, with NCCL's errors and its late results.
 
-gloo computes on the memory of the tensors. With an asynchronous call it computes on copies instead, and the results are
-poison until ``wait()``, so that a missing wait shows every time. All of ``torch.distributed`` comes by here: its functions
-call these methods of the group.
+gloo computes on the memory of the tensors. In an asynchronous call it computes on copies, and the results are poison
+until ``wait()``, so that a missing wait shows every time. All functions of ``torch.distributed`` call these methods of
+the group.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from mgpu_check.torch_hooks.table import METHODS
 __all__ = ["install_collectives", "record"]
 
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
-"""What ProcessGroupNCCL does on complex tensors by views of real ones; for others `torch.distributed` makes them, or nobody."""
+"""ProcessGroupNCCL views complex tensors as real ones in these. In others `torch.distributed` does, or they are refused."""
 _NO_NCCL_OP = ("BAND", "BOR", "BXOR")
 _pg = torch._C._distributed_c10d.ProcessGroup
 _c10d = torch._C._distributed_c10d
 
-# Calls that wait for the end of their group, while it coalesces, by the name of the process group.
+# Calls that are queued until their process group ends coalescing, by the name of the group.
 _coalescing: dict[str, list[Call]] = {}
 
 
 def _leaves(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors among arguments; methods written in C++ take them in lists and tuples only, and this is quick."""
+    """Yield the tensors among arguments, in lists and tuples too: methods written in C++ take no other containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -49,7 +49,7 @@ def _leaves(value: object) -> Iterator[torch.Tensor]:
 
 
 def _refuse(call: Call, group: NcclGroup) -> None:
-    """Refuse what ProcessGroupNCCL refuses (check_gpu_single_tensor and its kin), in its words."""
+    """Raise ProcessGroupNCCL's error for tensors or an operation that it refuses (check_gpu_single_tensor and similar)."""
     views = call.title in _VIEWS_COMPLEX
     for tensor in call.tensors():
         if not isinstance(tensor, SimulatedTensor):
@@ -81,7 +81,7 @@ def _carry_out(group: NcclGroup, asked: list[Call]) -> LateWork | None:
         _refuse(call, group)
         call.nccl = True
     first = next((t for call in asked for t in call.tensors()), None)
-    # NCCL has a communicator of its own for each pair of ranks that exchange messages.
+    # Messages do not connect the group: NCCL makes a separate communicator for each pair of ranks.
     if first is not None and not asked[0].peer:
         connect(group, first.get_device())
     queue = _coalescing.get(group.pg.group_name)
@@ -139,7 +139,7 @@ def _method(original: Callable[..., object], parse: Callable[..., list[Call]]) -
 
 
 def _barrier(original: Callable[..., dist.Work]) -> Callable[..., object]:
-    """Run an all_reduce on the device that NCCL chooses."""
+    """Run the barrier on gloo; connect the device where NCCL would run its all_reduce."""
 
     @functools.wraps(original)
     def barrier(self: dist.ProcessGroup, opts: Any = None, timeout: timedelta | None = None) -> object:
@@ -195,9 +195,7 @@ _recorded: Callable[[str, Callable[..., object]], Callable[..., object]] | None 
 
 
 def record() -> None:
-    """Write a collective down, in nodes that are entered from now on, before the simulation does what may wait for other
-    ranks.
-    """
+    """Record each collective before it can wait for other ranks, in nodes that are entered from now on."""
     from mgpu_check.torch_hooks.collectives import recorded_method, recorded_wait  # late: only ranks record
 
     global _recorded
@@ -215,7 +213,7 @@ def _refuse_host(group: Any) -> None:
 
 
 def install_collectives(patches: Patches) -> None:
-    """Replace the collectives of process groups, and let groups with NCCL be made."""
+    """Replace the collectives of process groups, and allow groups with the backend NCCL."""
     install_groups(patches)
     patches.at_exit(_coalescing.clear)
     for name in METHODS:

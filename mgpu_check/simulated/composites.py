@@ -1,7 +1,7 @@
-"""Functions that make a tensor in C++, on the device that they believe their input is on, and return or combine it.
+"""Wrap torch functions that create a tensor in C++ on the backing device, and return it or combine it with their input.
 
-Where they combine it, `mismatch` tells by its references that nobody else has it, unless a `TorchDispatchMode` stands
-between and holds it, too: as when a gate perturbs a step. Here they are given tensors of the device instead.
+`mismatch` recognises such a tensor by its reference count, except under a `TorchDispatchMode`, which holds a reference
+too (a gate that perturbs a step uses one). So these wrappers pass tensors of the simulated device, or tag the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _matrix_rank(original: Function) -> Function:
 
 
 def _istft(original: Function) -> Function:
-    """Wrap ``istft`` to pass a window of ones where none is given, as C++ does."""
+    """Wrap ``istft`` to pass a window of ones if the caller gives no window, as C++ does."""
 
     @functools.wraps(original)
     def istft(
@@ -67,7 +67,7 @@ def _one_hot(original: Function) -> Function:
 
 
 def _combinations(original: Function) -> Function:
-    """Wrap ``combinations`` to choose elements by index in place of a mask."""
+    """Wrap ``combinations`` to select elements by index instead of by a mask."""
 
     @functools.wraps(original)
     def combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _combinations(original: Function) -> Function:
 
 
 def _quantile(original: Function) -> Function:
-    """Wrap ``quantile`` and ``nanquantile``, which make a tensor of a number."""
+    """Wrap ``quantile`` and ``nanquantile``, which make a tensor from a number ``q``."""
 
     @functools.wraps(original)
     def quantile(input: torch.Tensor, q: float | torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _quantile(original: Function) -> Function:
 
 
 def _unflatten(original: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
-    """Wrap the inverse of flattening, which makes tensors without elements anew."""
+    """Wrap the inverse of flattening, which creates new tensors for those without elements."""
 
     @functools.wraps(original)
     def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -107,7 +107,7 @@ def _unflatten(original: Callable[..., Sequence[torch.Tensor]]) -> Callable[...,
 def _pad_packed_sequence(
     original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Wrap what pads a packed sequence, in a tensor that C++ makes; the lengths are on the CPU in any case."""
+    """Wrap the padding of a packed sequence, whose result C++ creates; the lengths are always on the CPU."""
 
     @functools.wraps(original)
     def pad(data: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +119,7 @@ def _pad_packed_sequence(
 
 
 def install_composites(patches: Patches) -> None:
-    """Replace those functions."""
+    """Replace the functions of this module in torch."""
     patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
     patches.replace(torch.istft, _istft(torch.istft))
     one_hot = torch.nn.functional.one_hot

@@ -1,4 +1,4 @@
-"""Results that a device delivers later than the call that asked for them, and what stands in their place until then."""
+"""Deliver results later than the call that requested them, with poison in their place until then."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Clock", "Late", "Waiting", "clock", "poison", "use_clock"]
 
 
 class Clock:
-    """The time that streams take: that of the wall, in seconds."""
+    """The clock of streams and events: wall time in seconds."""
 
     def now(self) -> float:
         return time.perf_counter()
 
     def past(self, moment: float, whose: object) -> bool:
-        """Return whether the moment has come at which this stream or event is done."""
+        """Return whether ``moment``, when the stream or event ``whose`` is done, has passed."""
         return moment <= self.now()
 
     def wait_until(self, moment: float) -> None:
@@ -29,7 +29,7 @@ class Clock:
             time.sleep(left)
 
     def touch(self, device: torch.device | None) -> None:
-        """Ask the driver about a device: where that is lost, this raises."""
+        """Call the driver of a device; simulated hardware raises here if the device is lost."""
 
 
 _wall = Clock()
@@ -42,13 +42,13 @@ def clock() -> Clock:
 
 
 def use_clock(other: Clock | None) -> None:
-    """Have streams and events go by another clock; None: that of the wall."""
+    """Use another clock for streams and events; None restores wall time."""
     global _clock
     _clock = other or _wall
 
 
 def poison(t: torch.Tensor) -> None:
-    """Fill a plain tensor with what no correct program computes: NaN, or the least integer (0xFF.. where unsigned)."""
+    """Fill a plain tensor with NaN, or with the least integer (the greatest if unsigned); invert booleans."""
     with torch.no_grad():
         if t.is_floating_point() or t.is_complex():
             t.fill_(float("nan"))
@@ -80,14 +80,14 @@ class Late:
 
 
 class Waiting(Recording):
-    """The common part of streams and events: results that are late, and a time when all before it is done."""
+    """The base class of streams and events: late results, and the time when all queued work is done."""
 
     _late: list[Late]
     _reached: float
     device: torch.device | None
 
     def query(self) -> bool:
-        """Return whether all is done. Deliver results that were asked for: the next question gets yes."""
+        """Return whether all work is done. If its time has come, deliver late results, so that the next query returns True."""
         self.refuse_wait()
         refuse_in_thread()
         _clock.touch(self.device)

@@ -1,4 +1,4 @@
-"""``torch.device`` while simulated: an int is a CUDA device, whatever accelerator this build of torch knows."""
+"""Replace ``torch.device`` in a simulation, so that an int means a CUDA device on every build of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _real: type = type(torch.device("cpu"))
 
 
 class _DeviceMeta(type):
-    """A stand-in for the type: makes real devices, and is equal to the type in comparisons and as a key."""
+    """Metaclass of the replacement, which creates real devices, compares equal to the real type and has its hash."""
 
     def __call__(cls, *args: object, **kwargs: object) -> torch.device:
         first = args[0] if args else kwargs.get("device")

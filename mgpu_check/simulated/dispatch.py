@@ -1,4 +1,4 @@
-"""Run one operator on simulated tensors: check the devices, run it on the backing device, say where results live."""
+"""Run one operator on simulated tensors: check the devices, run it on the backing device, tag the results."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _SYNCING = frozenset(
     ]
 )
 _BY_MASK = frozenset({"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})
-_IDLE = frozenset({"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::resize_as_"})  # beside those of memory
+_IDLE = frozenset({"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::resize_as_"})  # they write no values
 _ON_HOST = {"aten::_pack_padded_sequence": 1}
 _sync: Callable[[torch.device], object] | None = None
 
 
 def on_sync(call: Callable[[torch.device], object] | None) -> None:
-    """Call this with the device whenever an operator waits for it, as ``.item()`` does."""
+    """Register a function to call with the device whenever an operator waits for it, as ``.item()`` does."""
     global _sync
     _sync = call
 
 
 @dataclass(eq=False)
 class _Operator:
-    """Facts about an operator that the runner needs, worked out once."""
+    """Facts about an operator that the runner needs, computed once."""
 
     call: Callable[..., object]
     fresh: bool  # whether results are new tensors (or views), not the arguments written to
-    scalars: bool  # whether a CPU tensor of 0 dims may stand beside device tensors
+    scalars: bool  # whether device tensors accept a CPU tensor of 0 dims beside them
     random: bool
     takes_generator: bool
     syncs: bool
-    by_mask: bool  # whether it waits, too, to count what a mask among its indices selects
+    by_mask: bool  # whether it also waits, to count the elements that a mask among its indices selects
     on_host: int  # the position of the one result that lives on the CPU, or -1
-    instead: Callable[..., object] | None  # what runs, on the simulated tensors themselves
+    instead: Callable[..., object] | None  # replaces it, and takes the simulated tensors
     name: str  # without its namespace
-    computes: bool  # whether it writes what was not there, other than a view, or memory without values
+    computes: bool  # whether it writes values: not a view, not memory without values
     written: tuple[tuple[int, str], ...]  # arguments that it writes, by position and name
 
 
@@ -124,7 +124,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
 def _device_of(
     operator: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[torch.device | None, bool]:
-    """Return where the first simulated tensor lives, and whether another tensor among the arguments lives elsewhere."""
+    """Return the device of the first simulated tensor, and whether another tensor argument is on another device."""
     device: torch.device | None = None
     mixed = False
     for value in args if not kwargs else (*args, *kwargs.values()):
@@ -149,7 +149,7 @@ def _device_of(
 
 
 def _counts(args: tuple[object, ...]) -> bool:
-    """Return whether an operator with these indices asks how many elements a mask selects; a fill by one value does not."""
+    """Return whether an operator with these indices must count the elements of a mask; a fill with one value does not."""
     value = args[2] if len(args) > 2 else None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return False
@@ -173,7 +173,7 @@ def _spoil(
     kwargs: dict[str, object],
     out: object,
 ) -> None:
-    """Tell the hardware what an operator has read, and what it has written."""
+    """Pass the operator with its inputs and outputs to the simulated hardware, which may spoil the outputs."""
     changed = list(_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
     with _no_dispatch(), torch.no_grad():
         written = list(_tensors(out)) if operator.fresh else []
@@ -192,7 +192,7 @@ def _tagged(out: object, device: torch.device) -> object:
 def _run_random(
     operator: _Operator, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    """Draw from the generator of the device, so that ``torch.cuda.manual_seed`` rules it and the CPU's is untouched."""
+    """Draw from the generator of the device: ``torch.cuda.manual_seed`` seeds it, and the CPU's generator stays untouched."""
     node = active_node()
     if node is None:
         with _no_dispatch():

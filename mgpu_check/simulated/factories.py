@@ -25,7 +25,7 @@ __all__ = ["install_factories"]
 
 Maker = Callable[..., torch.Tensor]
 
-# By name, as torch's versions differ in which they have.
+# By name, because no version of torch has all of them.
 _FROM_SIZES = [
     "arange",
     "bartlett_window",

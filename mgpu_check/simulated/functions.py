@@ -1,7 +1,8 @@
-"""``autograd.Function``: what its backward finds, where C++ believes that all is on the backing device.
+"""Give the backward of an ``autograd.Function`` the devices and streams that it has on real devices.
 
-Gradients of zeros, for outputs that the loss does not use, are on the devices of the outputs. The device of the output is
-the current one, and the streams are those on which the forward ran, as the engine of autograd sees to for devices.
+C++ creates gradients of zeros, for outputs that the loss does not use, on the backing device; here they get the devices
+of the outputs. During backward the device of the output is current, and so are the streams of the forward, as the engine
+of autograd ensures for real devices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _plain: type = torch.Tensor
 def _apply(original: classmethod[Function, ..., object]) -> classmethod[Function, ..., object]:
     def apply(cls: type, *args: object, **kwargs: object) -> object:
         out = original.__get__(None, cls)(*args, **kwargs)
-        # The node: outputs that are not differentiable have none, and views may have another one.
+        # An output that is not differentiable has no node, and a view may have another node.
         for value in out if type(out) is tuple else (out,):
             node = getattr(value, "grad_fn", None)
             if isinstance(node, BackwardCFunction):
@@ -59,7 +60,7 @@ def _backward(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _hook(original: Callable[..., object]) -> Callable[..., object]:
-    """Register hooks so that they run on the streams on which their tensor was computed; most are registered there."""
+    """Run hooks on the streams that are current at registration: mostly those that computed the tensor."""
 
     @functools.wraps(original)
     def register_hook(self: torch.Tensor, hook: Callable[..., object]) -> object:
@@ -79,7 +80,7 @@ def _hook(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def install_functions(patches: Patches) -> None:
-    """Replace what runs forward and backward of functions that are written in Python."""
+    """Wrap forward and backward of functions that are written in Python, and the registration of hooks."""
     patches.set(Function, "apply", _apply(vars(Function)["apply"]))
     patches.set(BackwardCFunction, "apply", _backward(vars(BackwardCFunction)["apply"]))
     patches.wrap(torch.Tensor, "register_hook", _hook)

@@ -1,4 +1,4 @@
-"""Process groups of a simulated node: gloo does the work, under the name of the backend that was asked for."""
+"""Make process groups of a simulated node: gloo does the work under the name of the requested backend."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ class NcclGroup:
 
     pg: dist.ProcessGroup
     store: c10d.Store
-    backends: dict[str, str]  # by device type, as the user asked for them
+    backends: dict[str, str]  # device type -> backend that the user requested
     backend: ProcessGroupNCCL
-    numbers: dict[int, int] = field(default_factory=dict)  # of the devices of ranks, as hardware counts them
+    numbers: dict[int, int] = field(default_factory=dict)  # rank -> number of its device, see `hardware`
 
     def made(self) -> None:
-        """Tell the other ranks that this one has made the group."""
+        """Announce to the other ranks that this rank has made the group."""
         self.store.set(f"mgpu_check/made/{self.pg.rank()}", "")
 
     def await_made(self) -> None:
         """Wait until all ranks have made the group, 10 s at most.
 
-        Gloo connects while a group is made: a rank that still does raises "Connection closed by peer" if another one frees
-        the group. NCCL connects in the first collective.
+        Gloo connects while a group is made: a rank that is still connecting raises "Connection closed by peer" if another
+        rank frees the group. NCCL connects in the first collective.
         """
-        with contextlib.suppress(RuntimeError):  # a rank is gone, or the store
+        with contextlib.suppress(RuntimeError):  # a rank or the store has ended
             self.store.wait([f"mgpu_check/made/{rank}" for rank in range(self.pg.size())], _BEING_MADE)
 
     def tell(self, number: int) -> None:
-        """Tell the other ranks the number of the device of this one."""
+        """Publish the number of this rank's device to the other ranks."""
         rank = self.pg.rank()
         if rank not in self.numbers:
             self.numbers[rank] = number
             self.store.set(f"mgpu_check/number/{rank}", str(number))
 
     def number_of(self, rank: int) -> int:
-        """Return the number of the device of a rank, which has told it, or does so soon."""
+        """Return the number of a rank's device; wait until the rank has published it with `tell`."""
         if rank not in self.numbers:
             self.numbers[rank] = int(self.store.get(f"mgpu_check/number/{rank}"))
         return self.numbers[rank]
@@ -69,32 +69,31 @@ class NcclGroup:
 
 _groups: dict[str, NcclGroup] = {}
 _destroyed: list[NcclGroup] = []
-"""Those that were destroyed last. See `_forgetting`."""
+"""Groups of the last `destroy_process_group`, kept alive until the next one. See `_forgetting`."""
 
 
 def _let_go() -> None:
-    """Free the groups that were destroyed last."""
     for group in _destroyed:
         group.await_made()
     _destroyed.clear()
 
 
 def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
-    """Return the NCCL half of ``group`` (None: the default one), if it has one."""
+    """Return the record of ``group`` (None: the default group), or None if it has no NCCL."""
     pg = group or c10d._get_default_group()
     return _groups.get(pg.group_name) if isinstance(pg, _pg) else None
 
 
 def nccl_alone(group: dist.ProcessGroup | None) -> bool:
-    """Return whether ``group`` has NCCL and nothing for tensors of the CPU."""
+    """Return whether ``group`` has NCCL and no backend for the CPU."""
     found = nccl_of(group)
     return found is not None and "cpu" not in found.backends
 
 
 def connect(group: NcclGroup, index: int) -> None:
-    """Make the communicator of this rank's device ``index``, as NCCL does in its first collective there.
+    """Make the communicator for this rank's device ``index``, as NCCL does in its first collective on that device.
 
-    All ranks meet in it. Raises DistBackendError where two of them are on one device of one host.
+    All ranks take part. Raises DistBackendError if two ranks are on the same device of the same host.
     """
     known = group.backend
     if index in known.used:
@@ -102,14 +101,15 @@ def connect(group: NcclGroup, index: int) -> None:
     node = active_node()
     physical = index if node is None else node.physical[index]
     rank, size = group.pg.rank(), group.pg.size()
-    # By this variable NCCL, too, takes one host for several.
+    # NCCL identifies the host by this variable too, so that one host can pass for several.
     mine = f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}:{physical}"
     key = f"mgpu_check/device/{known.attempts}/"
     known.attempts += 1
     group.store.set(f"{key}{rank}", mine)
     taken = next((other for other, where in known.devices.items() if where == mine and other != rank), None)
     if taken is not None:
-        # It has its communicator there: either all ranks change devices, or it is not coming, and NCCL would wait for it.
+        # The other rank has a communicator on this device. Either all ranks change devices and it comes to the store too,
+        # or it never comes: NCCL would hang there, and this raises after `_CHANGING_PLACES`.
         try:
             group.store.wait([f"{key}{other}" for other in range(size)], _CHANGING_PLACES)
         except RuntimeError:
@@ -141,7 +141,7 @@ def _register(
     group.made()
     if isinstance(device, torch.device):
         pg.bound_device_id = device
-        connect(group, device.index)  # where the device is known, NCCL does not wait for the first collective
+        connect(group, device.index)  # NCCL connects at once if it knows the device
     return group
 
 
@@ -202,17 +202,17 @@ def _gloo_group(store: c10d.Store, rank: int, size: int, name: str, timeout: tim
 
 
 def _constructed(store: c10d.Store, rank: int, size: int, options: NcclOptions) -> dist.ProcessGroup:
-    """Make a group for a ``ProcessGroupNCCL`` that was made by hand."""
+    """Make a group for a ``ProcessGroupNCCL`` that the user constructed."""
     pg = _gloo_group(store, rank, size, f"mgpu_check_{id(options)}", options._timeout)
     _register(pg, store, {"cuda": "nccl"}, options, None)
     return pg
 
 
 def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
-    """Let go of groups that were destroyed when others are, or are made: their threads are there as long as the group is.
+    """Free destroyed groups later, when another group is destroyed or made; a group's threads live as long as it does.
 
-    Not at once: a model under DistributedDataParallel may hold the last reference then. Where it is freed just after the
-    last collective, gloo ends its thread while it keeps Python's lock, for which that thread may wait.
+    Freeing a group at once can deadlock, because a model under DistributedDataParallel may hold the last reference. If
+    that goes just after the last collective, gloo joins its thread under Python's lock, and the thread may wait for it.
     """
 
     @functools.wraps(original)
@@ -299,7 +299,7 @@ def _is_nccl_available() -> bool:
 
 
 def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """Hash tensors as torch logs them at its most talkative debug level."""
+    """Return the checksum of tensors that torch logs at debug level DETAIL."""
     number = 0
     for tensor in tensors:
         number = zlib.crc32(bytes_of(to_real(tensor)), number)
@@ -307,7 +307,7 @@ def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def install_groups(patches: Patches) -> None:
-    """Let ``init_process_group``, ``new_group`` and ``split_group`` make groups with NCCL."""
+    """Allow ``init_process_group``, ``new_group`` and ``split_group`` to make groups with NCCL."""
     _groups.clear()
     on_construction(_constructed)
     patches.at_exit(_groups.clear)

@@ -1,10 +1,10 @@
-"""The hardware of simulated devices, right or defect, below everything that computes, copies or reduces on them.
+"""Simulate the hardware of simulated devices, healthy or defective, below operators, copies and collectives.
 
-A simulated node has none until `planted` gives it some. Then its devices have as much memory as the hardware says, blocks
-have addresses, events measure virtual time (bytes and floating-point operations over rates, without sleeping), and
-each `Defect` is told what was done, after the right thing was, to spoil it.
+A simulated node has no hardware until `planted` adds it. Then the hardware sets the memory size of the devices, and blocks
+have addresses. Events measure virtual time (bytes and floating-point operations over rates), without sleeping. Each
+`Defect` receives every operation after it ran correctly, and may spoil its result.
 
-Devices are numbers here: of a device of the machine, plus `Hardware.first`. None is the host.
+This module identifies a device by its number: the index in the machine plus `Hardware.first`. None is the host.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Operation:
     """An operator that has run on one device.
 
     Attributes:
-        device: its number.
-        name: without its namespace and overload: "mm", "convolution", "randn".
-        inputs: its tensors, simulated ones as they are.
-        outputs: what it has written, plain; a defect changes them in place.
-        seconds: that it takes on right hardware.
-        heat: seconds that the device has been busy, in this process, before it.
+        device: number of the device.
+        name: name without namespace and overload: "mm", "convolution", "randn".
+        inputs: input tensors, which may be simulated.
+        outputs: plain tensors that it wrote; a defect changes them in place.
+        seconds: duration on healthy hardware.
+        heat: seconds of work on the device before the operator, in this process.
     """
 
     device: int
@@ -59,16 +59,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Copy:
-    """Bytes that have gone from one device to another, or from or to the host.
+    """A copy from one device to another, or between a device and the host.
 
     Attributes:
         source, target: numbers of devices; None is the host.
-        path: "engine", or "kernel" for what a kernel of the source writes into the memory of its peer.
-        data: the bytes that have arrived, uint8, in one dimension, in the order of memory; a defect changes them in place.
-        before: bytes that the memory had before, where they are as many; else None.
-        pinned: memory of the host is.
-        load: other copies that were under way.
-        seconds: that it takes on right hardware.
+        path: "engine" for a copy engine; "kernel" if a kernel of the source writes into the memory of its peer.
+        data: the copied bytes, uint8, in one dimension, in the order of memory; a defect changes them in place.
+        before: earlier bytes of the target's memory if their number is the same, else None.
+        pinned: whether the memory of the host is pinned.
+        load: number of other copies under way.
+        seconds: duration on healthy hardware.
     """
 
     source: int | None
@@ -86,12 +86,12 @@ class Collective:
     """A collective that has ended on one rank.
 
     Attributes:
-        name: as NCCL has it in torch: "all_reduce", "_all_gather_base", "reduce_scatter", "recv", ...
-        device: of this rank.
-        group: the devices of all ranks, in their order.
-        outputs: what it has written on this rank, plain; a defect changes them in place.
-        bytes: of the tensors of this rank, the larger of what it gave and what it got.
-        dtype: of them.
+        name: torch's name for it under NCCL: "all_reduce", "_all_gather_base", "reduce_scatter", "recv", ...
+        device: number of this rank's device.
+        group: numbers of the devices of all ranks, in the order of ranks.
+        outputs: plain tensors that it wrote on this rank; a defect changes them in place.
+        bytes: size of this rank's inputs or outputs, the larger of the two.
+        dtype: dtype of the tensors.
     """
 
     name: str
@@ -103,11 +103,11 @@ class Collective:
 
 
 class Defect:
-    """Something that is wrong with simulated hardware. What it overrides is called after the right thing was done.
+    """The base class of defects of simulated hardware. A subclass overrides the methods whose results it spoils.
 
     Attributes:
-        since: the time, as `time.time` tells it, before which all is well.
-        places: device, first address and number of bytes of each piece of memory that `remembered` is about.
+        since: time when the defect begins, in seconds as of `time.time`.
+        places: device, first address and number of bytes of each piece of memory that `remembered` receives.
     """
 
     since: float = 0.0
@@ -115,7 +115,7 @@ class Defect:
     places: tuple[tuple[int, int, int], ...] = ()
 
     def reached(self, device: int) -> None:
-        """Come before anything that needs the driver of a device: raise, or never return."""
+        """Raise, or never return, before a call to the driver of a device."""
 
     def operated(self, operation: Operation) -> None:
         """Spoil the result of an operator."""
@@ -124,18 +124,18 @@ class Defect:
         """Spoil a copy."""
 
     def reduced(self, collective: Collective) -> None:
-        """Spoil the result of a collective, beyond what its copies do."""
+        """Spoil the result of a collective, in addition to its copies."""
 
     def remembered(self, *memory: torch.Tensor) -> None:
         """Spoil memory that was written or will be read: the bytes of each of `places`, uint8, each in one storage."""
 
     def factor(self, event: Operation | Copy) -> float:
-        """Return how many times as long as on right hardware this takes."""
+        """Return the duration as a multiple of the duration on healthy hardware."""
         return 1.0
 
 
 class _Virtual(Clock):
-    """Time that passes where somebody waits for a device, and nowhere else."""
+    """A clock that advances only while a caller waits for a device."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -147,7 +147,7 @@ class _Virtual(Clock):
 
     def past(self, moment: float, whose: object) -> bool:
         if self._asked.get(whose) == moment:
-            self.wait_until(moment)  # who asks again is waiting; who asks about another event is not
+            self.wait_until(moment)  # a caller that repeats its query is waiting
         self._asked[whose] = moment
         return moment <= self._now
 
@@ -161,12 +161,12 @@ class _Virtual(Clock):
 
 @dataclass(eq=False)
 class Hardware:
-    """What a simulated node is made of, in this process.
+    """The hardware of the simulated node of this process.
 
     Attributes:
-        planted: its defects.
+        planted: defects, including those that have not begun.
         memory: bytes of each device.
-        first: the number of its first device: on several hosts devices are counted host by host.
+        first: number of the node's first device; numbers continue from host to host.
     """
 
     planted: Sequence[Defect]
@@ -187,32 +187,32 @@ class Hardware:
 
     @property
     def defects(self) -> list[Defect]:
-        """The defects that have begun."""
+        """Defects that have begun."""
         while self._dormant and self._dormant[-1].since <= time.time():
             self._awake.append(self._dormant.pop())
         return self._awake
 
     def equip(self, node: Node) -> None:
-        """Give the devices of `node` their memory."""
+        """Set the memory of the devices of `node`."""
         for memory in node.memory:
             memory.total = memory.limit = self.memory
             memory.addresses = self._addresses.setdefault(memory.index, Addresses(self.memory))
 
     def number(self, device: torch.device) -> int | None:
-        """Return the number of a device of this process; None of the host."""
+        """Return the number of a device of this process, or None for the host."""
         node = active_node()
         if device.type != "cuda" or node is None:
             return None
         return self.first + node.physical[device.index]
 
     def touch(self, device: torch.device) -> None:
-        """Come before anything that needs the driver of a device."""
+        """Call `Defect.reached` before a call to the driver of a device."""
         if self.defects and (number := self.number(device)) is not None:
             for defect in self.defects:
                 defect.reached(number)
 
     def read(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-        """Have memory be what defects make of it, before somebody reads these tensors, or after somebody wrote them."""
+        """Spoil the memory of these tensors; call this before they are read and after they were written."""
         concerned = [defect for defect in self.defects if defect.places]
         if not concerned:
             return
@@ -236,7 +236,7 @@ class Hardware:
                 defect.remembered(*memory)
 
     def _held(self, place: tuple[int, int, int]) -> torch.Tensor | None:
-        """Return the memory of a place, if it is in a storage that somebody has used."""
+        """Return the memory of a place, or None if no live storage is known to hold it."""
         holder = self._holders.get(place)
         storage = None if holder is None else torch.UntypedStorage._new_with_weak_ptr(holder.cdata)
         return None if storage is None else _at(storage, *place[1:])
@@ -244,7 +244,7 @@ class Hardware:
     def operated(
         self, device: torch.device, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        """Take the time of an operator that has run, and spoil what it has written."""
+        """Add the time of an operator that has run to its stream, and spoil its outputs."""
         number = self.number(device)
         if number is None:
             return
@@ -265,12 +265,14 @@ class Hardware:
         into: torch.Tensor | None,
         pinned: bool,
     ) -> None:
-        """Take the time of a copy that has been made, and spoil it.
+        """Add the time of a finished copy to its streams, and spoil it.
 
         Args:
-            source: None where values come from the host that no tensor has.
-            arrived: the copy, plain.
-            into: the tensor that it is for, if there is one already.
+            source: tensor that was copied; None if the values come from the host and not from a tensor.
+            target: device that the copy is for.
+            arrived: plain tensor with the copy.
+            into: existing tensor that receives the copy, or None.
+            pinned: whether the memory of the host is pinned.
         """
         data = cells(arrived)
         if data is None:
@@ -312,32 +314,32 @@ class Hardware:
             stream.busy_until(start + seconds)
 
     def over_link(self, source: int, target: int, data: torch.Tensor, load: int) -> None:
-        """Spoil what a kernel of NCCL has sent from one device to another, as bytes."""
+        """Spoil the bytes that a kernel of NCCL has sent from one device to another."""
         for copy in self._hops(source, target, data, load):
             for defect in self.defects:
                 defect.copied(copy)
 
     def pace(self, source: int, target: int) -> float:
-        """Return how many times as long as on right hardware NCCL takes from one device to another."""
+        """Return NCCL's duration from one device to another, as a multiple of the duration on healthy hardware."""
         if not self.defects:
             return 1.0
         copies = self._hops(source, target, torch.empty(0, dtype=torch.uint8), 0)
         return max(math.prod(defect.factor(copy) for defect in self.defects) for copy in copies)
 
     def _hops(self, source: int, target: int, data: torch.Tensor, load: int) -> list[Copy]:
-        """Return how NCCL sends: without access to the memory of peers, through memory of the host."""
+        """Return the copies that NCCL makes: one, or two through the host if NCCL_P2P_DISABLE is set."""
         if os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0"):
             return [Copy(source, target, "kernel", data, load=load)]
         return [Copy(source, None, "engine", data, load=load), Copy(None, target, "engine", data, load=load)]
 
     def reduced(self, collective: Collective) -> None:
-        """Spoil what a collective has left on one rank."""
+        """Spoil the result of a collective on one rank."""
         for defect in self.defects:
             defect.reduced(collective)
 
 
 def cells(t: torch.Tensor) -> torch.Tensor | None:
-    """Return the elements of a plain tensor in the order of memory, as integers of their size; None where it has gaps."""
+    """Return the elements of a dense plain tensor in memory order, as integers of the same size; None for others."""
     if t.layout is not torch.strided or t.is_quantized or not torch.ops.aten.is_non_overlapping_and_dense(t):
         return None
     flat = t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
@@ -347,7 +349,7 @@ def cells(t: torch.Tensor) -> torch.Tensor | None:
 
 
 def _at(storage: torch.UntypedStorage, address: int, length: int) -> torch.Tensor | None:
-    """Return the bytes of a storage at an address; None where not all are in it."""
+    """Return ``length`` bytes of a storage at an address; None if the storage does not hold all of them."""
     block = block_of(storage)
     if block is None or block.address is None:
         return None
@@ -359,7 +361,7 @@ def _at(storage: torch.UntypedStorage, address: int, length: int) -> torch.Tenso
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether bytes go from one to the other as they are."""
+    """Return whether the bytes of one tensor can be copied to the other without conversion."""
     return (
         one.dtype == other.dtype
         and one.is_conj() == other.is_conj()
@@ -370,15 +372,15 @@ def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 present: Hardware | None = None
-"""The hardware of the simulated node of this process, while it has some."""
+"""The hardware of the simulated node of this process, inside `planted`; else None."""
 
 
 @contextlib.contextmanager
 def planted(hardware: Hardware) -> Iterator[None]:
-    """Give the simulated node of this process hardware, for the time of the context. Its state stays for the next time.
+    """Add hardware to the simulated node of this process until the context exits. `hardware` keeps its state.
 
     Raises:
-        ValueError: there is no simulated node, or it is on a real device.
+        ValueError: no simulated node is active, or a real device backs it.
     """
     global present
     node = active_node()

@@ -1,7 +1,7 @@
-"""Move the data of a tensor object from the host to a device, or back: ``t.data = u``, and with it ``Module.to``.
+"""Move the data of a tensor object between the host and a device: ``t.data = u``, and with it ``Module.to``.
 
-On a real node that leaves the object and all that autograd knows of it. Here a tensor of a device is of another class
-and another implementation, so these are exchanged beneath the object, and what autograd knows is handed over.
+On a real node the object and its autograd state stay. Here a device tensor has another class and another
+implementation, so this module exchanges them beneath the object and transfers the autograd state.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ __all__ = ["become", "compatible", "is_elsewhere", "put_grad"]
 
 _base: Any = torch._C.TensorBase
 _plain: type = torch.Tensor
-_ELSEWHERE = "_mgpu_check_elsewhere"  # of a gradient that has stayed where it was while its tensor was moved
+_ELSEWHERE = "_mgpu_check_elsewhere"  # marks a gradient that stayed on its device when its tensor moved
 _OWN = ("_dev", "_is_param", TARGET, CLASS, _ELSEWHERE)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def compatible(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Let tensors of the host and of devices exchange their data, as a real node does."""
+    """Allow ``t.data = u`` between tensors of the host and of devices, as on a real node."""
 
-    def has_compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:  # the names by which dynamo compares them
+    def has_compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:  # dynamo compares these names
         return original(raw(input), raw(from_))
 
     return has_compatible
 
 
 def become(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Give the object ``t`` the data of ``value``, which is on the other side. Its gradient stays where it is."""
+    """Replace the data of ``t`` by ``value``, where one is on the host and one on a device; its gradient does not move."""
     if not t.is_leaf:
         raise RuntimeError(
             f"t.data = u is not available on a simulated node where t, on {t.device}, is the result of an operation and "
@@ -47,14 +47,14 @@ def become(t: torch.Tensor, value: torch.Tensor) -> None:
     new = _twin(t, value)
     _exchange(t, new)
     for name, found in hooks.items():
-        setattr(t, name, found)  # also where Python has them still: what was exchanged is what C++ has
+        setattr(t, name, found)  # even if Python still has them: C++ holds its own, which were exchanged
     if grad is not None:
         grad.__dict__[_ELSEWHERE] = True
         put_grad(t, grad)
 
 
 def is_elsewhere(grad: torch.Tensor) -> bool:
-    """Return whether this gradient has stayed where it was while its tensor was moved."""
+    """Return whether this gradient stayed on its device when its tensor moved."""
     return _ELSEWHERE in grad.__dict__
 
 
@@ -89,7 +89,7 @@ def _refusal(source: torch.device, target: torch.device) -> Callable[..., NoRetu
 
 
 def _twin(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return another tensor over the memory of ``value``, with the class and the attributes that ``t`` has there."""
+    """Return another tensor over the memory of ``value``, with the attributes of ``t`` and the class for that side."""
     new = value.detach()
     if value.layout is torch.strided and new.untyped_storage()._cdata != value.untyped_storage()._cdata:
         with torch.no_grad():
@@ -109,7 +109,7 @@ def _twin(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(one: Any, other: Any) -> None:
-    """Exchange all that is beneath two objects, as ``torch.utils.swap_tensors``, also while a graph holds one."""
+    """Exchange the contents of two tensor objects, as ``torch.utils.swap_tensors`` does, even if a graph holds one."""
     attributes = ["__class__", "__dict__", *copyreg._slotnames(type(one))]  # type: ignore[attr-defined]
     for name in attributes:
         if hasattr(one, name) and hasattr(other, name):

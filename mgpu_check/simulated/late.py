@@ -1,4 +1,4 @@
-"""Run collectives on plain tensors by gloo, with work whose results are late."""
+"""Stage the tensors of a collective in plain host memory for gloo, and deliver its results late."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_channels_last(t: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor is without gaps, but in the order of one of torch's other memory formats."""
+    """Return whether a tensor is dense in channels_last or channels_last_3d format, and not contiguous."""
     return t.dim() in _FORMATS and not t.is_contiguous() and t.is_contiguous(memory_format=_FORMATS[t.dim()])
 
 
 @dataclass
 class Staging:
-    """The plain tensors that gloo works on, and what of them goes back where."""
+    """The plain tensors that gloo works on, and the tensors that receive its results."""
 
     late: bool
     device: torch.device | None = None
@@ -34,28 +34,28 @@ class Staging:
     _deliveries: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
-        """Read the values of a tensor as they are now, into contiguous memory of the host."""
+        """Return contiguous host memory with the present values of a tensor."""
         return self._copied(*self._bare(value))
 
     def write(self, value: torch.Tensor) -> torch.Tensor:
-        """Return host memory for what goes into a tensor, which is poison until the delivery where that is late."""
+        """Return host memory for the new values of a tensor. In a late call the tensor is poison until the delivery."""
         bare, direct = self._bare(value)
         return self._returned(value, bare, bare if direct else torch.empty(bare.shape, dtype=bare.dtype, device="cpu"))
 
     def update(self, value: torch.Tensor) -> torch.Tensor:
-        """Return host memory with the values of a tensor, which is read, and then goes into it."""
+        """Return host memory with the values of a tensor, for gloo to update; the delivery writes them back."""
         bare, direct = self._bare(value)
         return self._returned(value, bare, self._copied(bare, direct))
 
     def _bare(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the memory of a tensor, and whether gloo may work on it as it is."""
+        """Return the plain tensor of ``value``, and whether gloo may work on it without a copy."""
         if isinstance(value, SimulatedTensor):
             self.device = value.device
         elif not self.late:
             return value, True
-        bare = raw(value).data  # NCCL, too, writes without autograd's knowing
+        bare = raw(value).data  # autograd does not see the writes of NCCL either
         if is_channels_last(bare):
-            bare = bare.movedim(1, -1)  # memory is moved as it lies, whatever the format is on other ranks
+            bare = bare.movedim(1, -1)  # memory moves in its own order, like NCCL, even if other ranks use another
         return bare, not self.late and bare.device.type == "cpu" and bare.is_contiguous()
 
     @staticmethod
@@ -78,10 +78,10 @@ class Staging:
 
 
 class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """The future of a collective: what is put behind it runs at once and here, as behind a future of CUDA.
+    """The future of a collective. Its callbacks run at once in the calling thread, as those of a CUDA future do.
 
-    C++ knows nothing of that: `finish` what is handed to it. (A callback in the thread of gloo that ends the work can
-    deadlock: gloo drops it under a lock of its own, and needs that of Python for it.)
+    C++ does not call these methods: call `finish` before C++ gets the future. (A callback in gloo's thread can deadlock:
+    gloo frees it under its own lock, and needs Python's lock to do so.)
     """
 
     def __init__(self, work: LateWork) -> None:
@@ -103,7 +103,7 @@ class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
         return super().value()
 
     def done(self) -> bool:
-        return True  # for the host a future of CUDA is done as soon as it is there
+        return True  # a CUDA future is done for the host as soon as it exists
 
     def then(self, callback: Callable[[torch.futures.Future], object]) -> torch.futures.Future:  # type: ignore[type-arg]
         self.finish()
@@ -115,7 +115,10 @@ class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class LateWork(dist.Work):
-    """The work of a collective whose results are poison until someone waits; `title` is what NCCL calls it, if it is its."""
+    """The work of a collective, whose results are poison until the caller waits.
+
+    `title` is NCCL's name for the collective, or empty for another backend.
+    """
 
     def __init__(
         self,

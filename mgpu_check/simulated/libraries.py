@@ -1,4 +1,4 @@
-"""The libraries beside the runtime, as a simulated node has them: cuDNN, cuBLAS, cuFFT, NCCL in one process, NVTX."""
+"""Simulate the libraries that torch uses beside the CUDA runtime: cuDNN, cuBLAS, cuFFT, NCCL in one process, NVTX."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TUNING = ("_cuda_tunableop_is_enabled", "_cuda_tunableop_tuning_is_enabled", "_
 
 
 class _Setting:
-    """A value that is set, and asked for, and changes nothing."""
+    """A setting that keeps its value and has no effect."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -102,7 +102,7 @@ _MEAN = 4
 
 
 def _check_operands(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """Check what NCCL asks of the operands of one process: one per device, dense, and of one dtype."""
+    """Raise NCCL's error unless the operands of one process are dense, of one dtype, and each on its own device."""
     devices = set()
     for tensor in inputs:
         if not isinstance(tensor, SimulatedTensor) or tensor.layout is not torch.strided:
@@ -170,7 +170,7 @@ def _reduce_scatter(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
 
 
 def library_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> what stands there while simulated."""
+    """Return the objects that replace those of the libraries in ``torch._C``, by name."""
     limit, cache = _Setting(10), _Setting(True)
     linalg, products = _Setting(torch._C._LinalgBackend.Default), _Setting(torch._C._BlasBackend.Cublas)
     default = torch._C._BlasBackend.Default
@@ -210,20 +210,20 @@ def library_functions() -> dict[str, object]:
 
 
 def install_libraries(patches: Patches) -> None:
-    """Replace what torch's modules have taken from these libraries when they were imported."""
+    """Replace the objects of these libraries that torch's modules bound at import."""
     cudnn = torch.backends.cudnn
     patches.set(cudnn, "version", lambda: _CUDNN)
     patches.set(cudnn, "is_available", lambda: True)
     patches.set(cudnn, "is_acceptable", _is_acceptable)
     for switches in (cudnn, cudnn.rnn):
-        patches.set(vars(switches)["m"], "_cudnn", torch._C._cudnn)  # the module behind the object that stands for it
+        patches.set(vars(switches)["m"], "_cudnn", torch._C._cudnn)  # the module that the object wraps
     limit = torch.backends.ContextProp(
         lambda: torch._C._cuda_get_cudnn_benchmark_limit(),
         lambda count: torch._C._cuda_set_cudnn_benchmark_limit(count),
     )
     patches.set(type(cudnn), "benchmark_limit", limit)
     patches.set(torch.cuda.nvtx, "_nvtx", torch._C._nvtx)
-    # Weights stay where they are: there is no library that wants them in one piece.
+    # Weights stay in place: no library needs them in one piece here.
     patches.replace(torch._use_cudnn_rnn_flatten_weight, lambda: False)
     plans = torch.backends.cuda.cuFFTPlanCache
     sizes: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Memory figures of a simulated device, true by construction: every storage reports its birth and its death.
+"""Count the memory of simulated devices exactly: every storage reports when it is created and when it is freed.
 
-A :class:`Block` hangs on the Python object of a storage, which lives exactly as long as the storage does, however many
-tensors view it and whether Python or C++ holds them.
+A :class:`Block` is an attribute of the Python object of a storage. The object lives exactly as long as the storage, no
+matter how many tensors view the storage, and whether Python or C++ holds them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["BLOCK", "Block", "DeviceMemory", "Pool", "block_of"]
 BLOCK = "_mgpu_check_block"
 _ROUND = 512  # the caching allocator of CUDA hands out multiples of this many bytes
 _SEGMENT = 2 << 20  # and takes memory from the driver in multiples of this many
-_SMALL = 1 << 20  # what is larger comes from the other pool
+_SMALL = 1 << 20  # bytes; larger blocks come from the other pool
 _TOTAL = 16 << 30
-_EXABYTE = 1 << 60  # as much, or more, is refused before the driver is asked
-# One for all devices, and re-entrant: a garbage collection inside may end other blocks.
+_EXABYTE = 1 << 60  # the allocator refuses this many bytes or more without a call to the driver
+# One lock for all devices, and re-entrant: a garbage collection under the lock may free other blocks.
 _lock = threading.RLock()
 
 
@@ -30,7 +30,7 @@ def _segments(nbytes: int) -> int:
 
 
 class Pool:
-    """Counts of one pool of a device: blocks and bytes, now, at most, and all that were ever handed out."""
+    """Blocks and bytes of one pool of a device: in use now, at the peak, and allocated in total."""
 
     __slots__ = (
         "blocks",
@@ -48,7 +48,7 @@ class Pool:
         self.blocks = self.blocks_peak = self.blocks_given = 0
         self.bytes = self.bytes_peak = self.bytes_given = 0
         self.reserved = self.requested = 0
-        self.since = (0, 0, 0, 0)  # what was given and freed before the last reset: blocks, then bytes
+        self.since = (0, 0, 0, 0)  # at the last reset: blocks given, blocks freed, bytes given, bytes freed
 
     def reset_peak(self) -> None:
         self.blocks_peak, self.bytes_peak = self.blocks, self.bytes
@@ -61,7 +61,7 @@ class Pool:
 class DeviceMemory:
     """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``.
 
-    ``addresses`` says where blocks lie, on a device whose hardware is simulated, too.
+    ``addresses`` assigns addresses to blocks if the hardware of the device is simulated too, else it is None.
     """
 
     __slots__ = (
@@ -90,11 +90,11 @@ class DeviceMemory:
         self.reserved = self.reserved_peak = 0
         self.exhausted = 0
         self.emptied = 0
-        self.taken = self.freed = 0  # how often the driver was asked for memory, and was given it back
+        self.taken = self.freed = 0  # how often memory was taken from the driver, and returned to it
         self.addresses: Addresses | None = None
 
     def take(self, nbytes: int, requested: int) -> None:
-        """Count a block of ``nbytes``, of which so many were asked for; raises ``torch.OutOfMemoryError`` past the limit."""
+        """Add a block of ``nbytes`` for a request of ``requested`` bytes; raise ``torch.OutOfMemoryError`` past the limit."""
         with _lock:
             wanted = self.allocated + nbytes
             if wanted > self.limit:
@@ -120,12 +120,12 @@ class DeviceMemory:
         return self.small if nbytes <= _SMALL else self.large
 
     def require(self, nbytes: int) -> None:
-        """Raise ``torch.OutOfMemoryError`` where a storage of ``nbytes`` would not fit, before anybody allocates it."""
+        """Raise ``torch.OutOfMemoryError`` if a storage of ``nbytes`` would not fit; allocate nothing."""
         if self.allocated + nbytes > self.limit:
             self._refuse(nbytes)
 
     def give_back(self, nbytes: int, requested: int) -> None:
-        """Count a block no more."""
+        """Subtract a block that `take` added."""
         with _lock:
             self.allocated -= nbytes
             pool = self.small if nbytes <= _SMALL else self.large
@@ -134,7 +134,7 @@ class DeviceMemory:
             pool.requested -= requested
 
     def ask_again(self, nbytes: int, more: int) -> None:
-        """Count that a block of ``nbytes`` was asked for with so many bytes more, or fewer, than before."""
+        """Add ``more`` (may be negative) to the requested bytes of a block of ``nbytes`` that keeps its size."""
         with _lock:
             self.pool_of(nbytes).requested += more
 
@@ -147,7 +147,7 @@ class DeviceMemory:
 
     def empty_cache(self) -> None:
         with _lock:
-            self.emptied += 1  # each time the device is waited for
+            self.emptied += 1  # CUDA waits for the device each time
             for pool in (self.small, self.large):
                 self.freed += pool.reserved > _segments(pool.bytes)
                 pool.reserved = _segments(pool.bytes)
@@ -167,7 +167,6 @@ class DeviceMemory:
                 pool.reset_accumulated()
 
     def _refuse(self, nbytes: int) -> NoReturn:
-        """Raise the error of CUDA's allocator for ``nbytes`` that do not fit."""
         if nbytes >= _EXABYTE:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than 1EB memory.")
         self.exhausted += 1
@@ -184,9 +183,9 @@ class DeviceMemory:
 
 
 class Block:
-    """The memory that one storage takes of a device, given back when the storage dies.
+    """The memory of a device that one storage uses, returned when the storage is freed.
 
-    ``address`` is where it lies, if that is known.
+    ``address`` is None on a device without simulated hardware.
     """
 
     __slots__ = ("_addresses", "address", "device", "memory", "nbytes", "requested")
@@ -200,7 +199,7 @@ class Block:
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
-        """Take another block and give this one back, as the storage of a device does that is resized."""
+        """Take a block of the new size and return this one, as CUDA does when a storage is resized."""
         rounded = -(-nbytes // _ROUND) * _ROUND
         if rounded == self.nbytes:
             if rounded:
@@ -217,7 +216,7 @@ class Block:
             self._move(before)
 
     def _move(self, before: int) -> None:
-        """Lie where there is room for the bytes of now, and no longer where the bytes of before were."""
+        """Free the address of the ``before`` bytes, and take one for the present bytes."""
         with _lock:
             if self._addresses is not None and self.address is not None:
                 self._addresses.give_back(self.address, before)

@@ -1,7 +1,7 @@
-"""Tell what CUDA raises when the operands of an operator live on different devices, or that it takes them so.
+"""Raise CUDA's error for operands on different devices, unless the operator accepts them.
 
-The rules are data (``fidelity.json``); the words are those of torch's own checks: of the generated CUDA wrappers
-(``check_and_update_common_device``), of the tensor iterator, of indexing and of convolution.
+The rules are data (``fidelity.json``). The messages come from torch's own checks: the generated CUDA wrappers
+(``check_and_update_common_device``), the tensor iterator, indexing and convolution.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Rules:
     any_device: frozenset[str]
     methods: dict[str, str]  # operator with overload -> name of the wrapper that checks its arguments
     through: dict[str, tuple[str, dict[str, str]]]
-    temporaries: dict[str, str]  # operator -> the argument that may be made in C++
+    temporaries: dict[str, str]  # operator -> the argument that C++ may have created
 
 
 @cache
@@ -62,7 +62,7 @@ def _rules() -> _Rules:
 
 @dataclass(frozen=True)
 class Decompose:
-    """The operator is made of others: run those, so that the one that refuses its operands speaks."""
+    """The answer for an operator that calls others: run those, so that the one that refuses its operands raises."""
 
     func: torch._ops.OpOverload
 
@@ -78,9 +78,7 @@ def _names(func: torch._ops.OpOverload) -> tuple[str, str]:
 
 
 def allows_scalars(func: torch._ops.OpOverload) -> bool:
-    """Return whether the tensor iterator checks this operator, so that a CPU tensor of 0 dims may stand among its
-    inputs.
-    """
+    """Return whether the operator accepts a CPU tensor of 0 dims beside device tensors: the tensor iterator checks it."""
     name, full = _names(func)
     if func._schema.is_mutable or name in _CONVOLUTIONS or name in _INDEXING:
         return False
@@ -88,9 +86,10 @@ def allows_scalars(func: torch._ops.OpOverload) -> bool:
 
 
 def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Decompose | None:
-    """Raise CUDA's error for these operands; return None where they may meet after all.
+    """Raise CUDA's error for these operands, or return None if the operator accepts them.
 
-    NotImplemented: a tensor type that has its own dispatch is among them, and it decides. :class:`Decompose`: see there.
+    Return NotImplemented if an operand's type has its own dispatch, which then decides, and :class:`Decompose` if the
+    operators that this one calls must be checked instead.
     """
     name, full = _names(func)
     rules = _rules()
@@ -108,9 +107,9 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
         held = sys.getrefcount(operand.tensor)
         if _seen is not None:
             _seen.append(held)
-        # A plain tensor that nothing but this call holds was made in C++ beneath one of torch's own operators. Where
-        # those are known to fill it from the options of the backing device, it belongs to the device at hand; elsewhere
-        # it may well be a view or a copy of what the caller gave.
+        # If only this call holds a plain tensor, one of torch's own operators created it in C++. Operators in the table
+        # create it with the options of the backing device, so it belongs to the simulated device. In other operators it
+        # may be a view or a copy of an argument of the caller.
         made_here = held <= _held_by_this_call and (name in _MASKED_FILL or not operand.tensor._is_view())
         if not (made_here and rules.temporaries.get(name) == operand.name):
             operands.append(operand)
@@ -127,7 +126,7 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
 
 
 def _refuse_if_mixed(name: str, full: str, operands: list[_Operand], rules: _Rules) -> None:
-    """Raise the error that the operator's own check of its operands raises, if it does."""
+    """Run the operator's own check of its operands, which raises for devices that it refuses."""
     if name in _INDEXING:
         _check_indexing(operands)
     elif name in _CONVOLUTIONS:
@@ -154,14 +153,14 @@ def _operands(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dic
 
 
 _held_by_this_call = 0
-_seen: list[int] | None = None  # while calibrating: how often each plain operand was referred to
+_seen: list[int] | None = None  # while calibrating: the reference count of each plain operand
 
 
 def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Measure how many references an operand has that C++ alone made: it depends on the versions of Python and torch.
+    """Measure the reference count of an operand that C++ created; it depends on the versions of Python and torch.
 
-    ``one_hot`` compares its input with an ``arange`` of its own making. Where an operand of the caller's would have no
-    more references than that, the two cannot be told apart, and every mismatch is refused.
+    ``one_hot`` compares its input with its own ``arange``. If an operand of the caller has no more references than that,
+    the two cannot be distinguished, and every mismatch is refused.
     """
     global _held_by_this_call, _seen
     made: list[int] = []
@@ -177,9 +176,9 @@ def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def _called_by_autograd() -> bool:
-    """Return whether C++ called, from a running backward pass, rather than a hook or a backward written in Python.
+    """Return whether the caller is C++ in a running backward pass, not a hook or a backward written in Python.
 
-    A `TorchDispatchMode` that is entered stands between, with what torch wraps around it, and is passed over.
+    Frames of an active `TorchDispatchMode`, and those that torch puts around it, do not count as the caller.
     """
     if torch._C._current_graph_task_id() == -1:
         return False

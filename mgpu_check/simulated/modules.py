@@ -1,4 +1,4 @@
-"""Adapt what modules and optimizers do differently per device: conversion, grouping of parameters, lazy parameters."""
+"""Adapt modules and optimizers to simulated devices: conversion of modules, and grouping of tensors by device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Groups = dict[tuple[torch.device, torch.dtype | None], tuple[list[list[torch.Ten
 
 
 def _group(original: Callable[..., Groups]) -> Callable[..., Groups]:
-    """Group lists of tensors by device and dtype; C++ sees the backing device only."""
+    """Group lists of tensors by simulated device and dtype; C++ would group by the backing device."""
 
     def group(tensorlistlist: Sequence[Sequence[torch.Tensor | None]], with_indices: bool = False) -> Groups:
         if not any(isinstance(t, SimulatedTensor) for row in tensorlistlist for t in row):
@@ -41,7 +41,7 @@ def _group(original: Callable[..., Groups]) -> Callable[..., Groups]:
 
 
 def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
-    """Parse the arguments of ``Module.to``: an int is a CUDA device, whatever accelerator this build of torch knows."""
+    """Parse the arguments of ``Module.to``, where an int means a CUDA device on every build of torch."""
 
     def parse(*args: object, **kwargs: object) -> object:
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
@@ -54,7 +54,7 @@ def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Let ``Module._apply`` move the data of gradients beneath their objects, too, which C++ holds apart."""
+    """Make ``Module._apply`` move gradients: put each back, because C++ still refers to the data that it had before."""
 
     @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: object, recurse: bool = True) -> torch.nn.Module:
@@ -70,7 +70,7 @@ def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.M
 
 
 def install_modules(patches: Patches) -> None:
-    """Let ``Module.to`` keep simulated tensors, and ``foreach``/``fused`` optimizers take them."""
+    """Make ``Module.to`` and ``foreach``/``fused`` optimizers support simulated tensors."""
     patches.set(
         torch._C,
         "_group_tensors_by_device_and_dtype",

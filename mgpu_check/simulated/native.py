@@ -1,7 +1,7 @@
-"""The functions of ``torch._C`` that stand under ``torch.cuda``: each is simulated, refused by its name, or harmless.
+"""Replace the functions of ``torch._C`` under ``torch.cuda``: each is simulated, refused by its name, or harmless.
 
-What torch says above them in Python is torch's own: figures of memory, versions of libraries, queries of streams. A name
-that this module does not know is refused, so that none reaches a real driver.
+torch's own Python code above them still runs: memory statistics, versions of libraries, queries of streams. An unknown
+name is refused, so that no call reaches a real driver.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["HARMLESS", "REFUSED", "concerns_devices", "install_native", "simulat
 
 _SWITCHES = re.compile(r"cudnn|cublas|_sdp_|SDP|flash|_attention$|[bB]las.*ackend|inalg.*ackend|rocm|ROCm|fp32_precision|float32_matmul|onednn_allow")  # fmt: skip
 _OURS = re.compile(r"_(cuda|cudart|cudnn|cusparselt|nccl|nvtx|gds|has_cu|has_gds|accelerator|FastCuda|StaticCuda|Cuda|CUDA|MemPool|graph_pool|construct_CUDA|ensureCUDA)")  # fmt: skip
-_CLOCK = 1e9  # cycles per second of a device that is told to sleep
+_CLOCK = 1e9  # cycles per second, for `torch.cuda._sleep`
 
-# Parts of CUDA that a simulated node does not have: graphs, allocators and pools of one's own, tuning, files by DMA.
+# Parts of CUDA that a simulated node does not support: custom allocators and memory pools, tuning, files by DMA.
 REFUSED = frozenset(
     [
         "_CUDAGreenContext",
@@ -88,7 +88,7 @@ def _switches(*names: str) -> list[str]:
     return [f"_{verb}_{name}" for name in names for verb in ("get", "set")]
 
 
-# What asks no driver: flags of torch itself, and its own bookkeeping.
+# These need no driver: flags of torch itself, and its bookkeeping.
 HARMLESS = frozenset(
     [
         "_BlasBackend",
@@ -127,9 +127,7 @@ HARMLESS = frozenset(
 
 
 def concerns_devices(name: str) -> bool:
-    """Return whether ``torch._C`` has this name for CUDA, or for the accelerator that there is, or for a library beside
-    it.
-    """
+    """Return whether a name of ``torch._C`` belongs to CUDA, to the accelerator or to a library beside them."""
     return _OURS.match(name) is not None or _SWITCHES.search(name) is not None
 
 
@@ -171,7 +169,7 @@ def _stream_functions() -> dict[str, object]:
 
 
 def simulated_names() -> dict[str, object]:
-    """Name in ``torch._C`` -> what stands there while simulated, but for what :mod:`runtime` puts there."""
+    """Return the objects that replace those of ``torch._C``, by name, except those that :mod:`runtime` replaces."""
     functions = allocator_functions(), choice_functions(), graph_functions(), library_functions(), _stream_functions()
     return {name: function for each in functions for name, function in each.items()}
 
@@ -182,9 +180,9 @@ def _refusal(name: str, original: object) -> object:
 
 
 def install_native(patches: Patches) -> None:
-    """Replace all of them, under every name that a module of torch has for them."""
+    """Replace these functions under every name that a module of torch has for them."""
     ours = simulated_names()
-    for name in ours.keys() - patches.changed(torch._C):  # what stands there already is new in each process
+    for name in ours.keys() - patches.changed(torch._C):  # earlier installers replaced the others
         _put(patches, name, ours[name])
     done = patches.changed(torch._C)
     for name in REFUSED.union(filter(concerns_devices, dir(torch._C))):

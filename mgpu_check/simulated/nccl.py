@@ -1,6 +1,6 @@
-"""``ProcessGroupNCCL`` of a simulated node: the object by which a process group names its NCCL backend.
+"""Provide ``ProcessGroupNCCL`` on a simulated node: the NCCL backend that a process group returns to its users.
 
-CPU builds of torch have no such class, and that of a CUDA build insists on a driver.
+CPU builds of torch have no such class, and the class of CUDA builds needs a driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNTYPED = {
     torch.complex64: "ComplexFloat",
     torch.complex128: "ComplexDouble",
 }
-"""What NCCL has no type for, by the names that torch prints."""
+"""Dtypes that NCCL does not support, with the names that torch prints."""
 
 _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
@@ -31,20 +31,20 @@ _construct: Construct
 
 
 def on_construction(call: Construct) -> None:
-    """Have ``call(store, rank, size, options)`` make the group of a ``ProcessGroupNCCL`` that is made by hand."""
+    """Use ``call(store, rank, size, options)`` to make the group of a ``ProcessGroupNCCL`` that the user constructs."""
     global _construct
     _construct = call
 
 
 def check_types(*tensors: torch.Tensor) -> None:
-    """Refuse what NCCL has no type for, as torch does where one process calls NCCL for several devices."""
+    """Raise torch's error for a dtype that NCCL lacks, in a call of one process for several devices."""
     for tensor in tensors:
         if tensor.dtype in UNTYPED:
             raise RuntimeError(f"Unconvertible NCCL type {UNTYPED[tensor.dtype]}")
 
 
 class NCCLConfig:
-    """``ncclConfig_t``; nothing here depends on it."""
+    """``ncclConfig_t``; its values have no effect."""
 
     def __init__(self) -> None:
         self.blocking = self.cga_cluster_size = self.min_ctas = self.max_ctas = _UNDEFINED
@@ -70,7 +70,7 @@ class NcclOptions:
 
 
 class ProcessGroupNCCL:
-    """A backend of a process group, whose collectives it forwards to."""
+    """The backend of a process group; forwards collectives to the group."""
 
     Options = NcclOptions
     NCCLConfig = NCCLConfig
@@ -95,22 +95,22 @@ class ProcessGroupNCCL:
         self.options = options
         self._group = group
         self.used: list[int] = []  # devices of this rank with a communicator, in order
-        self.devices: dict[int, str] = {}  # of each rank, in the communicator that was made last
-        self.attempts = 0  # communicators that were begun
+        self.devices: dict[int, str] = {}  # rank -> host and device, in the last communicator
+        self.attempts = 0  # communicators that this rank started to make
         self.splits = 0
         self.counted_elsewhere = (
-            False  # whether the gloo beneath stands for itself too, with a number of all operations
+            False  # whether gloo is the CPU backend of the group too: then it counts the operations of both
         )
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, options: NcclOptions) -> ProcessGroupNCCL:
-        """Return the backend of a group that there is."""
+        """Return the backend of an existing group."""
         made = cls.__new__(cls)
         made._start(group, options)
         return made
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_group":  # half made, as by copy
+        if name == "_group":  # not initialized yet, as in `copy.copy`
             raise AttributeError(name)
         return getattr(self._group, name)
 

@@ -1,6 +1,6 @@
-"""Copies between devices for ``nn.parallel``: what its C++ half does, in terms of the simulated devices.
+"""Replace the C++ half of ``nn.parallel``: broadcast, scatter and gather between simulated devices.
 
-The functions stand in ``torch._C``; those of ``torch.nn.parallel.comm`` above them are torch's own.
+These functions replace those in ``torch._C``; ``torch.nn.parallel.comm`` above them stays torch's own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[to
 
 
 def _of_nccl(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch calls NCCL for them: each has a device of its own, of several, and no gaps."""
+    """Return whether torch calls NCCL: several contiguous tensors, each on its own device."""
     apart = len({tensor.device for tensor in tensors}) == len(tensors) > 1
     return apart and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
 
@@ -80,7 +80,7 @@ def _broadcast_coalesced(
 
 
 def _copy(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """Copy parameters, lazy ones too: ``replicate`` refuses them, when it comes to their module."""
+    """Copy a parameter; accept a lazy one, which ``replicate`` refuses later with torch's own message."""
     if isinstance(tensor, LAZY):
         return uninitialized_on(tensor, target, None)
     return move(tensor, target)
@@ -89,7 +89,7 @@ def _copy(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
 def _copies(
     shards: Sequence[torch.Tensor], devices: Sequence[torch.device], streams: Sequence[Stream | None] | None
 ) -> list[torch.Tensor]:
-    """Copy each shard to its device, in the order of its stream; hand out one that is there already as the view it is."""
+    """Copy each shard to its device on its stream; a shard that is on its device already stays a view."""
     made = []
     for i, (shard, device) in enumerate(zip(shards, devices, strict=False)):
         stream = streams[i] if streams else None
@@ -150,7 +150,7 @@ def _scatter_out(
 
 
 def _gathered_shape(tensors: Sequence[torch.Tensor], dim: int) -> list[int]:
-    """Return the shape of all ``tensors`` joined along ``dim``; raise RuntimeError where they cannot be."""
+    """Return the shape of all ``tensors`` joined along ``dim``; raise RuntimeError if their shapes do not match."""
     if not tensors:
         raise RuntimeError("Expected at least one tensor to gather from")
     shape = list(tensors[0].shape)
@@ -192,7 +192,7 @@ def _gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) ->
 
 
 def install_parallel(patches: Patches) -> None:
-    """Replace what stands under ``torch.nn.parallel.comm``."""
+    """Replace the functions under ``torch.nn.parallel.comm``."""
     for function in (
         _broadcast,
         _broadcast_out,
@@ -203,5 +203,5 @@ def install_parallel(patches: Patches) -> None:
         _gather_out,
     ):
         patches.set(torch._C, function.__name__, function)
-    # The copy streams that Scatter keeps, one per device that there was when it was first called.
+    # Scatter caches one copy stream per device at its first call; that may have been outside this node.
     patches.set(torch.nn.parallel._functions, "_streams", None)

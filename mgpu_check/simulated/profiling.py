@@ -1,4 +1,4 @@
-"""The profilers of torch while simulated: they see the host, for there is no device whose time a driver could tell."""
+"""Restrict torch's profilers to the host in a simulation: no driver measures the time of simulated devices."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _without_devices(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _no_ranges(self: profiler.emit_nvtx) -> profiler.emit_nvtx:
-    """Do nothing for ``with emit_nvtx()``: there is no tool that would see the ranges."""
+    """Do nothing in ``with emit_nvtx()``: no tool could record the ranges."""
     return self
 
 
 def install_profiling(patches: Patches) -> None:
-    """Replace what would ask a driver for events."""
+    """Replace the parts of the profilers that need a driver."""
     patches.wrap(profiler.profile, "__init__", _host_only)
     patches.wrap(legacy.profile, "__init__", _without_devices)
     patches.set(profiler.emit_nvtx, "__enter__", _no_ranges)

@@ -1,6 +1,7 @@
-"""DistributedDataParallel's half in C++: it sees tensors of the backing device, so what NCCL refuses is refused before.
+"""Adapt the C++ half of DistributedDataParallel, which sees tensors of the backing device and runs on gloo.
 
-What it sends itself goes by gloo at once; where there is hardware below, by the group, as that is where hardware is.
+Because C++ cannot raise NCCL's errors for these tensors, the wrappers raise them before the call. C++ sends directly on
+gloo. If the node has simulated hardware, its transfers go through the process group instead, which the hardware observes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _c10d = torch._C._distributed_c10d
 
 
 def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Connect `group` by the device of the first of these tensors, which C++ sends together; refuse the CPU as NCCL does."""
+    """Connect the device of `tensors`, which C++ sends together, to `group`; raise NCCL's error for tensors of the CPU."""
     found = nccl_of(group)
     if found is None or not tensors:
         return
@@ -45,9 +46,7 @@ def _verify(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
-    """Broadcast by one call per device: C++, which joins tensors of one device before it sends them, sees the backing
-    device only.
-    """
+    """Broadcast in one call per device: C++ joins tensors of one device, and sees only the backing device."""
 
     @functools.wraps(original)
     def broadcast(
@@ -70,7 +69,7 @@ def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Buckets:
-    """The hook by which a reducer reduces its buckets in Python; the user may put another one in its place."""
+    """The hook that reduces the buckets of a reducer in Python; the user's hook may replace it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -91,7 +90,7 @@ class _Buckets:
         return work.get_future().then(lambda future: future.value()[0])
 
 
-_buckets: dict[int, _Buckets] = {}  # by the id of the reducer, of which there is no weak reference
+_buckets: dict[int, _Buckets] = {}  # by the id of the reducer, because it supports no weak references
 
 
 def _made(original: Callable[..., None]) -> Callable[..., None]:
@@ -111,7 +110,7 @@ def _made(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forward_work(original: Callable[..., None]) -> Callable[..., None]:
-    """Hand on gloo's own work, by which C++ counts the ranks that are still there while they join."""
+    """Pass gloo's own work to C++, which uses it to count the active ranks in DDP's ``join``."""
 
     @functools.wraps(original)
     def handle(self: object, work: object, use_static_world_size: bool) -> None:
@@ -139,7 +138,7 @@ def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _finishing(original: Callable[..., object]) -> Callable[..., object]:
-    """Wrap a function whose last argument is a list of futures that C++ will wait for."""
+    """Finish the futures in the last argument of a function before C++ waits for them."""
 
     @functools.wraps(original)
     def given(*args: Any) -> object:
@@ -172,7 +171,7 @@ def _bucket_gradients(original: Callable[..., list[torch.Tensor]]) -> Callable[[
 
 
 def install_reducer(patches: Patches) -> None:
-    """Replace what DistributedDataParallel calls in C++."""
+    """Replace the C++ functions that DistributedDataParallel calls."""
     for name, wrap in (
         ("_verify_params_across_processes", _verify),
         ("_broadcast_coalesced", _broadcast_coalesced),

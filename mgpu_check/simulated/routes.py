@@ -1,6 +1,6 @@
-"""Which links the data of a collective cross, and which part of each rank's result has come over which.
+"""Map each part of a collective's result to the links that it crossed.
 
-NCCL sends along a ring of all ranks, in their order: a chunk of a sum, or the part of one rank, goes from rank to rank.
+NCCL sends along a ring of all ranks in their order: a chunk of a sum, or the part of one rank, passes from rank to rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ _SCATTERED = frozenset({"reduce_scatter", "_reduce_scatter_base"})
 
 @dataclass(frozen=True)
 class Hop:
-    """A part of the result of one rank that has crossed a link.
+    """A link that a part of one rank's result has crossed.
 
     Attributes:
-        source, target: ranks.
-        part: which of `parts` equal parts of the result.
+        source, target: ranks at the ends of the link.
+        part: index of the part.
+        parts: number of equal parts of the result.
     """
 
     source: int
@@ -30,11 +31,13 @@ class Hop:
 
 
 def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
-    """Yield the hops by which the result of `rank` came, where a link that is wrong makes it wrong.
+    """Yield the hops of the result of `rank`: a defect of one of their links spoils it.
 
     Args:
-        name: of the collective, as NCCL has it in torch.
-        root: of a collective that has one; the other end of a message.
+        name: name of the collective, as in `hardware.Collective`.
+        rank: rank whose result is traced.
+        size: number of ranks.
+        root: root of a collective that has one; the other end of a message.
     """
     if name == "recv":
         yield Hop(root, rank, 0, 1)
@@ -56,7 +59,7 @@ def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
 
 
 def share_of_link(name: str, size: int) -> float:
-    """Return the bytes that cross the busiest link, over those of the largest tensor of a rank, or of its list."""
+    """Return the bytes that cross the busiest link, divided by the bytes of a rank's largest tensor or list."""
     if name in ("all_reduce", "allreduce_coalesced"):
         return 2 * (size - 1) / size
     return 1.0 if name in ("broadcast", "reduce", "send", "recv") else (size - 1) / size

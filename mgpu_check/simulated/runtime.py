@@ -1,4 +1,4 @@
-"""``torch.cuda`` and ``torch.accelerator`` of a simulated node: which devices there are, and which is current."""
+"""Replace the device functions of ``torch.cuda`` and ``torch.accelerator``: count, properties, current device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _node() -> Node:
 
 
 def _used() -> Node:
-    """Return the node, and count a device of it as used from now on."""
+    """Return the node; initialize CUDA on it, as a first use of a device does."""
     node = _node()
     node.initialize()
     return node
@@ -189,12 +189,12 @@ def _is_in_bad_fork() -> bool:
 
 
 def _device_count() -> int:
-    """Count the devices: by NVML before CUDA is initialized, without asking the driver."""
+    """Return the number of devices; before CUDA is initialized, as NVML counts them, without a call to the driver."""
     return _node().count()
 
 
 def _is_available() -> bool:
-    """Ask the driver, which settles `CUDA_VISIBLE_DEVICES`, unless NVML is to be asked."""
+    """Return whether a device exists: by NVML if torch is set so, else by the driver, which fixes CUDA_VISIBLE_DEVICES."""
     return (_device_count() if torch.cuda._nvml_based_avail() else _node().n) > 0
 
 
@@ -211,13 +211,13 @@ def _device_module(device: object = None) -> object:
 
 
 def _cuda_functions() -> dict[str, object]:
-    """Name in ``torch.cuda`` -> what stands there while simulated."""
+    """Return the objects that replace those of ``torch.cuda``, by name."""
     functions: dict[str, object] = {
         "is_available": _is_available,
         "device_count": _device_count,
         "_lazy_init": _initialize,
         "init": _initialize,
-        "_initialized": False,  # checkpoint() looks here before it keeps the random states of the devices
+        "_initialized": False,  # checkpoint() reads it before it saves the random states of the devices
         "is_initialized": _is_initialized,
         "_is_in_bad_fork": _is_in_bad_fork,
         "current_device": _current,
@@ -248,7 +248,7 @@ def _cuda_functions() -> dict[str, object]:
 
 
 def _monitoring() -> dict[str, object]:
-    """Return what NVML reports about the devices: nothing runs on them, and they are cool."""
+    """Return the monitoring functions of ``torch.cuda``, by name; they report idle, cool devices."""
 
     def of(value: int) -> Callable[..., int]:
         def answer(device: object = None) -> int:
@@ -278,7 +278,7 @@ def _monitoring() -> dict[str, object]:
 
 
 def _refused() -> dict[str, object]:
-    """Name in ``torch.cuda`` -> what says that it is not there."""
+    """Return replacements that raise for unsupported parts of ``torch.cuda``, by name."""
     classes = ("MemPool", "CUDAPluggableAllocator", "GreenContext")
     functions = ("change_current_allocator", "_compile_kernel")
     return {name: refused_class(f"torch.cuda.{name}") for name in classes} | {
@@ -293,7 +293,7 @@ def _capability(index: int | None = None) -> dict[str, object]:
 
 
 def _accelerator_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> the twin beneath ``torch.accelerator``."""
+    """Return the functions of ``torch._C`` under ``torch.accelerator``, by name."""
     return {
         "_get_accelerator": lambda *_: torch.device("cuda"),
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
@@ -314,7 +314,7 @@ def _accelerator_functions() -> dict[str, object]:
 
 
 def _native_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> the twin beneath ``torch.cuda``, for those who call it there."""
+    """Return the functions of ``torch._C`` under ``torch.cuda``, by name, for code that calls them directly."""
     return {
         "_cuda_init": _initialize,
         "_cuda_isInBadFork": _is_in_bad_fork,
@@ -335,7 +335,7 @@ def native_names() -> set[str]:
 
 
 def install_runtime(patches: Patches) -> None:
-    """Replace the device functions of ``torch.cuda``, ``torch.accelerator`` and what they stand on."""
+    """Replace the device functions of ``torch.cuda`` and ``torch.accelerator``, and those of ``torch._C`` under them."""
     cuda = torch.cuda
     for name, function in {**_cuda_functions(), **_refused()}.items():
         original = getattr(cuda, name, None)

@@ -1,4 +1,4 @@
-"""The simulated node that this process is in, if any: its devices, their order, and which one is current."""
+"""Hold the simulated node of this process: its devices, their order, and the current device of each thread."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ _BAD_FORK = (
 class Node:
     """Simulated devices on one backing device.
 
-    The driver reads `CUDA_VISIBLE_DEVICES` when it is first asked: from then on it is settled which devices there are.
+    The driver reads `CUDA_VISIBLE_DEVICES` at its first call; the visible devices are fixed from then on.
 
     Attributes:
-        total: devices of the machine, before `CUDA_VISIBLE_DEVICES`.
-        seeded: a generator for each of them; the first is that of the first visible device.
-        ambient: the backing device's own, from which operators draw that take no generator.
-        pid: the process that first asked the driver; None before.
-        initialized: the process, or one that it was forked from, has used a device.
-        at_first_use: called when it does.
+        total: number of devices of the machine, before `CUDA_VISIBLE_DEVICES`.
+        backing: real device that computes.
+        seeded: one generator per device; the first belongs to the first visible device.
+        ambient: generator of the backing device; operators without a generator argument draw from it.
+        pid: process that first called the driver; None before.
+        initialized: whether this process, or an ancestor that forked it, has used a device.
+        at_first_use: functions to call at the first use of a device.
     """
 
     total: int
@@ -69,7 +70,7 @@ class Node:
 
     @cached_property
     def physical(self) -> tuple[int, ...]:
-        """Device i as a device of the machine. This, and what is made of it, asks the driver."""
+        """Index in the machine of each visible device. The first access counts as a call to the driver."""
         self.pid = os.getpid()
         return self.visible()
 
@@ -90,24 +91,22 @@ class Node:
         return self.seeded[: self.n]
 
     def visible(self) -> tuple[int, ...]:
-        """Return the devices of the machine that a process would see if it asked now."""
+        """Return the devices of the machine that the present `CUDA_VISIBLE_DEVICES` selects."""
         # A real backing device sees the variable itself.
         listed = os.environ.get("CUDA_VISIBLE_DEVICES") if self.backing.type == "cpu" else None
         return visible(listed, self.total)
 
     def count(self) -> int:
-        """Count the devices without asking the driver: before the first use, by the value of the variable now."""
+        """Return the number of devices without a call to the driver: before the first use, by the present variable."""
         return self.n if self.initialized else len(self.visible())
 
     @property
     def in_bad_fork(self) -> bool:
-        """True if this process was forked from one that had asked the driver, which does not survive that."""
+        """True if this process was forked after its parent called the driver, which does not survive a fork."""
         return self.pid is not None and self.pid != os.getpid()
 
     def initialize(self) -> None:
-        """Initialize as torch does before it first touches a device; refuse a child forked after the parent had asked
-        for any.
-        """
+        """Initialize as torch does before the first use of a device; raise torch's error in a bad fork."""
         if self.in_bad_fork:
             raise RuntimeError(_BAD_FORK)
         if self.initialized:
@@ -172,7 +171,7 @@ def set_current_index(index: int) -> None:
 
 
 def untraced_device(device: object) -> torch.device | None:
-    """Return ``device`` as ``torch.device``; None where it is neither an int, a string nor a device."""
+    """Return ``device`` as ``torch.device``; None if it is neither an int, a string nor a device."""
     if isinstance(device, _DEVICE_TYPE):
         return device  # type: ignore[return-value]
     if isinstance(device, str):
@@ -186,9 +185,9 @@ def untraced_device(device: object) -> torch.device | None:
 
 
 def simulated_device(device: object) -> torch.device | None:
-    """Return the simulated device that ``device`` names, or None where it names none (the CPU, meta, ...).
+    """Return the simulated device that ``device`` names; None for other devices (the CPU, meta, ...).
 
-    A bare "cuda" is the current device. Raises the error of CUDA for an ordinal that does not exist.
+    A bare "cuda" is the current device. Raises CUDA's error for an ordinal that does not exist.
     """
     node = _node
     if node is None:
@@ -205,7 +204,7 @@ def simulated_device(device: object) -> torch.device | None:
 
 
 def device_index(device: object = None) -> int:
-    """Return the index that ``device`` (None: the current one) means to a function of ``torch.cuda``."""
+    """Return the index of ``device`` (None: the current one), as the functions of ``torch.cuda`` read it."""
     if device is None:
         return _current.index
     if isinstance(index := getattr(device, "idx", None), int):  # torch.cuda.device(i)

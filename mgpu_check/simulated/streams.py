@@ -1,8 +1,9 @@
-"""Streams and events of simulated devices, and what makes them matter: results that are late.
+"""Simulate streams and events, and hold back the results that a real device delivers late.
 
-Operators run at once. What reality delivers late (a ``non_blocking`` copy to pinned host memory, a collective with
-``async_op=True``) is held back: until the stream that it was queued on is waited for, its destination holds poison.
-Streams take time only where they are told to sleep: each knows until when it is busy, and events when they are reached.
+Operators run at once. Late results are those of a ``non_blocking`` copy to pinned host memory, and of a collective with
+``async_op=True``. Their destination holds poison until the caller waits for the stream that they were queued on.
+Streams take time only in ``sleep`` and on simulated hardware: a stream knows until when it is busy, and an event when it
+is reached.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ __all__ = [
 ]
 
 
-_LONGEST_SLEEP = 1e6  # seconds; Python refuses some more
-_PRIORITIES = (0, -3)  # the least and the greatest that torch supports
+_LONGEST_SLEEP = 1e6  # seconds; `time.sleep` raises OverflowError for much longer times
+_PRIORITIES = (0, -3)  # the lowest and the highest that torch supports
 _ids = itertools.count(1)
-external: dict[tuple[int, int], Stream] = {}  # those of other libraries, by handle and device
+external: dict[tuple[int, int], Stream] = {}  # streams of other libraries, by handle and device
 _by_id: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
 
@@ -115,12 +116,12 @@ class Stream(Waiting):
         return ctypes.c_void_p(self.cuda_stream)
 
     def sleep(self, seconds: float) -> None:
-        """Be busy for so long, with what is queued now."""
+        """Queue a delay of ``seconds`` behind the present work."""
         self.busy_until(self.reached + seconds)
 
     @property
     def reached(self) -> float:
-        """When all that is queued is done."""
+        """Time when all queued work is done."""
         return max(self._reached, clock().now())
 
     def busy_until(self, moment: float) -> None:
@@ -128,12 +129,12 @@ class Stream(Waiting):
         _busy[self.device_index] = max(_busy.get(self.device_index, 0.0), moment)
 
     def hold(self, late: Late) -> None:
-        """Queue a late result behind what is on this stream."""
+        """Queue a late result on this stream."""
         self._late = [kept for kept in self._late if not kept.done]
         self._late.append(late)
 
     def holds(self, late: Late) -> bool:
-        """Return whether what is queued on this stream from now on comes after this result."""
+        """Return whether this late result is queued here, so that later work comes after it."""
         return any(queued is late for queued in self._late)
 
     def wait_stream(self, stream: Stream) -> None:
@@ -143,7 +144,7 @@ class Stream(Waiting):
         self._follow(event)
 
     def _follow(self, other: Waiting) -> None:
-        if not isinstance(other, Event) or other._recorded:  # an event that was never recorded is no work
+        if not isinstance(other, Event) or other._recorded:  # an event that was never recorded holds no work
             self.follow(other)
         self._late.extend(late for late in other._late if not late.done)
         self._reached = max(self._reached, other._reached)
@@ -178,7 +179,7 @@ class Stream(Waiting):
         return self.device_index, self.cuda_stream
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of this protocol of other libraries, and the handle."""
+        """Return the version of the CUDA stream protocol, and the handle."""
         return 0, self.cuda_stream
 
     def __repr__(self) -> str:
@@ -186,7 +187,7 @@ class Stream(Waiting):
 
 
 class Event(Waiting):
-    """``torch.cuda.Event``: remembers what a stream had still to do, and when."""
+    """``torch.cuda.Event``: records the pending results of a stream, and the time when its work is done."""
 
     marks_only = True
 
@@ -263,13 +264,13 @@ class _Streams(threading.local):
 _streams = _Streams()
 _sync_debug_mode = 0
 _defaults: dict[int, Stream] = {}
-_busy: dict[int, float] = {}  # until when a stream of the device is
-# Late results by device, on whichever stream, for synchronize(): a stream that was dropped still has its work to do.
+_busy: dict[int, float] = {}  # device -> time when all its streams are done
+# device -> late results of all its streams, for synchronize(): work of a stream continues after the stream is dropped.
 _outstanding: dict[int, list[Late]] = {}
 
 
 def forget_streams() -> None:
-    """Drop all streams; what was late on them stays undelivered."""
+    """Drop all streams; their late results stay undelivered."""
     global _streams
     set_sync_debug_mode(0)
     _defaults.clear()
@@ -281,13 +282,13 @@ def forget_streams() -> None:
 
 
 def reset_streams() -> None:
-    """Make default streams current in this thread, and waits of the host allowed, as in a fresh process."""
+    """Make default streams current in this thread, and reset the sync debug mode, as in a fresh process."""
     set_sync_debug_mode(0)
     _streams.current.clear()
 
 
 def go_by(other: Clock | None) -> None:
-    """Have streams and events go by another clock, None: that of the wall; no stream is busy when it changes."""
+    """Use another clock for streams and events (None: wall time), and mark all streams as idle."""
     use_clock(other)
     _busy.clear()
     for stream in (*_by_id.values(), *_defaults.values()):
@@ -305,7 +306,7 @@ def default_stream(device: object = None) -> Stream:
 
 
 def stream_by_id(stream_id: int, device_index: int, device_type: int = 1) -> Stream:
-    """Return the stream that names itself by these three numbers; raises ValueError where there is none."""
+    """Return the stream with these identifiers; raise ValueError if none exists."""
     stream = default_stream(torch.device("cuda", device_index)) if stream_id == 0 else _by_id.get(stream_id)
     if stream is None or stream.device_index != device_index:
         raise ValueError(f"stream_id={stream_id!r} names no stream of cuda:{device_index}")
@@ -318,21 +319,19 @@ def current_stream(device: object = None) -> Stream:
 
 
 def is_capturing(index: int | None = None) -> bool:
-    """Return whether the current stream of a device captures, by default of the current one; no device is used for it."""
+    """Return whether the current stream of a device (by default the current one) captures; do not initialize CUDA."""
     stream = _streams.current.get(current_index() if index is None else index)
     return stream is not None and stream.branch is not None
 
 
 def chosen_streams() -> dict[int, Stream]:
-    """Return the streams that this thread has made current, by device, where that is not the default one."""
+    """Return this thread's current streams that are not default streams, by device."""
     return {index: stream for index, stream in _streams.current.items() if stream.stream_id}
 
 
 @contextlib.contextmanager
 def as_on(index: int, streams: dict[int, Stream]) -> Iterator[None]:
-    """Make device ``index`` current, and ``streams`` on their devices, for the time of the context; default streams on
-    all others.
-    """
+    """Make device ``index`` and ``streams`` current inside the context; other devices use their default streams."""
     before, device = _streams.current, current_index()
     _streams.current = dict(streams)
     set_current_index(index)
@@ -350,7 +349,7 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def synchronize(device: object = None) -> None:
-    """Wait for all work of a device, on whichever stream it was queued."""
+    """Wait for the work of all streams of a device."""
     refuse_in_thread()
     time_of = clock()
     index = device_index(device)
@@ -361,7 +360,7 @@ def synchronize(device: object = None) -> None:
 
 
 def wait_until_idle(seconds: float) -> bool:
-    """Wait for the streams of all devices, `seconds` at most; return whether they have nothing left to do."""
+    """Wait for the streams of all devices, `seconds` at most; return whether they are idle."""
     end = time.perf_counter() + seconds
     while (left := min(max(_busy.values(), default=0.0), end) - time.perf_counter()) > 0:
         time.sleep(min(left, _LONGEST_SLEEP))
@@ -369,7 +368,7 @@ def wait_until_idle(seconds: float) -> bool:
 
 
 def hold_outstanding(late: Late, device: torch.device) -> None:
-    """Have ``synchronize(device)`` deliver a result that no stream of the caller's knows of."""
+    """Register a late result that ``synchronize(device)`` delivers, even if no stream of the caller holds it."""
     waiting = [kept for kept in _outstanding.get(device.index, ()) if not kept.done]
     _outstanding[device.index] = [*waiting, late]
 
@@ -391,7 +390,7 @@ def host_waits(device: torch.device) -> None:
 
 
 def set_sync_debug_mode(mode: int) -> None:
-    """Choose what happens where the host waits for a device: 0 nothing, 1 a warning, 2 an error."""
+    """Set the reaction to a wait of the host for a device: 0 none, 1 a warning, 2 an error."""
     global _sync_debug_mode
     _sync_debug_mode = mode
 

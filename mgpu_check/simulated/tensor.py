@@ -1,7 +1,7 @@
-"""The tensor of a simulated device: a real tensor on the backing device that carries the device it stands for.
+"""The tensor of a simulated device: a real tensor on the backing device that names the simulated device.
 
-Storage, views, in-place operations and autograd are the real ones; what changes is which device the tensor says that it
-is on, and that every operator passes :func:`dispatch.run`, which lets operands of one device only meet.
+Storage, views, in-place operations and autograd are the real ones. The tensor reports the simulated device, and every
+operator passes :func:`dispatch.run`, which checks that operands are on one device.
 """
 
 from __future__ import annotations
@@ -227,8 +227,7 @@ def is_simulated(t: object) -> bool:
 
 
 def to_real(t: torch.Tensor) -> torch.Tensor:
-    """Return a plain CPU tensor with the values of ``t``; it shares no memory with it and knows nothing of the
-    simulation.
+    """Return a plain CPU tensor with the values of ``t``; it shares no memory with ``t`` and outlives the simulation.
 
     ``requires_grad`` is kept, the graph is not; an ``nn.Parameter`` stays one. Tensors of real devices are copied too.
     """

@@ -1,4 +1,4 @@
-"""Copies between devices, as autograd sees them: the gradient of a copy returns to the device that the copy came from."""
+"""Copy tensors between devices under autograd: the gradient of a copy returns to the source device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _host_copy: Callable[[torch.Tensor, torch.device, bool], object] | None = None
 
 
 def on_host_copy(call: Callable[[torch.Tensor, torch.device, bool], object] | None) -> None:
-    """Call this with (copy, source device, non_blocking) after each copy from a device to the host."""
+    """Register a function to call with (copy, source device, non_blocking) after each copy from a device to the host."""
     global _host_copy
     _host_copy = call
 
@@ -62,7 +62,7 @@ def _transfer(
         out = recorder.record(copied, (t,), {}, [], source, after=lambda host: late_host_copy(host, source, True))
     if _host_copy is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
         if non_blocking and into is None and out.layout is torch.strided:
-            pin(out)  # as torch makes what it copies to without waiting
+            pin(out)  # torch also uses pinned memory for a non-blocking copy
         if recorder is None or not non_blocking:
             _host_copy(out, source, non_blocking)
     return out
@@ -84,7 +84,7 @@ def _copied(
         if hardware.present is not None:
             hardware.present.copied(t, device, out, into, _is_pinned(t, into, non_blocking))
     if on_device and node is not None:
-        if into is not None and out.layout is torch.strided:  # a device writes what is copied where it shall be
+        if into is not None and out.layout is torch.strided:  # a device writes the copy straight into `into`
             out.untyped_storage().__dict__[BLOCK] = Block(device, node.memory[device.index], 0)
         return tag(out, device)
     return out
@@ -106,9 +106,7 @@ def captured_to_host(host: torch.Tensor, t: torch.Tensor) -> bool:
 
 
 def _is_pinned(t: torch.Tensor, into: torch.Tensor | None, non_blocking: bool) -> bool:
-    """Return whether the end of a copy that is on the host, if one is, is pinned memory, as what is made there is if
-    nobody waits for it.
-    """
+    """Return whether the host side of a copy is pinned; new host memory is pinned if the copy is non-blocking."""
     host = t if t.device.type == "cpu" else into
     return non_blocking if host is None else host.is_pinned()
 
@@ -142,10 +140,10 @@ def move(
     *,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return a copy of ``t`` on ``device`` (a simulated one, with its index, or a real one), as ``Tensor.to`` makes it.
+    """Copy ``t`` to ``device`` (a simulated device with its index, or a real one), as ``Tensor.to`` does.
 
-    Differentiable, twice too. The result is new memory, also where ``t`` is on ``device`` already and only the dtype
-    changes; ``t`` itself where nothing does. ``into`` is the tensor of ``device`` that the caller writes it to, if any.
+    Twice differentiable. The result has new memory, even if only the dtype changes; it is ``t`` itself if nothing
+    changes. ``into`` is the tensor on ``device`` that receives the result from the caller, or None.
     """
     if t.device == device and (dtype is None or dtype == t.dtype):
         return t

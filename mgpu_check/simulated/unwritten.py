@@ -1,8 +1,8 @@
-"""Memory of a device that was made and not written yet: it holds what no right program computes from.
+"""Poison new device memory that has not been written yet, so that code that forgets to initialize it fails.
 
-A device leaves there what was there before, often zeros or the last model's weights, so that code that forgets to
-initialize passes until it does not. Here floating and complex numbers are NaN, integers their least value (or the
-greatest, where they have no sign) and booleans true. Memory of the host is as torch leaves it.
+On a real device such memory keeps its earlier contents, often zeros or the weights of the last model, so that the
+mistake shows only sometimes. Here floating and complex numbers are NaN, signed integers their least value, unsigned ones
+their greatest, and booleans True. Host memory stays as torch leaves it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mgpu_check.simulated.state import active_node
 
 __all__ = ["EMPTY", "never_written", "never_written_bytes", "operator", "refuse_oversized", "require"]
 
-# Functions and methods of torch whose result holds what was there before.
+# Functions and methods of torch that return uninitialized memory.
 EMPTY = frozenset(["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"])
-_HUGE = 1 << 28  # bytes: more is filled at its ends only, so that the host need not have as much as the device
-_END = 1 << 20  # elements
-_LARGE = 1 << 24  # elements: below, nobody asks whether they fit before they are there
+_HUGE = 1 << 28  # bytes; larger memory is filled at its ends only: the host may have less memory than the device
+_END = 1 << 20  # elements to fill at each end
+_LARGE = 1 << 24  # elements; smaller results are allocated on the host first, and then counted
 _FILLABLE = frozenset(
     [
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -34,7 +34,7 @@ _no_dispatch = torch._C._DisableTorchDispatch
 
 
 def never_written(t: torch.Tensor) -> None:
-    """Fill ``t``, which has just been made, with what nobody has written. Sparse and packed dtypes stay as they are."""
+    """Fill a new tensor with poison. Sparse layouts and packed dtypes stay unchanged."""
     if t.layout is not torch.strided or not t.numel():
         return
     with _no_dispatch(), torch.no_grad():
@@ -50,7 +50,7 @@ def never_written(t: torch.Tensor) -> None:
 
 
 def never_written_bytes(storage: torch.UntypedStorage, start: int) -> None:
-    """Do the same from byte ``start`` of a storage on: set all bits, which is NaN in each floating dtype."""
+    """Set all bits of a storage from byte ``start``: this is NaN in every floating dtype."""
     with _no_dispatch(), torch.no_grad():
         home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]
         count = storage.nbytes() - start
@@ -58,7 +58,7 @@ def never_written_bytes(storage: torch.UntypedStorage, start: int) -> None:
 
 
 def _magnitude(values: Iterable[object]) -> float:
-    """Return the product of the numbers among ``values``: at least the elements of what is made by these sizes."""
+    """Return the product of all numbers in ``values``, an upper bound on the elements of a result with these sizes."""
     product = 1.0
     for value in values:
         if isinstance(value, (int, float)):
@@ -71,7 +71,7 @@ def _magnitude(values: Iterable[object]) -> float:
 def require(
     make: Callable[..., torch.Tensor], device: torch.device, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Raise ``torch.OutOfMemoryError`` where what ``make`` is asked for does not fit on ``device``, without making it."""
+    """Raise ``torch.OutOfMemoryError`` if the result of ``make`` would not fit on ``device``, without allocating it."""
     tensors = [a.numel() for a in args if isinstance(a, torch.Tensor)]
     if _magnitude([*args, kwargs.get("size")]) * math.prod(tensors) < _LARGE:
         return
@@ -82,7 +82,7 @@ def require(
 
 
 def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> int | None:
-    """Return the bytes of what ``make`` returns for tensors on 'meta'; None where it cannot be told."""
+    """Return the size in bytes of the results of ``make``, computed on 'meta'; None if 'meta' does not support it."""
 
     def bare(value: object) -> object:
         if isinstance(value, torch.Tensor):
@@ -158,6 +158,6 @@ _OPERATORS: dict[str, Callable[[Callable[..., torch.Tensor]], Callable[..., torc
 
 
 def operator(name: str, func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap operator ``name``, whose kernel ``func`` is."""
+    """Return the kernel ``func`` of an operator, wrapped if its result is uninitialized or may not fit."""
     wrap = _OPERATORS.get(name)
     return func if wrap is None else wrap(func)

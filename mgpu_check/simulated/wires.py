@@ -1,4 +1,4 @@
-"""What the hardware of a simulated node makes of a collective: its time, and what the links and devices of its ranks spoil."""
+"""Apply simulated hardware to a collective: its time, and the defects of the links and devices of its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["sent"]
 
 
 def sent(below: Hardware, group: NcclGroup | None, asked: list[Call]) -> Callable[[], None] | None:
-    """Come before calls of a group; return what comes after them. None: the group has no NCCL, so no device is in it."""
+    """Prepare calls of a group, and return the function to call after them; None if they involve no device."""
     tensors = [t for call in asked for t in call.tensors() if isinstance(t, SimulatedTensor)]
     if group is None or not tensors:
         return None
@@ -49,7 +49,7 @@ def _arrive(below: Hardware, group: NcclGroup, call: Call, number: int) -> float
     written = () if call.title == "broadcast" and rank == call.root else (*call.both, *call.outs)
     outputs = [raw(t) for t in written]
     ranks = sorted({rank, call.root}) if call.peer else range(size)
-    devices = {rank: group.number_of(rank) for rank in ranks if rank >= 0}  # who sends is not told by recv(src=None)
+    devices = {rank: group.number_of(rank) for rank in ranks if rank >= 0}  # recv(src=None) does not name the sender
     if below.defects:
         load = 0 if call.peer else size - 1
         for hop in hops_to(call.title, rank, size, call.root):
@@ -68,7 +68,7 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _parts(call: Call, outputs: Sequence[torch.Tensor], hop: Hop) -> list[torch.Tensor]:
-    """Return the bytes of results that have come by a hop."""
+    """Return the bytes of the results that crossed a hop."""
     if len(outputs) == hop.parts:  # a list by rank
         outputs, parts = [outputs[hop.part]], 1
     else:

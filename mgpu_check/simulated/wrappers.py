@@ -1,7 +1,7 @@
-"""Tensors that wrap a device tensor: DTensor, and the results of functional collectives that are still on their way.
+"""Support tensors that wrap a device tensor: DTensor, and pending results of functional collectives.
 
-C++ keeps a device for them, and autograd asks the driver of that device for a stream. So they are made on the backing
-device, where what they wrap is too, and say in Python that they are where the wrapped tensor says that it is.
+C++ stores a device for a wrapper, and autograd asks the driver of this device for a stream. So wrappers are created on
+the backing device, where the wrapped tensor is too. In Python they report the device of the wrapped tensor.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _FAKE = "_rebuild_tensor_from_dtensor_meta"
 
 
 def is_distributed(t: object) -> bool:
-    """Return whether ``t`` is a DTensor; imports nothing to find out."""
+    """Return whether ``t`` is a DTensor, without importing DTensor."""
     kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)
     return kind is not None and isinstance(t, kind)
 
 
 def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return the DTensor whose part on this rank is ``convert`` of that of ``t``; it must keep shape and strides.
+    """Apply ``convert`` to the local tensor of DTensor ``t``, and return the DTensor with the result.
 
-    Differentiable where ``convert`` is.
+    ``convert`` must keep shape and strides. The result is differentiable if ``convert`` is.
     """
     given: Any = t
     local = convert(given.to_local())
@@ -51,7 +51,7 @@ def _inner(self: torch.Tensor) -> torch.Tensor:
 
 
 def _teach(patches: Patches, kind: type) -> None:
-    """Have tensors of this class name the device of what they wrap."""
+    """Make wrappers of this class report the device of their wrapped tensor."""
     patches.set(kind, "device", property(lambda self: _inner(self).device))
     patches.set(kind, "is_cuda", property(lambda self: _inner(self).is_cuda))
     patches.set(kind, "is_cpu", property(lambda self: _inner(self).is_cpu))
@@ -75,14 +75,14 @@ def _make_wrapper(patches: Patches, original: Callable[..., torch.Tensor]) -> st
 
 
 def _fake(spec: Any) -> torch.Tensor:
-    """Make the fake tensor by which DTensor finds the shape of a result: only its device would need a driver."""
+    """Make the tensor that DTensor uses to infer the shape of a result, on the backing device: no driver is needed."""
     node, meta = active_node(), spec.tensor_meta
     device = spec.mesh.device_type if node is None or spec.mesh.device_type != "cuda" else node.backing
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
 def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None]:
-    """Teach DTensor, which is slow to import, where it lives, as soon as the first mesh is made."""
+    """Patch DTensor when the first mesh is made; its import is slow, so it does not happen earlier."""
     taught = False
 
     @functools.wraps(original)
@@ -100,7 +100,7 @@ def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None
 
 
 def install_wrappers(patches: Patches) -> None:
-    """Replace how tensors that wrap others are made."""
+    """Wrap the creation of wrapper tensors and of device meshes."""
     patches.set(torch.Tensor, "_make_wrapper_subclass", _make_wrapper(patches, torch.Tensor._make_wrapper_subclass))
     mesh = device_mesh.DeviceMesh
     patches.set(mesh, "__init__", _mesh(patches, mesh.__init__))
