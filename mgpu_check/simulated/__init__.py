@@ -1,8 +1,8 @@
-"""A node with N CUDA devices that exist in software only, on one backing device."""
+"""Simulate a node with N CUDA devices in software, on one backing device."""
 
 from __future__ import annotations
 
-# First: where `mgpu-check simulate` started this process, the end of this import enters a node, by a module of this package.
+# First: in a process of `mgpu-check simulate`, the end of this import enters a node, and that needs this package.
 import torch  # noqa: F401
 
 from mgpu_check.simulated.activation import prepare, simulated_device_count, simulated_node

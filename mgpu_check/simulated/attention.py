@@ -1,6 +1,6 @@
-"""``scaled_dot_product_attention`` of simulated devices: dispatched to the operators that CUDA dispatches it to.
+"""Dispatch ``scaled_dot_product_attention`` on simulated devices to the operators that CUDA uses.
 
-C++ would choose by the backing device. So the choice, and what C++ does around the chosen operator, is made here, above
+C++ would choose by the backing device. So this module chooses the operator, and does the work of C++ around it, above
 autograd: the operators have CUDA's backward functions, DTensor's strategies and ring attention's handlers.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["install_attention"]
 _aten = torch.ops.aten
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _FLASH_ROWS = 8  # elements of a head that a flash kernel loads at once
-_MASK_ROWS = 16  # elements of a mask that a memory-efficient one does
+_MASK_ROWS = 16  # elements of a mask that a memory-efficient kernel loads at once
 
 Function = Callable[..., torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,7 +56,7 @@ def _attention(original: Function) -> Function:
                 "Expected query, key, and value to have the same device type, but got query.device: "
                 f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
             )
-        if not on_device(query) or _is_backed_by_gpu():  # C++ chooses rightly for a real device
+        if not on_device(query) or _is_backed_by_gpu():  # C++ chooses the right operator for a real device
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
@@ -80,7 +80,7 @@ def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _refused(operands: Tensors, mask: torch.Tensor | None, dropout: float) -> bool:
-    """Return whether C++ refuses these operands before it chooses: its own function says it best."""
+    """Return whether C++ refuses these operands before its choice; then its own function raises the error."""
     dtype = operands[0].dtype
     return (
         any(t.dtype != dtype or t.dim() < 2 for t in operands)
@@ -106,7 +106,7 @@ def _dispatched(
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float = -math.inf) -> torch.Tensor | None:
-    """Return what is added to the scores for a mask, which is boolean or that already."""
+    """Return the mask in the form that is added to the scores: convert a boolean mask, keep any other."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), hidden)
@@ -178,6 +178,6 @@ _FUSED = {
 
 
 def install_attention(patches: Patches) -> None:
-    """Replace ``scaled_dot_product_attention``, for what it checks first, and for the choice of its kernel."""
+    """Replace ``scaled_dot_product_attention``: its checks and the choice of its kernel."""
     function = torch.nn.functional.scaled_dot_product_attention
     patches.replace(function, _attention(function))

@@ -1,7 +1,7 @@
-"""Choose the kernel that CUDA would run an attention by: the conditions of torch for a device of compute capability 9.0.
+"""Choose the kernel that CUDA would use for an attention, on a device of compute capability 9.0.
 
-They are those of ``sdp_utils.cpp`` from torch 2.11 on, for dense operands, and they are asked in its order. Each
-condition returns why its kernel cannot be used, in torch's words, or "".
+The conditions come from ``sdp_utils.cpp`` of torch 2.11 and later, for dense operands, in the same order. Each returns
+torch's reason why its kernel cannot be used, or "".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mgpu_check.simulated.tensor import SimulatedTensor
 __all__ = ["SINCE_2_14", "Params", "choice_functions", "chosen_kernel", "on_device"]
 
 SINCE_2_14 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
-"""From here on all kernels take one head of keys and values for all queries, and unbatched operands get a batch of 1."""
+"""Since torch 2.14 all kernels accept one head of keys and values for all queries, and unbatched operands."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256  # of the flash kernels, and of cuDNN's on this device
@@ -30,7 +30,7 @@ Condition = Callable[[Params], str]
 
 
 def on_device(t: Any) -> bool:
-    """Return whether ``t`` is on a simulated device: by itself, or by the tensor that it wraps, as a DTensor does."""
+    """Return whether ``t``, or the tensor that it wraps (as a DTensor does), is on a simulated device."""
     return isinstance(t, SimulatedTensor) or (is_traceable_wrapper_subclass(t) and bool(t.is_cuda))  # type: ignore[attr-defined]
 
 
@@ -59,7 +59,7 @@ def _on_cuda(params: Params) -> str:
 
 
 def _dtype_in(*known: torch.dtype) -> Condition:
-    """Return the condition that the three operands have one dtype, and one that the kernel was compiled for."""
+    """Return the condition that the three operands have the same dtype, one of ``known``."""
 
     def condition(params: Params) -> str:
         dtypes = [t.dtype for t in _tensors(params)]
@@ -79,8 +79,8 @@ def _heads(gqa: bool, same_keys_and_values: bool) -> Condition:
     """Return the condition on batch sizes and numbers of heads.
 
     Args:
-        gqa: the kernel has groups of query heads that share a head of keys and values.
-        same_keys_and_values: it wants as many heads of values as of keys.
+        gqa: whether the kernel supports groups of query heads that share a head of keys and values.
+        same_keys_and_values: whether it requires as many heads of values as of keys.
     """
 
     def condition(params: Params) -> str:
@@ -111,14 +111,14 @@ def _heads(gqa: bool, same_keys_and_values: bool) -> Condition:
 
 
 def _not_empty(params: Params) -> str:
-    # torch asks for lengths of sequences only. An empty batch is a launch of no blocks, which CUDA refuses.
+    # torch checks only the lengths of sequences. CUDA refuses an empty batch too: a launch without blocks.
     if all(t.numel() for t in _tensors(params)):
         return ""
     return "All fused kernels do not support zero seq_len_q or seq_len_kv."
 
 
 def _last_stride_1(ignore_single: bool) -> Condition:
-    """Return the condition that rows are in one piece; of rows of one element, where `ignore_single`, nothing is asked."""
+    """Return the condition that rows are contiguous; `ignore_single` exempts operands with rows of one element."""
 
     def condition(params: Params) -> str:
         rows = all(t.stride(-1) == 1 for t in _tensors(params))
@@ -179,7 +179,7 @@ def _efficient_head(params: Params) -> str:
 
 
 def _aligned(params: Params) -> str:
-    # Of memory that CUDA hands out only the offset can be unaligned.
+    # CUDA's allocations are aligned, so only the offset can be unaligned.
     if not SINCE_2_14 or all(t.storage_offset() * t.element_size() % 16 == 0 for t in _tensors(params)):
         return ""
     return (
@@ -275,7 +275,7 @@ _CUDNN: tuple[Condition, ...] = (
 
 
 def _asks(conditions: tuple[Condition, ...]) -> Callable[..., bool]:
-    """Return the function that says whether all conditions hold, and in ``debug`` warns of the first that does not."""
+    """Return a function that checks all conditions; with ``debug`` it warns about the first that fails."""
 
     def usable(params: Params, debug: bool = False) -> bool:
         for condition in conditions:
@@ -296,12 +296,12 @@ _USABLE = {
 
 
 def chosen_kernel(params: Params) -> SDPBackend:
-    """Return the first kernel, in torch's order of preference, that is switched on and takes the operands.
+    """Return the first kernel, in torch's order of preference, that is enabled and accepts the operands.
 
     torch prefers cuDNN only if it is newer than 9.15.0, and the cuDNN of this node is older.
 
     Raises:
-        RuntimeError: none does.
+        RuntimeError: no kernel is enabled and accepts the operands.
     """
     for number in torch._C._get_sdp_priority_order():
         backend = SDPBackend(number)
@@ -317,7 +317,7 @@ def chosen_kernel(params: Params) -> SDPBackend:
 
 
 def choice_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> the function in its place while simulated."""
+    """Return the functions that replace those of the choice in ``torch._C``, by name."""
     return {
         "_can_use_flash_attention": _USABLE[SDPBackend.FLASH_ATTENTION][1],
         "_can_use_mem_efficient_attention": _USABLE[SDPBackend.EFFICIENT_ATTENTION][1],

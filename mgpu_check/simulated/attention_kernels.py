@@ -1,8 +1,8 @@
-"""The kernels of CUDA that attention is dispatched to, written with operators that every device has.
+"""CUDA's attention kernels, written with operators that every device has.
 
-They compute in float32, as the tensor cores accumulate, and round the results to the dtype of the operands. Backward functions
-make the weights again from the logsumexp that they are given. So a caller may give one that counts more keys than the
-operands have, as ring attention does. Shapes, dtypes and strides of results are those that CUDA's kernels give.
+They compute in float32, as the tensor cores accumulate, and round the results to the dtype of the operands. Backward
+functions recompute the weights from the given logsumexp. So a caller may pass a logsumexp over more keys than the operands
+have, as ring attention does. Results have the shapes, dtypes and strides of CUDA's kernels.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ["ATTENTION_KERNELS"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_ROWS = 8  # the flash kernels load this many elements of a row at once
-_LOGSUMEXP_ROWS = 32  # the memory-efficient kernels fill their logsumexp up to a multiple of this many rows
+_LOGSUMEXP_ROWS = 32  # the memory-efficient kernels pad their logsumexp to a multiple of this many rows
 _MASK_ROWS = 16  # and align the gradient of a mask to this many elements
-_AT_ONCE = 1 << 20  # elements of a matrix of weights that are made at once: 4 MiB, which caches hold
+_AT_ONCE = 1 << 20  # elements of a matrix of weights to compute at once: 4 MiB fit into caches
 
 Optional = Tensor | None
 Attended = tuple[Tensor, Tensor]
 
 
 def _heads(t: Tensor, count: int) -> Tensor:
-    """Return keys or values in float32, each head as often as there are queries' heads that share it."""
+    """Return keys or values in float32, with each head repeated for the ``count`` query heads that share them."""
     wide = t.float()
     return wide if t.size(1) == count else wide.repeat_interleave(count // t.size(1), 1)
 
 
 def _shared(gradient: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient of what `_heads` was given."""
+    """Return the gradient of the argument of `_heads`, given that of its result."""
     if gradient.size(1) == like.size(1):
         return gradient
     batch, _, rows, width = gradient.shape
@@ -44,7 +44,7 @@ def _shared(gradient: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Weights:
-    """The matrix of scores of one attention, made a block of rows at a time."""
+    """The matrix of scores of one attention, computed one block of rows at a time."""
 
     query: Tensor
     key: Tensor
@@ -81,7 +81,7 @@ class _Weights:
 
 
 def _attend(weights: _Weights, value: Tensor) -> Attended:
-    """Return the attention and the logsumexp of each row of scores, both in float32; of a row without keys, 0 and inf."""
+    """Return the attention and the logsumexp of each row of scores, in float32; 0 and inf for a row without keys."""
     outs, sums = [], []
     for _, seen, scores, kept in weights.blocks():
         largest = scores.amax(-1, keepdim=True)
@@ -98,7 +98,7 @@ def _attend(weights: _Weights, value: Tensor) -> Attended:
 def _gradients(
     weights: _Weights, value: Tensor, gradient: Tensor, out: Tensor, logsumexp: Tensor, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Optional]:
-    """Return the gradients of query, key, value and, where asked for, of each score."""
+    """Return the gradients of query, key, value and, with ``of_bias``, of each score."""
     gradient, logsumexp = gradient.float(), logsumexp.float().unsqueeze(-1)
     mean = (gradient * out.float()).sum(-1, keepdim=True)
     of_queries, of_scores = [], []
@@ -119,7 +119,7 @@ def _gradients(
 
 
 def _seed(dropout: float, device: torch.device) -> int:
-    """Draw the seed of a dropout from the generator of the device; without dropout nothing is drawn."""
+    """Draw the seed of a dropout from the generator of the device; without dropout return 0 and draw nothing."""
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)) if dropout > 0 else 0
 
 
@@ -128,7 +128,7 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 
 def _as_laid_out(like: Tensor, values: Tensor) -> Tensor:
-    """Return values in the dtype of ``like``, with dimensions in the same order in memory."""
+    """Return values in the dtype of ``like``, with its order of dimensions in memory."""
     if like.shape == values.shape:
         return torch.empty_like(like).copy_(values)
     order = sorted(range(like.dim()), key=lambda i: like.stride(i) or math.inf, reverse=True)
@@ -160,7 +160,7 @@ def _check_dtype(name: str, known: tuple[torch.dtype, ...], query: Tensor, bias:
 
 
 def _bare(*tensors: Optional) -> list[Tensor]:
-    """Return tensors of the backing device; of none, an absent one, which callers know by their own argument."""
+    """Return the tensors on the backing device; None stays None, and only the caller's argument may be None."""
     return [None if t is None else raw(t) for t in tensors]  # type: ignore[misc]
 
 
@@ -186,7 +186,7 @@ def _backward(
 
     Args:
         results: the gradient of the attention, the attention, and the logsumexp of each row.
-        seed: of dropout, as the forward function has returned it.
+        seed: seed of the dropout, as the forward function returned it.
     """
     query, key, value = operands
     heads, number = query.size(1), int(seed) if dropout > 0 else 0
@@ -270,7 +270,7 @@ def _scaled_dot_product_efficient_attention(
     seed, heads, rows = _seed(dropout_p, query.device), query.size(1), query.size(2)
     weights = _Weights(query, _heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, seed)
     out, logsumexp = _attend(weights, _heads(value, heads))
-    if compute_log_sumexp:  # what is filled up counts for nothing in the backward function
+    if compute_log_sumexp:  # the backward function ignores the padding
         logsumexp = torch.nn.functional.pad(logsumexp, (0, -rows % _LOGSUMEXP_ROWS), value=math.inf)
     else:
         logsumexp = logsumexp[..., :0].contiguous()

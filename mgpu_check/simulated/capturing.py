@@ -1,4 +1,4 @@
-"""Streams that record a CUDA graph in place of working, and the calls that CUDA refuses meanwhile.
+"""Track which streams record a CUDA graph, and refuse the calls that CUDA refuses meanwhile.
 
 A capture begins on one stream. A stream that waits for a capturing one joins its capture. It must be waited for before the
 capture ends. CUDA refuses to wait for results of the device, and to order captured work after other work.
@@ -26,7 +26,7 @@ _under_way: list[Capture] = []
 
 
 class Capture:
-    """One graph that is being captured: its streams, and whether an error has spoiled it."""
+    """A capture of one graph: its streams, and whether an error has invalidated it."""
 
     def __init__(self, mode: str) -> None:
         if mode not in _MODES:
@@ -41,7 +41,7 @@ class Capture:
         self._thread = threading.get_ident()
 
     def begin_on(self, stream: Recording) -> Branch:
-        """Let a stream record from now on."""
+        """Start recording on a stream."""
         if not self.branches:
             _under_way.append(self)
         stream.branch = made = Branch(self, id(stream))
@@ -63,7 +63,7 @@ class Capture:
             raise cuda_error(*_UNJOINED)
 
     def release(self) -> None:
-        """Let the streams work again."""
+        """Stop recording on all streams of the capture."""
         self.ended = True
         _under_way.remove(self)
         for stream in self._streams:
@@ -71,18 +71,18 @@ class Capture:
         self._streams.clear()
 
     def reaches_this_thread(self) -> bool:
-        """Return whether calls of this thread that may be unsafe spoil this capture."""
+        """Return whether a potentially unsafe call of this thread invalidates this capture."""
         return self.mode == "global" or (self.mode == "thread_local" and self._thread == threading.get_ident())
 
 
 @dataclass(eq=False)
 class Branch:
-    """The part of a capture that one stream has recorded, or had recorded when an event was.
+    """The part of a capture that one stream has recorded so far, or up to an event.
 
     Attributes:
-        stream: identifies the stream.
-        work: how many operations it has recorded.
-        seen: by stream, how many operations of it come before what this stream records next.
+        stream: id of the stream.
+        work: number of operations that it has recorded.
+        seen: stream -> number of its operations that come before the next operation of this stream.
     """
 
     capture: Capture
@@ -91,15 +91,15 @@ class Branch:
     seen: dict[int, int] = field(default_factory=dict)
 
     def mark(self) -> Branch:
-        """Return what an event recorded now has to say."""
+        """Return the branch for an event that is recorded now."""
         return Branch(self.capture, self.stream, self.work, {**self.seen, self.stream: self.work})
 
 
 class Recording:
-    """The common part of streams and events: what they have recorded of a capture."""
+    """The base class of streams and events: their branch of a capture."""
 
     branch: Branch | None = None
-    marks_only = False  # an event marks what a stream records
+    marks_only = False  # True for an event, which only marks the work of a stream
 
     def refuse_wait(self) -> None:
         """Refuse to wait for captured work on the host."""
@@ -110,7 +110,7 @@ class Recording:
         self.branch.capture.fail(_UNSUPPORTED)
 
     def follow(self, other: Recording) -> None:
-        """Order what this stream does from now on after what another stream or event has recorded."""
+        """Order the later work of this stream after the recorded work of another stream or event."""
         mine, theirs = self.branch, other.branch
         if theirs is None:
             if mine is not None:
@@ -127,7 +127,7 @@ class Recording:
 
 
 def abandon() -> None:
-    """Give up all captures that have not ended."""
+    """Abandon all captures that have not ended."""
     for capture in list(_under_way):
         capture.release()
 

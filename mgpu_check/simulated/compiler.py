@@ -1,6 +1,6 @@
-"""``torch.compile`` on simulated devices: what it is given runs eagerly, as under ``TORCH_COMPILE_DISABLE=1``.
+"""Make ``torch.compile`` return its argument on simulated devices, as under ``TORCH_COMPILE_DISABLE=1``.
 
-A compiler traces what a tensor does, and not the Python around it, which is where these devices are.
+A compiler traces the operators of a tensor, but the simulation is in the Python code around them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _said: set[int] = set()
 
 
 def _say_once() -> None:
-    """Warn once in each process, and of several ranks in the first one only."""
+    """Print the notice once per process, and only on rank 0."""
     if os.getpid() in _said or os.environ.get("RANK", "0") != "0":
         return
     _said.add(os.getpid())
     print(
-        "mgpu-check: torch.compile is left out on simulated GPUs: what it was given runs eagerly, with the same results",
+        "mgpu-check: torch.compile has no effect on simulated GPUs: the code runs eagerly, with the same results",
         file=sys.stderr,
         flush=True,
     )
@@ -45,5 +45,5 @@ def _eager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_compiler(patches: Patches) -> None:
-    """Have `torch.compile`, and with it `nn.Module.compile`, give back what they are given."""
+    """Make `torch.compile`, and with it `nn.Module.compile`, run their argument eagerly."""
     patches.replace(torch.compile, _eager(torch.compile))

@@ -1,4 +1,4 @@
-"""``torch.cuda.cudart()``: the functions of CUDA's runtime that torch hands out, and its errors by number."""
+"""Provide ``torch.cuda.cudart()``: the functions of CUDA's runtime that torch exposes, and its error codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mgpu_check.simulated.pinned import register, unregister
 
 __all__ = ["runtime"]
 
-# The errors that torch's own code and tests name, with the words of cudaGetErrorString.
+# The errors that torch's own code and tests name, with the messages of cudaGetErrorString.
 _ERRORS = {
     0: ("success", "no error"),
     1: ("InvalidValue", "invalid argument"),
@@ -51,7 +51,7 @@ def _words(error: int) -> str:
 
 
 def _stream_create(pointer: int) -> _CudaError:
-    """Write the handle of a new stream to where ``pointer`` points."""
+    """Write the handle of a new stream to the address ``pointer``."""
     handle = next(_handles)
     _made.add(handle)
     ctypes.c_void_p.from_address(pointer).value = handle

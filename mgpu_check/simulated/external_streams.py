@@ -1,4 +1,4 @@
-"""``torch.cuda.ExternalStream``: streams that another library has made, by their handle."""
+"""Provide ``torch.cuda.ExternalStream``: streams of another library, identified by their handle."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["ExternalStream", "external_stream"]
 
 
 class ExternalStream(Stream):
-    """A stream that another library made; nothing is queued on it but what this process queues."""
+    """A stream of another library; it holds only work that this process queues through torch."""
 
     def __new__(cls, stream_ptr: int, device: object = None, **_: object) -> Self:
         return super().__new__(cls)
 
     def __init__(self, stream_ptr: int = 0, device: object = None, **given: object) -> None:
-        if "stream_id" in given:  # one that is there
+        if "stream_id" in given:  # an existing stream
             return
         super().__init__(device)
         self._pointer = int(stream_ptr)
@@ -30,7 +30,7 @@ class ExternalStream(Stream):
 
 
 def external_stream(pointer: int, device: int | None) -> Stream:
-    """Return the stream of another library with this handle; it is there until the node is left."""
+    """Return the stream of another library with this handle; it is kept until the node exits."""
     index = device_index(device)
     made = external.get((pointer, index))
     if made is None:

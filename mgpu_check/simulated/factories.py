@@ -1,4 +1,4 @@
-"""Functions of torch that make tensors, with ``device=`` understood for simulated devices."""
+"""Wrap torch's functions that create tensors, so that ``device=`` accepts simulated devices."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _default_device() -> torch.device | None:
 
 
 def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
-    """Call ``make`` on the backing device and say that the result is on ``device``."""
+    """Call ``make`` on the backing device, and tag the result with ``device``."""
     node = active_node()
     assert node is not None
     if torch._C._len_torch_dispatch_stack() and _faking():
@@ -118,7 +118,7 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
             drawn.append(made)
     if hardware.present is not None and make.__name__ not in EMPTY:
         _on_hardware(hardware.present, make.__name__, device, made)
-    if type(made) is not SimulatedTensor:  # it is one where an argument is, as in torch.full((2,), scalar_on_device)
+    if type(made) is not SimulatedTensor:  # it is simulated if an argument is, as in torch.full((2,), scalar_on_device)
         made = tag(made.detach() if made.requires_grad else made, device)
         if make.__name__ in EMPTY:
             never_written(made)
@@ -126,7 +126,7 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
 
 
 def _on_hardware(below: hardware.Hardware, name: str, device: torch.device, made: torch.Tensor) -> None:
-    """Tell the hardware of values that a kernel has made, or that have come from the host."""
+    """Pass new values, made by a kernel or copied from the host, to the simulated hardware."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         bare = raw(made)
         if name in _FROM_DATA:
@@ -136,7 +136,7 @@ def _on_hardware(below: hardware.Hardware, name: str, device: torch.device, made
 
 
 def _faking() -> bool:
-    """Return whether a mode of torch makes tensors without data, which may name any device."""
+    """Return whether a mode of torch creates tensors without data; these may name any device."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return any(isinstance(mode, torch._subclasses.FakeTensorMode) for mode in modes)
 

@@ -1,6 +1,7 @@
-"""Functional collectives on simulated tensors: the operators that C++ would send to gloo, by way of the group instead.
+"""Run functional collectives on simulated tensors through the methods of the process group.
 
-So NCCL's refusals hold for them, and what is not waited for is poison.
+C++ would send these operators to gloo. Through the group they raise NCCL's errors, and a result is poison until the caller
+waits for it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _pending(work: Any, *results: torch.Tensor) -> None:
 
 
 def wait_pending(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for the collective that a tensor is the result of, if there is one."""
+    """Wait for the pending collective whose result is ``tensor``, if any, and return the tensor."""
     work = tensor.untyped_storage().__dict__.pop(_WORK, None) if tensor.layout is torch.strided else None
     if work is not None:
         work.wait()
@@ -53,7 +54,7 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:
-    """View complex numbers as real ones, as the operators do that take one tensor, but for all_to_all_single."""
+    """View complex numbers as real ones, as torch's operators on one tensor do, except all_to_all_single."""
     return torch.view_as_real(t) if t.is_complex() else t
 
 
@@ -165,7 +166,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTIONS.items()}
-"""Operator -> what runs it on simulated tensors, instead of a kernel of the backing device."""
+"""Operator -> the function that replaces it on simulated tensors."""
 
 
 def _refusing(original: Callable[..., Any], refuse: Callable[[Any], None]) -> Callable[..., Any]:
@@ -184,10 +185,11 @@ def _refusing(original: Callable[..., Any], refuse: Callable[[Any], None]) -> Ca
 
 
 def install_functional(replace: Callable[[object, object], None], refuse: Callable[[Any], None]) -> None:
-    """Have the public functions call ``refuse(group)`` for CPU tensors, which C++ would hand to gloo.
+    """Make the public functions call ``refuse(group)`` for CPU tensors, which C++ would pass to gloo.
 
     Args:
-        replace: puts the second object for the first one, wherever it has a name.
+        replace: replaces its first argument by the second under every name, as `Patches.replace` does.
+        refuse: raises an error if the group does not accept CPU tensors.
     """
     for name, function in list(vars(public).items()):
         if inspect.isfunction(function) and function.__module__ == public.__name__ and not name.startswith("_"):
@@ -197,7 +199,5 @@ def install_functional(replace: Callable[[object, object], None], refuse: Callab
 
 
 def group_of(group: Any) -> Any:
-    """Return the process group that a functional collective is asked for: a group, a name, a mesh, a mesh and a
-    dimension.
-    """
+    """Return the process group for ``group``: a group, its name, a mesh, or a mesh and a dimension."""
     return _group(public._resolve_group_name(group, ""))

@@ -1,7 +1,7 @@
-"""Generators of simulated devices: a seed and an offset, as CUDA's Philox generators have.
+"""Generators of simulated devices, with a seed and an offset like CUDA's Philox generators.
 
-The backing device draws the numbers. It is seeded anew for each operator by a number that is mixed of seed and offset. So the
-numbers of an operator depend on these two alone, and the offset can be set. They are not the numbers that CUDA draws.
+The backing device draws the numbers. For each operator it is seeded with a hash of seed and offset. So the numbers of an
+operator depend only on these two, and the offset can be set. The numbers differ from those of CUDA.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mgpu_check.simulated.streams import is_capturing
 __all__ = ["DeviceGenerator", "Draws", "device_of", "drawing", "made_on", "owner_of"]
 
 _base = torch._C.Generator
-_STATE = struct.Struct("<QQ")  # seed and offset, as CUDA lays its state out
-_STEP = 4  # offsets are multiples of it
+_STATE = struct.Struct("<QQ")  # seed and offset, in the layout of CUDA's state
+_STEP = 4  # offsets are multiples of 4: Philox draws four numbers at a time
 _PER_STEP = (
     4 * 256 * 8
 )  # elements that one wave of threads of a device with one multiprocessor draws by four numbers each
@@ -121,7 +121,7 @@ class DeviceGenerator(_base):
 
 
 _own: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDictionary()
-"""By the address of what torch draws from: operators get their generator from C++, which makes a plain object of it."""
+"""Address of torch's generator -> its object here: operators get theirs from C++, which wraps it in a plain object."""
 
 
 def made_on(device: torch.device, backing: torch.device, state: _State | None = None) -> DeviceGenerator:
@@ -138,17 +138,17 @@ def _address(generator: torch.Generator) -> int:
 
 
 def owner_of(generator: torch.Generator) -> torch.Generator:
-    """Return `generator` as the code that is simulated has it."""
+    """Return the simulated generator over the same state as `generator`, or `generator` itself."""
     return _own.get(_address(generator), generator)
 
 
 def device_of(generator: torch.Generator) -> torch.device:
-    """Return the device of `generator`, as the code that is simulated sees it."""
+    """Return the device of `generator` in the simulated node."""
     return owner_of(generator).device
 
 
 class Draws:
-    """The generators that an operation has drawn from, with the states that they had."""
+    """The generators that an operation used, with their states and offsets before it."""
 
     def __init__(self) -> None:
         self._states: list[tuple[DeviceGenerator, _State, int]] = []
@@ -158,7 +158,7 @@ class Draws:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what this thread draws from."""
+        """Add every generator that this thread uses inside the context."""
         _noting.draws, before = self, _noting.draws
         try:
             yield
@@ -166,13 +166,13 @@ class Draws:
             _noting.draws = before
 
     def undo(self) -> None:
-        """Set the offsets back."""
+        """Restore the offsets."""
         for _, state, offset in reversed(self._states):
             state.offset = offset
 
     @contextlib.contextmanager
     def states(self) -> Iterator[None]:
-        """Give the generators the states that they had, with the offsets of now."""
+        """Use the recorded states inside the context, with their present offsets."""
         before = [generator.state for generator, _, _ in self._states]
         for generator, state, _ in self._states:
             generator.state = state
@@ -193,9 +193,9 @@ _drawing = threading.RLock()  # threads share the generators: DataParallel's rep
 
 @contextlib.contextmanager
 def drawing(generator: torch.Generator, ambient: torch.Generator | None = None) -> Iterator[list[torch.Tensor]]:
-    """Let one operator draw from `generator`; or from `ambient` in its place, which gets its state back.
+    """Seed `generator` for one operator, or `ambient` instead, whose state is restored at the exit.
 
-    Yields a list for the tensors that the operator has drawn. The offset advances by their size.
+    Yields a list; the caller adds the drawn tensors to it. The offset advances by their size.
     """
     generator = owner_of(generator)
     assert isinstance(generator, DeviceGenerator)
@@ -211,7 +211,7 @@ def drawing(generator: torch.Generator, ambient: torch.Generator | None = None) 
             yield drawn
         finally:
             with torch._C._DisableTorchDispatch():
-                if not torch.equal(fresh, _base.get_state(source)):  # it draws nothing where nothing is dropped
+                if not torch.equal(fresh, _base.get_state(source)):  # dropout with probability 0 draws nothing
                     generator.state.offset += _increment(drawn)
             if kept is not None:
                 source.set_state(kept)

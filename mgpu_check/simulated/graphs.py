@@ -1,4 +1,4 @@
-"""``torch.cuda.CUDAGraph``: captures the work of a stream, and replays it. The Python code above it is torch's own."""
+"""Provide ``torch.cuda.CUDAGraph``: capture the work of a stream, and replay it, under torch's own Python code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ILLEGAL_STATE = 401, "the operation cannot be performed in the present state"
 
 
 class _Underway:
-    """A capture from its begin to its end."""
+    """A capture that has begun and not ended."""
 
     def __init__(self, stream: Stream, mode: str) -> None:
         self.stream = stream
@@ -33,7 +33,7 @@ class _Underway:
         self.capture.begin_on(stream)
 
     def end(self) -> list[Node]:
-        """Undo what was captured, and return it. Raises CUDA's error where an error has spoiled it."""
+        """Undo the captured operations, and return them; raise CUDA's error if the capture is invalid."""
         self.recorder.stop()
         nodes = self.recorder.finish()
         self.capture.end()

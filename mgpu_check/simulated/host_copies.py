@@ -1,4 +1,4 @@
-"""Copies from a device to the host that are late: their destination holds poison until somebody has waited."""
+"""Deliver ``non_blocking`` copies to the host late: the destination holds poison until the caller waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LATE = "_mgpu_check_late"
 
 
 def late_host_copy(copy: torch.Tensor, source: torch.device, non_blocking: bool) -> None:
-    """Finish a copy to the host: without ``non_blocking`` it has waited; with it, the values come with the wait."""
+    """Make the host wait after a copy from a device, or with ``non_blocking`` hold the values back until it waits."""
     if not non_blocking:
         host_waits(source)
         return
@@ -33,7 +33,7 @@ def late_host_copy(copy: torch.Tensor, source: torch.device, non_blocking: bool)
 
 
 def deliver_queued(host: torch.Tensor, device: torch.device) -> None:
-    """Deliver, before a copy of ``host`` to ``device``, the copies to ``host`` that its stream comes after."""
+    """Deliver late copies to ``host`` before it is copied to ``device``, if they precede the copy on the stream."""
     if host.layout is not torch.strided:
         return
     late: list[Late] | None = host.untyped_storage().__dict__.get(_LATE)

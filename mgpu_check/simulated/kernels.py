@@ -1,4 +1,4 @@
-"""Operators that torch has for CUDA only, written with those that every device has.
+"""Implement operators that torch has only for CUDA, with operators that every device has.
 
 They run on plain tensors of the backing device, below the simulation.
 """
@@ -44,7 +44,7 @@ def batch_norm_gather_stats_with_counts(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Join the statistics of several ranks (one row each of ``mean``, ``invstd``) as the law of total variance says."""
+    """Combine the statistics of several ranks (rows of ``mean`` and ``invstd``) by the law of total variance."""
     weights = counts.to(mean.dtype).reshape(-1, 1)
     total = weights.sum()
     joined = (mean * weights).sum(0) / total

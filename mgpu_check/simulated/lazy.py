@@ -1,4 +1,4 @@
-"""Lazy parameters: they have no values to move yet, so they remember where to be made."""
+"""Support lazy parameters: they have no values to move, so they store the device for their later values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which
 
 
 def uninitialized_on(t: torch.Tensor, target: torch.device, dtype: object) -> torch.Tensor:
-    """Return another tensor without values like ``t``, that will be made on ``target``."""
+    """Return a lazy tensor like ``t`` whose values will be created on ``target``; ``dtype`` None keeps its dtype."""
     make: Callable[..., torch.Tensor] = type(t)
     made = make(requires_grad=t.requires_grad, dtype=dtype or t.dtype)
     made.__dict__[TARGET] = target
@@ -65,7 +65,7 @@ def _device(self: torch.Tensor) -> torch.device:
 
 
 def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
-    """Replace how lazy parameters and buffers are made, and made real."""
+    """Wrap the creation and the materialization of lazy parameters and buffers."""
     for kind in (UninitializedParameter, UninitializedBuffer):
         patches.set(kind, "__new__", _new(kind.__new__))
     patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))

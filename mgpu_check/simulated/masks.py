@@ -1,4 +1,4 @@
-"""`CUDA_VISIBLE_DEVICES` of a simulated node, by the driver's rules."""
+"""Parse `CUDA_VISIBLE_DEVICES` of a simulated node by the driver's rules."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ __all__ = ["uuid_of", "visible"]
 
 
 def uuid_of(physical: int) -> str:
-    """Return the UUID of a device of the machine, without the "GPU-" that NVML puts before it."""
+    """Return the UUID of a device of the machine, without NVML's prefix "GPU-"."""
     return f"5107a7ed-0000-0000-0000-{physical:012d}"
 
 
 def visible(listed: str | None, total: int) -> tuple[int, ...]:
-    """Return the devices, of the ``total`` of the machine, that a process sees under this value of the variable, in its
-    order.
+    """Return the visible devices, of ``total`` in the machine, for this value of the variable, in its order.
 
-    An entry is an index, or "GPU-" and a beginning of a UUID that only one device has. The driver stops at the first entry
-    that is no device; a device that is listed twice leaves none. None: the variable is not set.
+    An entry is an index, or "GPU-" and the beginning of a UUID that only one device has. The driver stops at the first
+    invalid entry. If a device is listed twice, no device is visible. None means that the variable is not set.
     """
     if listed is None:
         return tuple(range(total))

@@ -1,4 +1,4 @@
-"""Methods of tensors that name a device, or that depend on where a tensor is."""
+"""Replace the methods of tensors that name a device or depend on one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _target(device: object) -> torch.device:
     return made
 
 
-_LOWER = "_mp_param"  # of a parameter in mixed precision by DistributedDataParallel
-_VIEW = "_mgpu_check_view"  # what C++ has of its gradient, a view of a bucket, whose data follow those of the gradient
+_LOWER = "_mp_param"  # attribute of a parameter in DistributedDataParallel's mixed precision
+_VIEW = "_mgpu_check_view"  # the plain gradient in C++, a view of a bucket: its data must follow those of the gradient
 
 
 def _to(original: Method) -> Method:
@@ -64,7 +64,7 @@ def _to(original: Method) -> Method:
         if isinstance(self, LAZY):
             return uninitialized_on(self, target or self.device, dtype)
         if target is None or (target.type != "cuda" and not isinstance(self, SimulatedTensor)):
-            if isinstance(other, SimulatedTensor):  # t.to(device_tensor) of a tensor that is there: only the dtype
+            if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
                 return original(self, dtype, *rest, **_without(kwargs, "other"))
             return original(self, *args, **kwargs)
         names = dict(zip(("non_blocking", "copy"), rest, strict=False))
@@ -187,7 +187,7 @@ def _is_pinned(original: Method) -> Method:
 
 
 def _data(original: object) -> property:
-    """Make ``t.data = u`` a property that moves ``t`` to the device of ``u``, object and all."""
+    """Return the property ``data``, whose setter ``t.data = u`` moves the object ``t`` to the device of ``u``."""
 
     def get(self: torch.Tensor) -> torch.Tensor:
         data: torch.Tensor = original.__get__(self)  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ def _data(original: object) -> property:
 
 
 def _grad(original: object) -> property:
-    """Make ``.grad`` a property on the device of its tensor, also where C++ put a plain tensor there (DDP's bucket views)."""
+    """Return the property ``grad``, on the device of its tensor even if C++ set a plain tensor (DDP's bucket views)."""
 
     def get(self: torch.Tensor) -> torch.Tensor | None:
         grad: torch.Tensor | None = original.__get__(self)  # type: ignore[attr-defined]
@@ -229,7 +229,7 @@ def _grad(original: object) -> property:
                     grad.__dict__[_VIEW] = view
             elif type(self) is torch.Tensor or type(self) is torch.nn.Parameter:
                 grad = raw(grad)
-            put_grad(self, grad)  # C++ may have put one there of another dtype, as mixed precision of DDP does
+            put_grad(self, grad)  # DDP's mixed precision in C++ may set another dtype
         return grad
 
     def put(self: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -246,7 +246,7 @@ def _grad(original: object) -> property:
 
 
 def _gradients(original: Method) -> Method:
-    """Wrap ``torch.autograd.grad`` so that zeros that C++ fills in for a tensor on a device are on that device."""
+    """Wrap ``torch.autograd.grad``: zeros that C++ returns for an unused input are on the device of the input."""
 
     @functools.wraps(original)
     def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
@@ -275,7 +275,7 @@ def _check_grad_device(mine: torch.device, given: torch.device) -> None:
 
 
 def install_methods(patches: Patches) -> None:
-    """Replace the methods and attributes of ``torch.Tensor`` that know of devices."""
+    """Replace the methods and attributes of ``torch.Tensor`` that depend on devices."""
     for name, wrap in (
         ("to", _to),
         ("cuda", _cuda),

@@ -1,4 +1,4 @@
-"""The methods of process groups, which say in many ways what is one :class:`~mgpu_check.simulated.calls.Call`."""
+"""Parse the arguments of the methods of process groups into :class:`~mgpu_check.simulated.calls.Call`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _is_op(value: object) -> bool:
 
 
 def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:
-    """Return (options, operation) of a method that takes either."""
+    """Return (options, operation) for a method whose argument is one of them."""
     if _is_op(opts):
         opts, op = None, opts
     if op is None:
@@ -45,7 +45,7 @@ def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:
 
 
 def _root(opts: Any, root: int) -> int:
-    """Return the root of a method that takes options, or the rank itself in their place."""
+    """Return the root for a method whose argument is either options or the rank."""
     if isinstance(opts, int):
         return opts
     return root if opts is None else int(opts.rootRank)
@@ -83,7 +83,7 @@ def _parse_reduce(
 
 
 def _nested(value: Any) -> Tensors:
-    """Return the one list of a list of lists, or the list itself."""
+    """Return the only list inside a list of lists, or a flat list unchanged."""
     given = list(value or ())
     return list(given[0]) if given and isinstance(given[0], (list, tuple)) else given
 
@@ -97,7 +97,7 @@ def _parse_allgather(
 
 
 def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = None) -> list[Call]:
-    # The lists are by rank, each with an output for each input.
+    # One list per rank, with one output per input.
     pairs = zip(zip(*output_lists, strict=True), input_list, strict=True)
     return [call for outs, mine in pairs for call in _parse_allgather([list(outs)], [mine], opts)]
 
@@ -212,9 +212,9 @@ PARSERS: dict[str, Callable[..., list[Call]]] = {
     "recv": _parse_recv,
     "recv_anysource": _parse_recv_anysource,
 }
-"""Function of ``torch.distributed``, or a method that has arguments of its own -> what turns those of the methods into calls."""
+"""Function of ``torch.distributed``, or method with other arguments -> the parser of its methods."""
 
 
 def parser_of(method: str) -> Callable[..., list[Call]] | None:
-    """Return what parses the arguments of a method of process groups; None of a barrier, which has no tensors."""
+    """Return the parser for a method of process groups; None for a barrier, which has no tensors."""
     return PARSERS.get(method) or PARSERS.get(METHODS[method].function)

@@ -1,4 +1,4 @@
-"""Pinned memory of the host: which storages are pinned, by torch or by ``cudaHostRegister``, and the figures of both."""
+"""Track the pinned memory of the host, from torch's allocator and ``cudaHostRegister``, and the allocator's statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
 
 
 class _Figures:
-    """The counts of the host's caching allocator: ``allocated`` memory is cached too, ``active`` memory is in use."""
+    """Counts of the host's caching allocator: ``active`` memory is in use, ``allocated`` memory may also be cached."""
 
     def __init__(self) -> None:
         self.current = dict.fromkeys(_KINDS, 0)
@@ -50,7 +50,7 @@ _figures = _Figures()
 
 
 class PinnedBlock:
-    """The pinned memory of one storage: it counts until the storage dies, in sizes that are powers of two."""
+    """The pinned memory of one storage, counted until the storage is freed; sizes are powers of two."""
 
     __slots__ = ("_figures", "size")
 
@@ -75,7 +75,7 @@ class PinnedBlock:
 
 
 def pin(t: torch.Tensor) -> torch.Tensor:
-    """Say that the memory of ``t``, a tensor of the host, is pinned."""
+    """Mark the memory of ``t``, a tensor of the host, as pinned, and return ``t``."""
     attributes = t.untyped_storage().__dict__
     if _PINNED not in attributes and t.untyped_storage().nbytes():
         attributes[_PINNED] = PinnedBlock(t.untyped_storage().nbytes())
@@ -94,7 +94,7 @@ def is_pinned(storage: torch.UntypedStorage) -> bool:
 
 
 def register(pointer: int, size: int) -> int:
-    """Pin memory by its address, and return the number of CUDA's error."""
+    """Register memory as pinned; return CUDA's error code, 0 for success."""
     with _lock:
         if size <= 0 or not pointer:
             return 1
@@ -105,13 +105,13 @@ def register(pointer: int, size: int) -> int:
 
 
 def unregister(pointer: int) -> int:
-    """Unpin what was pinned by its address, and return the number of CUDA's error."""
+    """Unregister memory that `register` pinned; return CUDA's error code, 0 for success."""
     with _lock:
         return 0 if _registered.pop(pointer, None) is not None else 713
 
 
 def empty_host_cache(*_: object) -> None:
-    """Give back the free pinned memory."""
+    """Release the cached free memory."""
     with _lock:
         for size, count in _figures.cached.items():
             _figures.given_back += count
@@ -133,7 +133,7 @@ def reset_accumulated() -> None:
 
 
 def host_stats() -> dict[str, object]:
-    """Return what ``torch.cuda.host_memory_stats`` is made of. Pinning takes no time here."""
+    """Return the nested counts for ``torch.cuda.host_memory_stats``; all times are 0."""
     with _lock:
         counts = {
             kind: {name: getattr(_figures, name)[kind] for name in ("current", "peak", "allocated", "freed")}
@@ -154,7 +154,7 @@ def host_stats() -> dict[str, object]:
 
 
 def forget_pinned() -> None:
-    """Begin without figures and without registered memory, as a new node does."""
+    """Reset the statistics and the registered memory, as for a new node."""
     global _figures
     with _lock:
         _registered.clear()

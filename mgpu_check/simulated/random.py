@@ -1,4 +1,4 @@
-"""Random numbers of simulated devices: one generator per device, ruled by ``torch.cuda.manual_seed`` and its kin."""
+"""Provide one generator per simulated device, for ``torch.cuda.manual_seed`` and similar functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _base = torch._C.Generator
 
 
 class _GeneratorMeta(type(_base)):  # type: ignore[misc]
-    """``torch.Generator`` while simulated: makes either kind, and every generator is an instance of it."""
+    """Metaclass of the replacement of ``torch.Generator``, which makes both kinds; all generators are its instances."""
 
     def __call__(cls, device: object = "cpu") -> torch.Generator:
         target = simulated_device(device)
@@ -37,7 +37,7 @@ def _make(device: torch.device) -> torch.Generator:
 
 
 def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
-    """Make one generator per device, all seeded as the default generator of the CPU was."""
+    """Make one generator per device, with the seed of the CPU's default generator."""
     made = []
     for device in devices:
         generator = made_on(device, backing)
@@ -49,7 +49,7 @@ def device_generators(devices: Iterable[torch.device], backing: torch.device) ->
 def ambient_generator(backing: torch.device) -> torch.Generator:
     """Return the generator of the backing device itself.
 
-    Ask for it before the node is entered, which replaces its name.
+    Call this before the node is entered: entering replaces the names that this function reads.
     """
     return torch.default_generator if backing.type == "cpu" else torch.cuda.default_generators[backing.index]
 
@@ -62,7 +62,7 @@ def _generator(device: object = None) -> torch.Generator:
     if made is None:
         node.initialize()
     else:
-        simulated_device(made)  # an ordinal that does not exist is refused
+        simulated_device(made)  # raises for an invalid ordinal
     return node.generators[device_index(device)]
 
 
@@ -75,9 +75,9 @@ def _generators() -> tuple[torch.Generator, ...]:
 
 
 def _seeded() -> tuple[torch.Generator, ...]:
-    """Return the generators to seed, one for each device that there may be.
+    """Return the generators to seed, one per device of the machine.
 
-    To seed is no use of a device, and counts for what is used later.
+    Seeding does not initialize CUDA, and must take effect on devices that are used later.
     """
     node = active_node()
     return () if node is None else node.seeded

@@ -1,4 +1,4 @@
-"""How long things take on right hardware: the virtual time of simulated devices, in seconds."""
+"""Compute the virtual time of operations on healthy simulated devices, in seconds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _TF32 = 3e14
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of an imagined device.
+    """Rates of a fictitious device.
 
     Attributes:
-        flops: of matrix products, by dtype, per second.
+        flops: dtype -> floating-point operations per second in matrix products.
         memory: bytes per second that kernels read or write.
         link: bytes per second from one device to another, in each direction.
-        pinned, pageable: bytes per second between a device and such memory of the host.
-        kernel, copy, collective: seconds that one takes beside its work.
+        pinned, pageable: bytes per second between a device and pinned or pageable host memory.
+        kernel, copy, collective: fixed seconds of each operation, in addition to its work.
     """
 
     flops: Mapping[torch.dtype, float] = field(default_factory=lambda: _FLOPS)
@@ -43,7 +43,7 @@ class Rates:
     collective: float = 1e-5
 
     def of_operator(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
-        """Return how long an operator takes, bound by memory or by arithmetic."""
+        """Return the duration of an operator, bound by memory or by arithmetic."""
         moved = sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
         seconds = moved / self.memory
         count = _COUNTS.get(name)
@@ -56,7 +56,7 @@ class Rates:
         return self.kernel + seconds
 
     def of_copy(self, nbytes: int, host: bool, pinned: bool) -> float:
-        """Return how long a copy takes, between devices or to or from the host."""
+        """Return the duration of a copy between devices or, with ``host``, between a device and the host."""
         rate = self.link if not host else self.pinned if pinned else self.pageable
         return self.copy + nbytes / rate
 
@@ -65,7 +65,7 @@ Count = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
 
 
 def _product(first: int) -> Count:
-    """Count the operations of a matrix product whose factors begin at this input."""
+    """Return the function that counts the operations of a matrix product; ``first`` is the index of its first factor."""
 
     def count(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
         if len(inputs) <= first or not outputs:

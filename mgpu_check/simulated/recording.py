@@ -1,4 +1,4 @@
-"""The record of a CUDA graph: the operators that were captured, with the memory that they read and write.
+"""Record the operators of a CUDA graph, with the memory that they read and write.
 
 Operators run while they are captured, so that results have shapes, and values that later operators can index by. When the
 capture ends, all memory that they wrote holds again what it held before, or what was never written: CUDA runs nothing
@@ -29,11 +29,11 @@ from mgpu_check.simulated.unwritten import EMPTY, never_written
 
 __all__ = ["Node", "Recorder", "abandon", "recorder_of"]
 
-# Operators that write arguments which their schemas do not declare as written: the running statistics.
+# Operators whose schemas do not declare all written arguments: the running statistics.
 _WRITES_UNDECLARED = frozenset(
     ["native_batch_norm", "cudnn_batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"]
 )
-# They change what a tensor is, or make it without values.
+# Operators that change only the tensor object, or create memory without values: a replay does not need them.
 _OF_THE_HOST = EMPTY | {"resize_", "resize_as_", "set_"}
 _no_dispatch = torch._C._DisableTorchDispatch
 _own_dispatch = torch.Tensor.__torch_dispatch__
@@ -41,7 +41,7 @@ _own_dispatch = torch.Tensor.__torch_dispatch__
 
 @dataclass(eq=False)
 class Node:
-    """One operation: `run` does it, and each tensor that it makes goes to the memory in `targets` at its place."""
+    """One operation: a replay calls `run`, and copies each new tensor to the memory in `targets` at the same index."""
 
     run: Callable[[], object]
     reads: list[torch.Tensor]
@@ -51,7 +51,7 @@ class Node:
     after: Callable[[Any], object] | None = None
 
     def replay(self) -> None:
-        with torch.inference_mode(), self.draws.states():  # only there all tensors may be written
+        with torch.inference_mode(), self.draws.states():  # inference mode allows writes to all tensors
             for target, result in zip(self.targets, _made(self.run(), self.reads), strict=True):
                 wait_pending(result)
                 with _no_dispatch():
@@ -73,18 +73,18 @@ def _storage(t: torch.Tensor) -> int:
 
 
 def _made(result: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of a result that have memory of their own: no wrappers, nor what the operation was given."""
+    """Return the tensors of a result with new memory: no wrappers, and none that share memory with ``given``."""
     known = set(map(_storage, given))
     return [t for t in _tensors(result) if _storage(t) not in known and not _wraps(type(t))]
 
 
 def _wraps(kind: Any) -> bool:
-    """Return whether tensors of this type, such as DTensor, have others inside, and dispatch on them."""
+    """Return whether tensors of this type wrap others and dispatch on them, as DTensor does."""
     return kind is not SimulatedTensor and kind.__torch_dispatch__ is not _own_dispatch
 
 
 def _bare(t: torch.Tensor) -> torch.Tensor:
-    """Return the same memory without autograd, and with a version of its own: a replay is no change that autograd sees."""
+    """Return the same memory without autograd and with its own version counter: autograd must not see a replay."""
     with _no_dispatch():
         bare = raw(t)
         bare = bare.data if bare.layout is torch.strided else bare
@@ -101,7 +101,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator again; wait for the work of a collective, which C++ has sent."""
+    """Run an operator; wait for its work if it is a collective that C++ sent."""
     result = func(*args, **kwargs)
     for item in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(item, torch.ScriptObject) and func.namespace == "c10d":
@@ -111,7 +111,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass(eq=False)
 class _Effects:
-    """Effects of an operator on memory: the arguments that it writes, by position and name, and whether it makes tensors."""
+    """The arguments that an operator writes, by position and name, and whether it creates tensors."""
 
     written: list[tuple[int, str]]
     makes: bool
@@ -136,15 +136,15 @@ def _effects_of(func: Any) -> _Effects:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operations that a thread queues on capturing streams, and undoes them at the end."""
+    """Record the operations that a thread queues on capturing streams, and undo them at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of memory that was there, by storage
-        self._memory: dict[int, torch.Tensor] = {}  # that was made, by storage
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: its bytes, and a copy
+        self._memory: dict[int, torch.Tensor] = {}  # storage -> memory that the capture created
         self.paused = False
-        self._there: dict[int, torch.device] = {}  # where memory is that operators on devices have written
+        self._there: dict[int, torch.device] = {}  # storage -> device whose operators wrote it
 
     def start(self) -> None:
         if _current.recorder is not None:
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         if any(map(_wraps, types)):
-            return NotImplemented  # what it does to its parts comes by
+            return NotImplemented  # its operators on the wrapped tensors come here next
         effects = _effects.get(func) or _effects_of(func)
         if not effects.makes and not effects.written:
             return func(*args, **kwargs)
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
         return self.record(lambda args, kwargs: _run(func, args, kwargs), args, kwargs, written, device, held=held)
 
     def _tagged(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the same memory as `_bare`, on its device, also where C++ takes it for memory of the host."""
+        """Return the same memory as `_bare`, on its device even if C++ treats it as host memory."""
         bare = _bare(t)
         device = self._there.get(_storage(t))
         return bare if device is None or isinstance(bare, SimulatedTensor) else tag(bare, device)
@@ -201,13 +201,14 @@ class Recorder(TorchDispatchMode):
         after: Callable[[Any], object] | None = None,
         held: Callable[[torch.Tensor], torch.Tensor] = _bare,
     ) -> Any:
-        """Do an operation on a device, and record it.
+        """Run an operation on a device, and record it.
 
         Args:
-            run: does it with these arguments.
-            written: the tensors among them that it writes.
-            after: called after each replay, with the first tensor that it makes.
-            held: makes of each tensor among the arguments the one that the replay is given.
+            run: runs the operation with the positional and keyword arguments.
+            written: tensors among the arguments that the operation writes.
+            device: device of the operation; None if no argument is on a device.
+            after: called after each replay with its first new tensor; None without new tensors.
+            held: returns the tensor that a replay uses in place of a tensor argument.
         """
         for t in written:
             self._keep(t)
@@ -244,7 +245,7 @@ class Recorder(TorchDispatchMode):
         self.nodes.extend(nodes)
 
     def _keep(self, t: torch.Tensor) -> None:
-        """Keep what the memory of a tensor holds before it is first written, unless the capture has made it."""
+        """Save the values of a tensor's memory before its first write, unless the capture created the memory."""
         key = _storage(t)
         if key in self._before or key in self._memory or t.layout is not torch.strided:
             return
@@ -255,7 +256,7 @@ class Recorder(TorchDispatchMode):
             self._before[key] = whole, whole.clone()
 
     def finish(self) -> list[Node]:
-        """Undo all that was captured, and return it, without what the host has done to its own memory."""
+        """Undo all captured operations, and return them without those on host memory alone."""
         for node in reversed(self.nodes):
             node.draws.undo()
         nodes = self._on_devices()
@@ -272,13 +273,13 @@ class Recorder(TorchDispatchMode):
         return nodes
 
     def _on_devices(self) -> list[Node]:
-        """Return the operations that touch memory of a device: C++ takes that of its buckets for memory of the host."""
+        """Return the operations on memory of a device, including buckets, which C++ treats as host memory."""
         there: set[int] = set()
         kept = []
         for node in self.nodes:
             touched = (*node.reads, *node.writes, *node.targets)
             if any(isinstance(t, SimulatedTensor) or _storage(t) in there or _is_device(t) for t in touched):
-                if node.after is None:  # what it writes is not of the host
+                if node.after is None:  # a copy to the host writes host memory
                     there.update(_storage(t) for t in (*node.writes, *node.targets))
                 kept.append(node)
         return kept
@@ -296,14 +297,14 @@ _current = _Current()
 
 
 def abandon() -> None:
-    """Give up all captures that have not ended, and record nothing more in this thread."""
+    """Abandon all captures that have not ended, and stop recording in this thread."""
     if _current.recorder is not None:
         _current.recorder.stop()
     capturing.abandon()
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """Return what records the work that this thread queues on a device now, if anything does."""
+    """Return the active recorder of this thread for work on a device, or None."""
     recorder = _current.recorder
     if recorder is None or recorder.paused or not is_capturing(device.index):
         return None

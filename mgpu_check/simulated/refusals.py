@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of CUDA that a simulated node lacks: each refuses by its name."""
+"""Replace the parts of CUDA that a simulated node lacks by functions and classes that raise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["refused", "refused_class"]
 
 
 def refused(name: str) -> Callable[..., NoReturn]:
-    """Make a function that refuses ``name``, and names it."""
+    """Return a function that raises RuntimeError because ``name`` is not available."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError(f"{name} is not available on a simulated node; run this part on real devices")
@@ -19,7 +19,7 @@ def refused(name: str) -> Callable[..., NoReturn]:
 
 
 def refused_class(name: str) -> type:
-    """Make a class that refuses its own construction; it may be imported, annotated with, and subclassed."""
+    """Return a class whose construction raises RuntimeError; code may import it, annotate with it, and subclass it."""
     refuse = refused(name)
     home, _, short = name.rpartition(".")
     return type(short, (), {"__module__": home, "__new__": lambda cls, *a, **k: refuse()})

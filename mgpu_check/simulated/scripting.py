@@ -1,4 +1,4 @@
-"""``torch.jit.script`` while simulated: it knows functions of torch by their identity, and so must know what replaces them."""
+"""Register replaced functions with ``torch.jit.script``, which identifies torch's functions by their ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["install_scripting"]
 
 
 def install_scripting(patches: Patches) -> None:
-    """Let scripts call the functions that stand for those of torch; to be installed after all of them."""
+    """Allow scripts to call the replacements of torch's functions; install this after all replacements."""
     table: dict[int, str] = torch.jit._builtins._get_builtin_table()
     added = {id(new): table[old] for old, new in patches.replaced() if old in table}
 

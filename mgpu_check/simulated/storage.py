@@ -1,4 +1,4 @@
-"""Storages of simulated tensors: they say where they are, move, resize and serialize as those of a device do."""
+"""Make storages of simulated tensors report their device, and move, resize and serialize like those of a device."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _new(original: Callable[..., torch.UntypedStorage]) -> staticmethod[..., tor
 
 
 def install_storage(patches: Patches) -> None:
-    """Replace what ``torch.UntypedStorage`` says of its device and does with it."""
+    """Replace the methods and attributes of ``torch.UntypedStorage`` that depend on its device."""
     patches.set(_storage, "device", property(_device))
     patches.set(_storage, "is_cuda", property(lambda self: _device(self).type == "cuda"))
     patches.set(_storage, "__new__", _new(_storage.__new__))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CLASS", "TYPE_NAMES", "SimulatedTensor", "is_simulated", "raw", "set_runner", "tag", "to_real", "type_name"]
 
-CLASS = "_mgpu_check_class"  # the class that a parameter has on the host, if that is one of the user's own
+CLASS = "_mgpu_check_class"  # the user's class of a tensor on the host
 _no_dispatch = torch._C._DisableTorchDispatch
 _strided = torch.strided
 _plain: type = torch.Tensor
@@ -45,7 +45,7 @@ _run: Runner
 
 
 def set_runner(run: Runner) -> None:
-    """Say what runs the operators of simulated tensors (``dispatch`` imports this module, so it says it itself)."""
+    """Set the function that runs the operators of simulated tensors: ``dispatch`` imports this module, not vice versa."""
     global _run
     _run = run
 
@@ -123,7 +123,7 @@ class SimulatedTensor(torch.Tensor):
                 "moment.  If you were attempting to deepcopy a module, this may be because of a torch.nn.Module "
                 "attribute's value being a computed tensor"
             )
-        if isinstance(self, torch.nn.Parameter):  # without gradient and attributes, as `Parameter.__deepcopy__`
+        if isinstance(self, torch.nn.Parameter):  # without gradient and attributes, like `Parameter.__deepcopy__`
             memo[id(self)] = twin = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
             if CLASS in self.__dict__:
                 twin.__dict__[CLASS] = self.__dict__[CLASS]
@@ -189,9 +189,7 @@ def _of_sparse(real: torch.Tensor, device: str, requires_grad: bool) -> torch.Te
 
 
 def tag(bare: torch.Tensor, device: torch.device) -> SimulatedTensor:
-    """Return ``bare``, a plain tensor on the backing device, as a tensor on the simulated ``device``; they share
-    memory.
-    """
+    """Return a tensor on the simulated ``device`` that shares memory with ``bare``, a plain tensor."""
     if bare.layout is not _strided:
         out = torch.Tensor._make_subclass(SimulatedTensor, bare)  # a sparse tensor has no alias
         out._dev = device
@@ -209,9 +207,7 @@ def tag(bare: torch.Tensor, device: torch.device) -> SimulatedTensor:
 
 
 def raw(t: torch.Tensor) -> torch.Tensor:
-    """Return ``t`` without its simulated device: a plain tensor on the backing device over the same memory, outside
-    autograd.
-    """
+    """Return a plain tensor on the backing device over the memory of ``t``, outside autograd."""
     if not isinstance(t, SimulatedTensor):
         return t
     with _no_dispatch(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""``torch.cuda.FloatTensor`` and its kin, and ``Tensor.new``: the constructors of before there were dtypes."""
+"""Provide ``torch.cuda.FloatTensor`` and similar classes, and ``Tensor.new``: constructors older than dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["install_typed"]
 
 
 class _Typed(type):
-    """The class of ``torch.cuda.FloatTensor``: calling it makes a tensor, and tensors of its dtype are its instances."""
+    """Metaclass of ``torch.cuda.FloatTensor``: a call makes a tensor, and device tensors of its dtype are instances."""
 
     dtype: torch.dtype
     layout: torch.layout
@@ -40,7 +40,7 @@ def _given(device: object) -> object:
 
 
 def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, ...]) -> torch.Tensor:
-    """Return ``like.new(*args)`` on ``device``: by sizes, from a sequence, or of a tensor's own memory."""
+    """Return ``like.new(*args)`` on ``device``, from sizes, from a sequence, or over a tensor's own memory."""
     assert device is not None
     if len(args) == 1:
         (given,) = args
