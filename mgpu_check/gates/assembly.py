@@ -1,4 +1,4 @@
-"""Put the slices that ranks hold together, so that they are compared with what one device has whole."""
+"""Assemble the slices that ranks hold, for the comparison with the whole tensors of one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mgpu_check.torch_hooks.tensors import digest_of
 __all__ = ["assembled", "holders_of"]
 
 _CLOSE = 1e-3
-"""Of the magnitude: ranks that hold the same slice of an optimizer's state differ by rounding only."""
+"""Tolerance, as a fraction of the magnitude: replicas of a slice of an optimizer's state differ by rounding only."""
 
 Parts = dict[Result, list[tuple[int, Slice, torch.Tensor]]]
 """By result: the rank that holds a slice, the slice, and the local tensor that has it."""
@@ -27,7 +27,7 @@ Parts = dict[Result, list[tuple[int, Slice, torch.Tensor]]]
 
 @dataclass(frozen=True)
 class _Whole:
-    """A result that was put together, as each rank sees it: its own slices, and those of others where it has none."""
+    """A result that was assembled from slices, once per rank: each rank's own slices, and slices of others in the gaps."""
 
     views: list[torch.Tensor]
     own: list[torch.Tensor]
@@ -36,7 +36,7 @@ class _Whole:
 
 
 def holders_of(seen: Sequence[Observation]) -> dict[str, set[int]]:
-    """Return which ranks use each parameter and buffer that some rank does not use, where those ranks train something else."""
+    """Return, for each parameter and buffer that some rank leaves unused, the ranks that use it or that train nothing."""
     found: dict[str, set[int]] = defaultdict(set)
     for name in set().union(*(one.unused for one in seen)):
         found[name] |= {rank for rank, one in enumerate(seen) if name not in one.unused or not _trains(one)}
@@ -48,11 +48,11 @@ def assembled(
     holders: Mapping[str, set[int]] | None = None,
     returns: Callable[[int], bool] | None = None,
 ) -> list[Observation]:
-    """Return what ranks have left, with every result whole on every rank, where ranks hold parts of the model.
+    """Return the observations of ranks, with every divided result assembled on every rank.
 
     Args:
-        holders: the ranks that use a parameter or buffer; see `holders_of`. By default all that have it.
-        returns: whether what a rank returns counts.
+        holders: the ranks that use a parameter or buffer; see `holders_of`. Default: all ranks that have it.
+        returns: whether the values that a rank returns count.
     """
     held = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(seen)}
     divided = any(one.pieces or one.unplaced for one in seen) or bool(held)
@@ -124,7 +124,7 @@ def _wholes(
     held: Mapping[str, set[int]],
     idle: Sequence[set[str]],
 ) -> Iterator[tuple[Result, _Whole]]:
-    """Yield each result that is divided among ranks, put together.
+    """Yield each result that is divided among ranks, assembled.
 
     Args:
         held: the ranks that use a parameter or buffer, where these are not all.
@@ -218,7 +218,7 @@ def _is_state_in_chunks(whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[
 def _in_order(
     name: Result, whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...], size: int
 ) -> list[tuple[int, Slice, torch.Tensor]]:
-    """Return chunks of a state in the order of ranks; of several replicas in the order in which these agree."""
+    """Return the chunks of a state in the order of ranks; with several replicas, in the order that makes replicas agree."""
     first = whole[0][1]
     dim = next(d for d in range(len(shape)) if first.shape[d] != shape[d])
     count = -(-shape[dim] // max(1, first.shape[dim]))
@@ -247,7 +247,7 @@ def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _alike(found: list[Observation]) -> list[Observation]:
-    """Let each rank know what any of them has touched and trained: parts of one model are trained together."""
+    """Give each rank the touched and trained names of all ranks, since parts of one model are trained together."""
     touched, trained = set().union(*(one.touched for one in found)), set().union(*(one.trained for one in found))
     unplaced = {label: why for one in found for label, why in one.unplaced.items()}
     optimizers = max(one.optimizers for one in found)

@@ -28,14 +28,14 @@ from mgpu_check.torch_hooks.threads import one_thread
 __all__ = ["run_hypotheses"]
 
 _GROUPS = 8
-"""Groups of biases of which each is tried by itself."""
+"""Most groups of biases that are tried one by one, since each costs a run."""
 
 Alter = Callable[[Any], Any]
 Values = dict[Result, torch.Tensor]
 
 
 def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: int) -> Hypotheses:
-    """Run the reference, or the step at world size 1, on parts of the batch, and on batches that mistakes make of it.
+    """Run the reference, or the step at world size 1, on parts of the batch, and on batches that mistakes would make.
 
     Args:
         windows: micro-batches of each rank, where the step accumulates gradients.
@@ -63,7 +63,7 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
 
 
 def _biases(program: Program) -> list[tuple[str, ...]]:
-    """Return groups of biases that one line of code adds: those of one name in the same place of each block; and all."""
+    """Return groups of biases that one line of code adds: biases with the same last two names; and all biases."""
     groups: dict[str, list[str]] = {}
     for name, value in parameters_of(modules_of(program.build())):
         if name.rpartition(".")[2] == "bias" and value.dim() == 1 and value.is_floating_point():
@@ -73,7 +73,7 @@ def _biases(program: Program) -> list[tuple[str, ...]]:
 
 
 def _build_with(build: Callable[[], Any], names: Sequence[str], times: int) -> Any:
-    """Build the model with some parameters as many times as large."""
+    """Build the model, and multiply the named parameters by `times`."""
     model = build()
     for name, value in parameters_of(modules_of(model)):
         if name in names:
@@ -182,7 +182,7 @@ def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
 
 
 def _with_first_part(size: int, index: int) -> Alter:
-    """Put the first part of one tensor of the batch in place of every part."""
+    """Replace every part of one tensor of the batch by the first part."""
 
     def alter(batch: Any) -> Any:
         leaves = tensors_of(batch)

@@ -1,4 +1,4 @@
-"""Bring what a gate has seen to the rules of mistakes: what is known of calls and tensors, in words and by rank."""
+"""Convert the observations of a gate to evidence for the rules of mistakes: clauses and values by rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["calls_of", "evidence_of"]
 
 _MAY_DRAW = "the step draws random numbers, and each rank draws those of its own part of the batch"
 _NEAR = 2e-3
-"""Of a factor: all elements were within this of it."""
+"""Relative tolerance of a factor: no element is further from it."""
 
 
 def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
-    """Return what was left and called, and what that tells about calls that mistakes show in.
+    """Return the evidence for the rules of mistakes: the results and calls of ranks, and facts derived from them.
 
     Args:
-        attempts: keeps the pieces that have failed; the evidence lacks them.
+        attempts: collects the pieces that fail; the evidence lacks these.
     """
     return Evidence(
         tensors.size,
@@ -48,11 +48,11 @@ def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
 
 
 def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> Calls:
-    """Return how a call has ended that not all ranks returned from.
+    """Return the evidence on a call from which some ranks did not return.
 
     Args:
-        account: None where nothing is known but what the error says.
-        lines: what is told of it, a line each.
+        account: how each rank ended; None if only the error is known.
+        lines: a description of the failure, line by line.
     """
     calls = Calls(scenario.world_size, scenario.samples, " ".join(lines), hung=lines[0] if hung else "")
     if account is None:
@@ -80,7 +80,7 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
 
 
 def _held(tensors: Tensors) -> list[dict[str, float]]:
-    """Return the parameters that each rank holds at the first backward; empty where some have none."""
+    """Return the parameters that each rank holds at its first backward; empty if some rank holds none."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
     parts = _parts(tensors)
     held = [
@@ -92,7 +92,7 @@ def _held(tensors: Tensors) -> list[dict[str, float]]:
 
 
 def _parts(tensors: Tensors) -> set[str]:
-    """Return the parameters that some rank has replaced by a tensor of another shape: by a shard, say."""
+    """Return the parameters that some rank replaced by a tensor of another shape, such as a shard."""
     return {
         name.of
         for one in tensors.seen
@@ -175,7 +175,7 @@ def _steps(tensors: Tensors) -> ByRank:
 
 
 def _trained(tensors: Tensors) -> ByRank:
-    """Return which parameters require gradients, in each backward pass that all ranks have come to."""
+    """Return which parameters require gradients, in each backward pass that all ranks reached."""
     passes = [trace.of("backward") for trace in tensors.traces]
     common = min(map(len, passes), default=0)
     trained = [[event.details.get("trained", ()) for event in events[:common]] for events in passes]
@@ -229,8 +229,8 @@ def _factor(tensors: Tensors) -> Factor | None:
     if ratio is None:
         return None
     elsewhere = tensors.factor_elsewhere()
-    # What is the same factor at another world size does not come from the world size; where some ranks have no sample there,
-    # they add nothing, and it may.
+    # A factor that is the same at another world size does not come from the world size. If some ranks have no sample
+    # there, they add nothing, so the world size may still be the cause.
     telling = elsewhere is not None and not 0 < tensors.samples < elsewhere[0]
     fixed = not of and elsewhere is not None and telling and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
     verb = "is" if len(tensors.names) == 1 or of else "are"
@@ -253,8 +253,8 @@ def _draws(tensors: Tensors) -> str:
     if all(_drawn(trace) == tensors.expected.drawn for trace in tensors.traces):
         return ""
     return (
-        "each rank draws random numbers for its own part of the batch, as dropout and noise do: nothing else can be told "
-        "from that"
+        "each rank draws random numbers for its own part of the batch, as dropout and noise do: the comparison with one "
+        "device says nothing more"
     )
 
 

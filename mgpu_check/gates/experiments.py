@@ -1,4 +1,4 @@
-"""Try changes to single calls on a step that is wrong: the one that makes it right is the control of a diagnosis."""
+"""Repeat a wrong step with one call changed: a change that makes the step right confirms a diagnosis."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ _MOST_RUNS = 40
 _MOST_TERMS = 4
 _EXTREMES = ("max", "min")
 _SECONDS = (5.0, 20.0)
-"""The least and the most that a changed step is waited for; it may hang."""
+"""Shortest and longest timeout of a changed step, in seconds: the change may make it hang."""
 _TIMES = 20.0
-"""As long as the latest run of the step as it is: on a busy machine a right change must not be taken for a hang."""
+"""Timeout as a multiple of the latest unchanged run, so that a right change is not taken for a hang on a busy machine."""
 
 
 def changes_tried(trials: Trials, scenario: Scenario, traces: Sequence[Trace], relations: Relations) -> list[Change]:
-    """Return the changes that were tried, each alone; the last one if the step is right with it, here and with another seed.
+    """Return the changes that were tried, one at a time, until the step was right with one of them.
+
+    Only the last change can hold. It holds if the step is right with it, with this seed and with another one.
 
     Args:
-        relations: those of the step as it is.
+        relations: the relations of the unchanged step.
     """
     if trials.program.single_process or scenario.world_size < 2:
         return []
@@ -72,7 +74,7 @@ def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
 
 
 def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Result]:
-    """Return what does not hold, without the single numbers that the step returns: no gradient changes these."""
+    """Return the results with a failed relation, except returned scalars, which no change of a gradient affects."""
     values = expected.single.values
     shown = {
         name for name in relations.held if name.kind == "returned" and (name not in values or values[name].numel() == 1)
@@ -84,8 +86,8 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[Trace], relati
     """Yield changes, the likeliest first: other groups, positions, orders, factors, terms of the loss, groups of one rank,
     operations, calls left out.
 
-    Where all ranks give the same number, a group of one, or the operation MAX, does what dividing does: that goes first.
-    A factor of a collective puts right the values that the step returns, too, and so goes before one of a term.
+    If all ranks give the same number, a group of one rank or the operation MAX has the effect of a division, so factors
+    come first. A factor of a collective also corrects returned values, so it comes before a factor of a term.
     """
     lines = _lines(traces)
     groups = _groups(traces, scenario.world_size)
@@ -122,7 +124,7 @@ def _size(events: Sequence[Event]) -> int:
 
 
 def _reduces(name: str) -> bool:
-    """Return whether a collective adds up, or averages: what only moves values makes them no multiple of themselves."""
+    """Return whether a collective sums or averages: only those can give a multiple of the right values."""
     return _kind(name) == "reduction" or name.startswith("reduce_scatter")
 
 
@@ -165,7 +167,7 @@ def _groups(traces: Sequence[Trace], size: int) -> list[_Group]:
 
 
 def _orders(lines: Sequence[tuple[tuple[str, str], list[Event]]]) -> Iterator[Change]:
-    """Yield other orders of the rows of what is gathered: by the parts of each rank's rows, and not by rank."""
+    """Yield other orders of gathered rows: by pieces of each rank's rows instead of by rank."""
     for (name, line), events in lines:
         shapes = {tensor["shape"] for event in events for tensor in event.details.get("tensors", ())[-1:]}
         size = _size(events)
@@ -178,7 +180,7 @@ def _orders(lines: Sequence[tuple[tuple[str, str], list[Event]]]) -> Iterator[Ch
 
 
 def _terms(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> Iterator[Change]:
-    """Yield factors of terms of the loss; of a whole loss where there are several."""
+    """Yield factors of terms of the loss, and of whole losses if there are several."""
     try:
         ranks = trials.ranks.run(
             run_noting_terms, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
@@ -195,7 +197,7 @@ def _terms(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> Itera
 
 
 def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
-    """Yield a shift of each range that is shorter on ranks than on one device, and does not go on from rank to rank."""
+    """Yield a shift of each range that is shorter on ranks than on one device, and that starts again on each rank."""
     try:
         ranks = trials.ranks.run(
             run_noting_ranges, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)

@@ -31,17 +31,18 @@ _Kind = Literal["params", "buffers"]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that a rank holds in the end.
+    """A tensor that a rank holds at the end.
 
     Attributes:
-        label: its name in the model now, or where an optimizer has it.
-        whole: name of the built tensor that it is, of the same shape; None if it is something else.
-        slices: the slices of built tensors that it consists of, perhaps none; None if it is one of them as it is, or not placed.
-        reason: why its placement is not known; None if it is.
-        copy: an optimizer trains it, but the model uses a tensor of its own in its place.
-        idle: it is a parameter that no optimizer of this rank steps, where they step others.
+        label: its name in the model now, or its place in an optimizer.
+        whole: name of the built tensor that it is, with the same shape; None if it is not a whole one.
+        slices: the slices of built tensors that it consists of, perhaps empty; None if it is a whole built tensor, or
+            if its placement is unknown.
+        reason: why its placement is unknown; None if it is known.
+        copy: an optimizer trains it, but the model uses another tensor in its place.
+        idle: it is a parameter that no optimizer of this rank steps, although they step others.
         replaced: an optimizer steps another tensor that has some of its elements.
-        local: it is a DTensor whose part on this rank is what was placed.
+        local: it is a DTensor, and only its part on this rank was placed.
     """
 
     kind: _Kind
@@ -56,7 +57,7 @@ class Held:
     local: bool = False
 
     def copy_of(self, value: Any) -> torch.Tensor:
-        """Return a copy of the tensor, its gradient or its state: of what is here, or of a DTensor that is whole."""
+        """Return a copy of the tensor, its gradient or its state; of a DTensor that was placed locally, the local part."""
         if not self.local or not hasattr(value, "to_local"):
             return plain_copy(value)
         whole: Any = self.tensor
@@ -65,24 +66,24 @@ class Held:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of what `copy_of` gives."""
+        """The shape of the tensor that `copy_of` returns."""
         return _here(self.tensor).shape if self.local else self.tensor.shape
 
     @property
     def wholes(self) -> set[str]:
-        """Return the names of the built tensors to which it belongs; its own name if there are no such tensors."""
+        """The names of the built tensors that it is part of; its own label if it is placed in none."""
         return {self.whole or self.label} if self.slices is None else {part.whole for part in self.slices}
 
 
 class Holdings:
-    """The tensors of a built model, and the tensors that a rank holds in their place.
+    """The tensors of a built model, and the tensors that a rank holds in place of these.
 
     Args:
         modules: as built, by prefix of names.
         rank: that of the user's functions.
         placement: declared by the user; see `by_user`.
         coordinates: of this rank in the mesh and the world.
-        rebuilt: makes the model once more, as it was built, in the precision of this run.
+        rebuilt: builds a fresh copy of the model in the precision of this run.
     """
 
     def __init__(
@@ -111,11 +112,11 @@ class Holdings:
         self._firsts: dict[int, torch.Tensor] = {}
         self._stepped: dict[int, tuple[str, torch.Tensor]] = {}
         self._optimizers: set[int] = set()
-        # On one device: as they are, perturbed, when the first tensor outside of the built model is seen.
+        # On one device: the built tensors with their perturbed values, once a tensor outside of the model is seen.
         self._moved: Wholes | None = None
 
     def calls(self, module: nn.Module) -> None:
-        """Note that a module is called: its parameters are in use."""
+        """Record that a module is called, so that its parameters count as used."""
         if id(module) in self._called:
             return
         self._called[id(module)] = module
@@ -124,7 +125,7 @@ class Holdings:
                 self._keep(tensor)
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer is about to step: what it finds before its first step is not trained yet."""
+        """Record the tensors of an optimizer that is about to step: before its first step, they are not trained yet."""
         if id(optimizer) in self._optimizers:
             return
         self._kept.append(optimizer)
@@ -145,7 +146,7 @@ class Holdings:
         self._kept.append(tensor)
         if tensor.layout != torch.strided or not _is_there(tensor):
             return
-        with _disable_current_modes():  # those that perturb what is copied
+        with _disable_current_modes():  # a mode would perturb the copies
             self._firsts[id(tensor)] = copied(_here(tensor))
             if self._moved is None and self._rank.size == 1:
                 self._moved = _wholes_of(self._modules)
@@ -178,29 +179,28 @@ class Holdings:
             if number in known or number in flat or not _is_there(tensor):
                 continue
             one = self._placed("params", label, tensor, "")
-            # A second copy of what is trained already, such as that of a teacher, is judged by the first.
+            # A second copy of a trained tensor, such as a teacher's, is judged by the first copy.
             if not one.wholes or not owned.issuperset(one.wholes) or one.reason is not None:
                 found.append(replace(one, copy=one.reason is None and one.wholes <= mine))
         stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
         return [self._beside(stepped, one) for one in found]
 
     def _beside(self, stepped: set[str], one: Held) -> Held:
-        """Return it with what it is beside the built tensors that optimizers step."""
+        """Return the tensor with `idle` and `replaced` set, which depend on the built tensors that optimizers step."""
         mine = self._is_stepped(one.tensor)
         idle = one.kind == "params" and bool(stepped) and one.tensor.requires_grad and not one.wholes & stepped
         return replace(one, idle=idle, replaced=not mine and bool(one.wholes & stepped))
 
     def unused(self, touched: Iterable[str]) -> set[str]:
-        """Return the parameters and buffers that this run has not used: no module that has them was called, and they were not
-        touched.
+        """Return the unused parameters and buffers: no module with them was called, and they are not in `touched`.
 
         Args:
-            touched: names of those that have a gradient, or another value than they were built with.
+            touched: names of parameters and buffers that have a gradient, or that differ from their initial value.
         """
         return set(self._shapes) - self._used() - set(touched)
 
     def _used(self) -> set[str]:
-        """Return the built tensors that a called module has, or has had."""
+        """Return the built tensors that a called module has, or had before they were replaced."""
         used: set[str] = set()
         for module in self._called.values():
             for key in (*module._parameters, *module._buffers):
@@ -220,7 +220,7 @@ class Holdings:
     def _placed(self, kind: _Kind, label: str, tensor: torch.Tensor, origin: str) -> Held:
         as_built = self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == kind
         if as_built and self._rank.size == 1:
-            return Held(kind, label, tensor, origin)  # what is declared holds for several ranks
+            return Held(kind, label, tensor, origin)  # declarations apply to several ranks only
         if self._placement is not None and kind == "params":
             try:
                 declared = by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
@@ -241,7 +241,7 @@ class Holdings:
         return Held(kind, label, tensor, slices=tuple(slices), local=local)
 
     def _expert(self, tensor: torch.Tensor, origin: str) -> str:
-        """Return which built tensor it is: of an expert that was made anew, that with its values, whatever its name."""
+        """Return the name of the built tensor; for an expert that was rebuilt, find it by values, not by name."""
         if not is_of_expert(tensor) or not self._is_foreign(tensor) or hasattr(tensor, "to_local"):
             return origin
         found = self._by_content(tensor, origin)
@@ -295,7 +295,7 @@ class Holdings:
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its memory: FSDP frees that of whole parameters, and keeps the tensors."""
+    """Return whether a tensor still has memory: FSDP frees the memory of whole parameters, and keeps the tensors."""
     if tensor.is_meta or not tensor.numel() or hasattr(tensor, "full_tensor"):
         return not tensor.is_meta
     return tensor.untyped_storage().size() > 0

@@ -1,4 +1,4 @@
-"""Change one call of the code under test, in a rank, for the time of a run: what makes a wrong step right is its cause."""
+"""Change one call of the code under test, in a rank, during one run: if that makes a wrong step right, the call is the cause."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Range", "part_of", "run_changed", "run_noting_ranges", "run_noting_t
 
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 _OUTPUTS = ("output", "output_tensor", "tensor_list", "output_tensor_list", "gather_list")
-"""Parameters in which collectives give their results; others give them in the operand."""
+"""Parameters that collectives write their results to; collectives without such a parameter overwrite the operand."""
 _ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
@@ -42,7 +42,7 @@ def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change
 
 
 def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, Range]:
-    """Return the lines of the code under test that call `torch.arange`, and what each has made at first."""
+    """Return the lines of the code under test that call `torch.arange`, each with its first range."""
     noting = _NotingRanges()
     with full_precision():
         observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
@@ -56,7 +56,7 @@ def part_of(shift: Change, rank: int, size: int) -> int:
 
 
 def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[Term]:
-    """Return the losses that this rank goes back from, and their terms."""
+    """Return the losses that this rank calls backward on, and their terms."""
     found: dict[tuple[str, Paths], Term] = {}
     with full_precision():
         observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, found))
@@ -77,7 +77,7 @@ def _with_calls(change: Change) -> Iterator[None]:
     call, apply = Recorder.call, torch.autograd.Function.__dict__["apply"]
     alter = _ALTERED.get(change.kind)
     kept: list[torch.Tensor] = []
-    sizes: list[int] = []  # of the group of a changed collective, in each autograd function that is under way
+    sizes: list[int] = []  # group sizes of changed collectives, one per running autograd function
 
     def changed(
         recorder: Recorder, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,7 +111,7 @@ def _with_calls(change: Change) -> Iterator[None]:
         return _with_results(form, args, kwargs, result, lambda tensors: alter(tensors, size, change.value))
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Alter what an autograd function gives, not the collective in it: gradients are changed with it."""
+        """Alter the result of an autograd function instead of its collective, so that autograd changes gradients too."""
         sizes.append(0)
         try:
             result = apply.__func__(cls, *args, **kwargs)
@@ -134,7 +134,7 @@ def _multiplied(tensors: list[torch.Tensor], by: float) -> list[torch.Tensor]:
 
 
 def _reordered(tensors: list[torch.Tensor], size: int, pieces: int) -> list[torch.Tensor]:
-    """Put the first pieces of all ranks first, then the second ones, where each rank has given as many."""
+    """Put the first pieces of all ranks first, then the second ones; unchanged if the rows do not divide into pieces."""
     rows = sum(map(len, tensors))
     if rows % (size * pieces):
         return tensors
@@ -147,7 +147,7 @@ _ALTERED: dict[str, Callable[[list[torch.Tensor], int, Any], list[torch.Tensor]]
     "multiply": lambda tensors, size, value: _multiplied(tensors, float(size)),
     "reorder": _reordered,
 }
-"""What becomes of the results of a collective over a group of some size."""
+"""By kind of change: a function from the results of a collective, the group size and a value to the changed results."""
 
 
 class _Done(dist.Work):
@@ -201,7 +201,7 @@ def _with_results(
 
 
 class _AroundArange(TorchFunctionMode):
-    """Watches the ranges that lines of the code under test make, by whatever name they call it."""
+    """Watches calls of `arange` in the code under test, by any name or method."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -252,7 +252,7 @@ class _NotingRanges(_AroundArange):
 
 @contextlib.contextmanager
 def _noting(ranges: _NotingRanges) -> Iterator[None]:
-    """Note ranges, by the tensors that the code under test gets: a simulated device moves what torch has made."""
+    """Record ranges as the code under test receives them: a simulated device moves the tensors that torch makes."""
     arange, known = torch.arange, set[str]()
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ def _noting(ranges: _NotingRanges) -> Iterator[None]:
 
 
 class _Shifting(_AroundArange):
-    """Lets one line count on where the ranks before this one end."""
+    """Lets the ranges of one line continue where the ranges of earlier ranks end."""
 
     def __init__(self, change: Change, rank: Rank) -> None:
         super().__init__()

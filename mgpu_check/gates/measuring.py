@@ -1,4 +1,4 @@
-"""Measure, in a rank alone in its world, what a step must give on one device, and how far rounding may lead from it."""
+"""Measure the results of a step on one device, and their tolerances, in a rank that is alone in its world."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ __all__ = [
 ]
 
 _ROUNDINGS = 8.0
-"""Roundings to a narrow dtype that a result may have gone through, one after the other."""
+"""Number of roundings to a narrow dtype that a result may pass through in sequence."""
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 
 
 def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False, alone: bool = True) -> Expected:
-    """Run the reference, or the step, as it is, in float64, and perturbed; see `numerics.steps` for what that tells.
+    """Run the reference, or else the step, unchanged, in float64, and perturbed; `numerics.steps` explains why.
 
     Args:
-        deep: measure what each step of an optimizer leaves, too.
-        alone: beside a reference, run the step at world size 1, too: it shows which batches suit the step, and what it
-            draws. The tolerance is that of the reference alone.
+        deep: also measure the results after each optimizer step.
+        alone: if there is a reference, also run the step at world size 1, which shows which batches suit the step and
+            which random numbers it draws. The tolerance comes from the reference only.
     """
     remarks: list[str] = []
     narrower: set[torch.dtype] = set()
@@ -87,13 +87,13 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
 
 
 def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
-    """Run the reference, or the step, as it is and perturbed in its own precision: enough to recognise most right steps.
+    """Run the reference, or else the step, unchanged and perturbed, in its own precision, which recognises most right steps.
 
-    None if that is not conclusive, and `measure` has to be used.
+    Return None if the result is inconclusive, so that `measure` is needed.
 
     Args:
-        alone: see `measure`; here the step runs beside a reference only for batches that were changed, to see whether they
-            suit it.
+        alone: see `measure`; here the step runs beside a reference only if batches were changed, to check that they
+            suit the step.
     """
     own = None
     with full_precision(), one_thread() as threads:
@@ -147,9 +147,9 @@ def _provisional(
 
 
 def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> Observation:
-    """Run the reference, or the step, as it is, once more; see `rounding.slightly_moved`.
+    """Run the reference, or else the step, once more; see `rounding.slightly_moved`.
 
-    Compared with the first run it shows what rounding within operators adds, which perturbing their results does not.
+    The difference from the first run shows rounding inside operators, which a perturbation of their results cannot show.
     """
     with full_precision(), one_thread() as threads:
         seen = slightly_moved(rank, program, scenario, program.reference is not None, threads)

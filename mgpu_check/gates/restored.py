@@ -123,12 +123,12 @@ def explained(
 
 
 def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
-    """Say with which epoch a sampler goes on, where that is not the one in which training was interrupted."""
+    """Describe a sampler that continues with an epoch that does not follow from the interrupted run; "" if none does."""
     for rank, (whole, before, after) in enumerate(of_ranks):
-        # Training may go on in the epoch in which it was interrupted, in the next one, or go through earlier ones again.
+        # Training may continue in the interrupted epoch or in the next one, or repeat earlier epochs.
         right = [whole[start:] for start in range(min(len(before), len(whole)) + 1)]
         if after and list(after) not in [list(one) for one in right] and len(after) <= len(whole):
-            told = f"DistributedSampler goes on with epoch {after[0]} on rank {rank}, and is in epoch {whole[-len(after)]} there"
+            told = f"DistributedSampler continues with epoch {after[0]} on rank {rank}, and with epoch {whole[-len(after)]}"
             return f"{told} in the uninterrupted run"
     return ""
 

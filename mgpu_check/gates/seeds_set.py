@@ -1,4 +1,4 @@
-"""Note which seeds the code under test sets, and where."""
+"""Record which seeds the code under test sets, and on which lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED = inspect.unwrap(torch.manual_seed).__code__
 
 @contextlib.contextmanager
 def noting_seeds(events: list[Event]) -> Iterator[None]:
-    """Note which seeds are set, in this thread, and where."""
+    """Record which seeds are set in this thread, and on which lines."""
 
     def note(frame: types.FrameType, what: str, called: Any) -> None:
         if what == "call" and frame.f_code is _SEED:
@@ -38,7 +38,7 @@ def noting_seeds(events: list[Event]) -> Iterator[None]:
 
 
 def generator_seeded(frame: types.FrameType, called: Any) -> Event | None:
-    """Return the event where the code under test has called `manual_seed` of a generator of its own."""
+    """Return the event of a call of `manual_seed` on the code's own generator."""
     if getattr(called, "__name__", "") != "manual_seed" or not is_under_test(frame):
         return None
     generator = called.__self__

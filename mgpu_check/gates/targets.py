@@ -1,4 +1,4 @@
-"""Note the labels that losses are computed from: the classes that cross entropy, or a gather of its own, picks."""
+"""Record the labels of losses: the classes that cross entropy, or a gather in the code under test, picks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mgpu_check.torch_hooks.tensors import plain
 __all__ = ["NotingLabels"]
 
 _MOST = 4096
-"""Labels of one call that are kept."""
+"""Most labels of one call that are kept, to bound memory."""
 _MOST_CALLS = 64
 _aten = torch.ops.aten
 _LOSSES = {_aten.nll_loss_forward, _aten.nll_loss2d_forward}
 
 
 class NotingLabels(TorchDispatchMode):
-    """Notes the labels of each loss, and the line of the code under test that computes it."""
+    """Records the labels of each loss, and the line of the code under test that computes it."""
 
     def __init__(self, found: list[Labels]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class NotingLabels(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        with contextlib.suppress(Exception):  # evidence that cannot be had is not worth a failure
+        with contextlib.suppress(Exception):  # missing evidence must not fail the step
             labels = _labels(func.overloadpacket, args)
             if labels is not None and len(self._found) < _MOST_CALLS and (line := site(sys._getframe())):
                 ignored = int(args[4]) if func.overloadpacket in _LOSSES and len(args) > 4 else None

@@ -22,26 +22,26 @@ from mgpu_check.torch_hooks.patches import replaced
 __all__ = ["Paths", "noting_terms", "scaling_term"]
 
 _MOST = 6
-"""Terms of one loss that are tried."""
+"""Most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs."""
 _MOST_NODES = 1000
-"""Nodes of a graph that are looked at."""
+"""Most nodes of a graph that are visited: terms of a loss are near its root."""
 _ADDS = {"AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0"}
 _SCALES = {
     *("MulBackward0", "DivBackward0", "NegBackward0", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"),
     *("CloneBackward0", "ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1"),
 }
-"""What is linear in one operand, where the other ones need no gradient."""
+"""Functions that are linear in one operand if the other operands need no gradient."""
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 Paths = tuple[tuple[int, ...], ...]
 _Edge = tuple[Any, int]
-"""A node, and the index of the operand of it that is a term."""
+"""A node of the graph, and the index of its operand that is a term."""
 
 
 @contextlib.contextmanager
 def noting_terms(model: Any, found: dict[tuple[str, Paths], Term]) -> Iterator[None]:
-    """Note each loss that the code under test goes back from, and its terms, by the line of that and their place in it."""
+    """Record each loss that the code under test calls backward on, and its terms, by the calling line and the graph path."""
     named = [pair for module in modules_of(model).values() for pair in module.named_parameters()]
 
     def note(line: str, roots: Sequence[Any]) -> list[RemovableHandle]:
@@ -52,7 +52,7 @@ def noting_terms(model: Any, found: dict[tuple[str, Paths], Term]) -> Iterator[N
                     found.setdefault((line, paths), Term(line, paths, _line_of(node), upstream(node, named)))
         return []
 
-    # With this each node keeps the lines that have made it.
+    # Anomaly detection makes each node keep the traceback of its creation.
     with torch.autograd.set_detect_anomaly(True, check_nan=False), _around_backward(note):
         yield
 
@@ -105,7 +105,7 @@ def _around_backward(look: Callable[[str, Sequence[Any]], list[RemovableHandle]]
 
 
 def _terms(root: Any) -> list[tuple[Paths, list[_Edge]]]:
-    """Return the terms of a loss: those that are added up, and those whose gradient a function puts into another tensor's."""
+    """Return the terms of a loss: its summands, and losses that an autograd function attaches to another tensor."""
     added = [((path,), [edge]) for path, edge in _added(root)]
     injected: dict[str, list[tuple[tuple[int, ...], _Edge]]] = {}
     for path, edge in _injected(root):
@@ -115,7 +115,7 @@ def _terms(root: Any) -> list[tuple[Paths, list[_Edge]]]:
 
 
 def _added(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
-    """Yield the terms that add up to a loss, the nearest first, each with its path through the graph."""
+    """Yield the summands of a loss, the nearest first, each with its path through the graph."""
     waiting: deque[tuple[tuple[int, ...], Any]] = deque([((), root)])
     yielded = visited = 0
     while waiting and visited < _MOST_NODES:
@@ -135,7 +135,7 @@ def _added(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
 
 
 def _injected(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
-    """Yield single numbers beside another operand of an autograd function of the code under test: losses of layers."""
+    """Yield scalar operands, such as losses of layers, that an autograd function of the code under test takes beside others."""
     waiting: deque[tuple[tuple[int, ...], Any]] = deque([((), root)])
     known = {root}
     while waiting and len(known) < _MOST_NODES:
@@ -160,7 +160,7 @@ def _below(edge: _Edge) -> Any:
 
 
 def _line_of(node: Any) -> str:
-    """Return the line of the code under test that has computed a term, but for what only scales it."""
+    """Return the line of the code under test that computed a term, ignoring operations that only scale it."""
     while node.name() in _SCALES and len(below := _operands(node)) == 1:
         node = below[0][1]
     for told in reversed(node.metadata.get("traceback_", [])):

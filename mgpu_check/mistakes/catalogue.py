@@ -11,10 +11,10 @@ _PAGES = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/classes/"
 
 @dataclass(frozen=True)
 class MistakeClass:
-    """A mistake that is made again and again in code for several devices.
+    """A common mistake in code for several devices.
 
     Attributes:
-        name: "mean-of-means"; that of its page, too.
+        name: for example "mean-of-means"; its page has the same name.
         title: what goes wrong, in one clause.
         advice: what to do, in one line.
     """
@@ -34,9 +34,9 @@ _ALL = (
     MistakeClass(
         "gradients-not-synchronized",
         "gradients of some parameters stay on each rank",
-        "hand every parameter that is trained to DistributedDataParallel, after the last change to the model, call the "
-        "wrapper and not the module inside, keep it until backward has run, leave no_sync() before the last backward of a "
-        "step, and set find_unused_parameters=True where a step leaves some unused",
+        "wrap every trained parameter in DistributedDataParallel, after the last change to the model; call the wrapper, not "
+        "the module inside; keep the wrapper until backward has run; leave no_sync() before the last backward of a step; set "
+        "find_unused_parameters=True if a step leaves parameters unused",
     ),
     MistakeClass(
         "world-size-factor",
@@ -52,8 +52,8 @@ _ALL = (
     MistakeClass(
         "expert-gradients-factor",
         "gradients of experts are off by the size of the group that shares the experts out",
-        "scale the gradients of experts as all others: an expert sees the tokens of all ranks of its group, so its gradient "
-        "is their sum; divide it by the size of that group where the other gradients are averaged over ranks",
+        "scale the gradients of experts like all others: an expert sees the tokens of all ranks of its group, so its gradient "
+        "is their sum; if the other gradients are averaged over ranks, divide it by the size of the group",
     ),
     MistakeClass(
         "accumulation-factor",
@@ -68,14 +68,14 @@ _ALL = (
     ),
     MistakeClass(
         "clipped-before-synchronization",
-        "gradients are clipped by another norm than that of the whole, averaged gradient",
+        "gradients are clipped by a norm that is not the norm of the whole, averaged gradient",
         "synchronize (and unscale) first, then clip by the norm of the whole gradient: all-reduce the sum of squares of what "
         "each rank holds a part of",
     ),
     MistakeClass(
         "wrong-process-group",
-        "a collective runs over the wrong ranks: others than those that hold the parts",
-        "pass group= to the collective, and divide by the size of that group, not of the world",
+        "a collective runs over the wrong ranks, not over those that hold the parts",
+        "pass group= to the collective, and divide by the size of the group, not by the world size",
     ),
     MistakeClass(
         "stale-gradients",
@@ -124,7 +124,7 @@ _ALL = (
     # the optimizer
     MistakeClass(
         "optimizer-differs",
-        "gradients are right, and the optimizer makes something else of them than on one device",
+        "gradients are right, but the optimizer updates the parameters differently than on one device",
         "after wrapping, compare learning rates, parameter groups and their settings with those of one device; step a "
         "scheduler once per optimizer step; take norms and other products of whole tensors, not of shards",
     ),
@@ -156,7 +156,7 @@ _ALL = (
     ),
     MistakeClass(
         "not-scattered",
-        "every replica gets the whole of what is not a tensor",
+        "non-tensor arguments reach every replica whole, not split",
         "make tensors of lists before DataParallel scatters the batch",
     ),
     MistakeClass(
@@ -232,7 +232,7 @@ _ALL = (
     MistakeClass(
         "set-order",
         "ranks go through a set, each in an order of its own",
-        "iterate over sorted(names), or over a list or dict, which keep the order in which they were filled",
+        "iterate over sorted(names), or over a list or dict, which keep the order of insertion",
     ),
     # precision
     MistakeClass(

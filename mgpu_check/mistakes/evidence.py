@@ -117,7 +117,7 @@ class Evidence:
         samplers: the samplers that distribute samples.
         surplus: the samples that came again.
         uneven: parts of unequal size count alike.
-        updates: an optimizer updates differently from one device, though gradients are right, and by which settings.
+        updates: an optimizer updates differently from one device although gradients are right, and which settings differ.
         buffers_apart: the buffers that differ between ranks after training.
         answers_change: a rank gives another answer when it evaluates again.
         answers_apart: ranks give different answers, though their parameters and buffers are equal.
@@ -219,7 +219,7 @@ class Restored:
         parted: entries equal on all ranks after an uninterrupted run, but not after the resumed run -> the wrong ranks.
         right_on_rank_0: other entries that are wrong at the end, but right on rank 0 -> the wrong ranks.
         at_the_end: all entries that are wrong at the end.
-        epochs: that a sampler goes on with another epoch, in words, where nothing was lost but generators.
+        epochs: a clause on a sampler that continues with the wrong epoch, if nothing but generators was lost.
     """
 
     seen: bool

@@ -98,7 +98,7 @@ def by_epochs(keeps_epoch: bool):
 def test_the_epoch_of_a_sampler(ranks):
     assert_resume_continues(ranks, by_epochs(keeps_epoch=True), steps=6)
     text = refuted(ranks, by_epochs(keeps_epoch=False), "state-not-restored", match="total on ranks 0-1", steps=6)
-    assert "DistributedSampler goes on with epoch 0 on rank 0, and is in epoch 1 there in the uninterrupted run" in text
+    assert "DistributedSampler continues with epoch 0 on rank 0, and with epoch 1 in the uninterrupted run" in text
     assert "random numbers" not in text.partition("see:")[0]
 
 

@@ -1,4 +1,4 @@
-"""Mistakes for which ranks do not return: they hang, raise or die, as the collectives tell that they have entered."""
+"""Detect mistakes that keep ranks from returning: the ranks hang, raise or die. The evidence is the collectives they entered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _FILLING = ("gather", "scatter", "all_to_all")
-_LONGEST = 240
+_LONGEST = 240  # characters of a quoted error: about three lines of a terminal
 _WORDS_OF_TORCH = (
     ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),
     ("Expected to mark a variable ready only once", "gradients-not-synchronized"),
@@ -30,11 +30,11 @@ _WORDS_OF_TORCH = (
     ("Sizes of tensors must match", "uneven-gather"),
     ("Default process group has not been initialized", "wrong-process-group"),
 )
-"""What it says of a mistake, and of no other."""
+"""Parts of error messages of torch, with the only class of mistakes that causes each."""
 
 
 def other_sizes(calls: Calls) -> Finding | None:
-    """Name tensors of other sizes, where ranks have entered one collective with them."""
+    """Detect tensors of different sizes that ranks gave to one collective."""
     if calls.unmatched:
         return None
     if calls.parted:
@@ -50,7 +50,7 @@ def other_sizes(calls: Calls) -> Finding | None:
 
 
 def uneven_steps(calls: Calls) -> Finding | None:
-    """Name uneven numbers of steps, where ranks part ways, and the samples do not divide by them."""
+    """Detect uneven numbers of steps: ranks part ways, and the world size does not divide the number of samples."""
     parted = part_ways(calls)
     if parted is None or calls.samples % calls.size == 0:
         return None
@@ -60,7 +60,7 @@ def uneven_steps(calls: Calls) -> Finding | None:
 
 
 def waits_for_its_own_group(calls: Calls) -> Finding | None:
-    """Name a group that is too wide: a member waits for a message from a rank that waits in the group's collective."""
+    """Detect a group that is too wide: a member waits for a message from a rank that waits in the group's collective."""
     for rank, collective in calls.last.items():
         if not collective.unfinished or collective.cut:
             continue
@@ -76,9 +76,7 @@ def waits_for_its_own_group(calls: Calls) -> Finding | None:
 
 
 def part_ways(calls: Calls) -> Finding | None:
-    """Name a decision per rank, where ranks have entered other collectives, some have none left to enter, or one is
-    missed.
-    """
+    """Detect a decision that each rank took for itself: ranks entered different collectives, or some ranks entered fewer."""
     if other_sizes(calls):
         return None
     if calls.unmatched:
@@ -94,7 +92,7 @@ def part_ways(calls: Calls) -> Finding | None:
 
 
 def _waits(calls: Calls) -> str:
-    """Return which ranks of a hang wait for others that are not where they are; empty where that is not known of any."""
+    """Return which ranks of a hang wait, and which ranks are elsewhere or finished; "" if that is unknown."""
     waiting = grouped((place, rank) for rank, place in calls.waiting.items())
     said = [f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in waiting]
     if waiting and (calls.elsewhere or calls.finished):
@@ -105,7 +103,7 @@ def _waits(calls: Calls) -> str:
         return "; ".join(said)
     if len(waiting) > 1 and calls.last:
         return f"all of them wait, in different calls; {'; '.join(said)}"
-    # A collective on devices is left at once, and waited for later.
+    # A collective on a device returns at once, so no rank is seen to wait in it.
     counts = {rank: entered.number for rank, entered in calls.last.items()}
     groups = {entered.group_name for entered in calls.last.values()}
     if not waiting and len(groups) == 1 < len(set(counts.values())):
@@ -114,7 +112,7 @@ def _waits(calls: Calls) -> str:
 
 
 def known_words(calls: Calls) -> Finding | None:
-    """Name the mistake from which alone come the words of torch that a rank has raised."""
+    """Detect a mistake by an error of torch that only this mistake causes."""
     for words, mistake in _WORDS_OF_TORCH:
         for of_torch, line in calls.raised:
             if words in of_torch:
@@ -123,14 +121,14 @@ def known_words(calls: Calls) -> Finding | None:
 
 
 def aborted_in_gather(calls: Calls) -> Finding | None:
-    """Name tensors of other sizes, where gloo has aborted a rank inside all_gather."""
+    """Detect tensors of different sizes: gloo aborted a rank inside all_gather."""
     if not calls.aborted_in("all_gather"):
         return None
     return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
 
 
 def set_order(seeds: HashSeeds) -> Finding | None:
-    """Name the order of a set, where a case fails only if ranks have different hash seeds."""
+    """Detect iteration over a set: the case fails only if ranks have different hash seeds."""
     return Finding("set-order", seeds.told)
 
 

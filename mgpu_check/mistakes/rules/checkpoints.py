@@ -1,4 +1,4 @@
-"""Mistakes by which a resumed run does not go on as if it had not been interrupted."""
+"""Detect why a resumed run differs from an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _UNSAID = "what train does not return (the optimizer, the schedule, the position
 
 
 def loaded_on_some(restored: Restored) -> Finding | None:
-    """Name what is right after loading on some ranks only."""
+    """Detect a checkpoint that only some ranks loaded: entries are right after loading on those ranks only."""
     if not restored.on_some:
         return None
     return Finding("restored-on-one-rank", f"right after loading, not as saved: {by_ranks(restored.on_some, _SHOWN)}")
 
 
 def goes_on_in_another_epoch(restored: Restored) -> Finding | None:
-    """Name the epoch of a sampler: each batch is another one then, whatever generators are at."""
+    """Detect a sampler that continues in the wrong epoch: all its batches differ, even if generators are restored."""
     return (
-        Finding("state-not-restored", f"{restored.epochs}: set_epoch was not told where training goes on")
+        Finding("state-not-restored", f"{restored.epochs}: call set_epoch with the epoch where training continues")
         if restored.epochs
         else None
     )
 
 
 def loaded_on_none(restored: Restored) -> Finding | None:
-    """Name what no rank has loaded as it was saved."""
+    """Detect entries that differ from the saved ones on every rank after loading."""
     if not restored.nowhere:
         return None
     told = f"right after loading, on no rank as saved: {few(list(restored.nowhere), _SHOWN)}"
@@ -46,7 +46,7 @@ def loaded_on_none(restored: Restored) -> Finding | None:
 
 
 def numbers_of_rank_0(restored: Restored) -> Finding | None:
-    """Name generators that all ranks have as rank 0 had them."""
+    """Detect generators that every rank restored from the state of rank 0."""
     if not restored.numbers_of_rank_0:
         return None
     told = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: what rank 0 had; each rank must save and load its own"
@@ -54,16 +54,16 @@ def numbers_of_rank_0(restored: Restored) -> Finding | None:
 
 
 def state_of_rank_0(restored: Restored) -> Finding | None:
-    """Name what all ranks have as rank 0 had it, where nothing else is lost."""
+    """Detect entries that every rank restored from rank 0, if no other entry is lost."""
     if restored.on_some or not restored.of_rank_0:
         return None
-    # Buffers that DistributedDataParallel broadcasts when it is made look like this, too, and do no harm.
+    # DistributedDataParallel broadcasts buffers when it is constructed: they look the same here, and are harmless.
     told = f"{by_ranks(restored.of_rank_0, _SHOWN)}: what rank 0 had, where each rank had saved its own; or {_UNSAID}"
     return Finding("state-not-restored", told)
 
 
 def ranks_part_ways(restored: Restored) -> Finding | None:
-    """Name a checkpoint that some ranks have loaded, by what differs between ranks in the end."""
+    """Detect a checkpoint that only some ranks loaded, by the results that differ between ranks at the end."""
     if restored.parted:
         told = f"ranks agree after an uninterrupted run, and not after the resumed one: {by_ranks(restored.parted, _SHOWN)}"
     elif restored.right_on_rank_0:
@@ -74,15 +74,15 @@ def ranks_part_ways(restored: Restored) -> Finding | None:
 
 
 def not_in_the_state(restored: Restored) -> Finding | None:
-    """Name what the state lacks, where all of it is loaded as it was saved."""
+    """Detect state that the checkpoint lacks: every entry that train returns is restored, and the run still differs."""
     if not restored.seen or restored.lost:
         return None
-    told = f"all that train returns is loaded as it was saved, so {_UNSAID}"
+    told = f"every entry that train returns is restored right after loading, so {_UNSAID}"
     return Finding("state-not-restored", told)
 
 
 def differs_at_the_end(restored: Restored) -> Finding | None:
-    """Name what differs in the end, where it could not be seen what loading restores."""
+    """Report the entries that differ at the end, if the state right after loading was not observed."""
     if restored.seen:
         return None
     return Finding("state-not-restored", f"at the end differ {few(list(restored.at_the_end), _SHOWN)}")

@@ -1,4 +1,4 @@
-"""Mistakes in calls of collectives, which the calls themselves show."""
+"""Detect wrong calls of collectives, mostly from the recorded calls themselves."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ __all__ = [
 
 _NARROW = ("float16", "bfloat16")
 _ROUNDED = 2.0**-4
-"""Relative: by how much a few sums of bfloat16 numbers, of 8 bits each, may be off."""
+"""Relative error that rounding in a few sums may cause: bfloat16 has a precision of 8 bits."""
 _WITHOUT_HISTORY = {
     "sync_params_and_buffers",
     *(name for name, known in COLLECTIVES.items() if known.kind == "message"),
 }
-"""Calls through which autograd is not meant to go back by itself."""
+"""Calls that autograd need not differentiate: a wrapper's first synchronization, and messages between stages."""
 _NEAR = 2e-3
-"""Of a ratio: a hypothesis about it is computed in another order than the ratio."""
+"""Relative tolerance of a ratio: the results and the hypothesis are summed in different orders."""
 
 
 def not_waited(tensors: Tensors) -> Finding | None:
-    """Name a collective with async_op=True that nothing waits for, or whose tensor is written to before the wait."""
+    """Detect a collective with async_op=True without a wait, or whose tensor is written to before the wait."""
     for _, event in tensors.events("collective"):
         if event.details.get("asynchronous") and not event.details.get("waited"):
             return Finding("not-waited", f"{event.where} was called with async_op=True, and nothing has waited for it")
@@ -61,7 +61,7 @@ def not_waited(tensors: Tensors) -> Finding | None:
 
 
 def aliased_list(tensors: Tensors) -> Finding | None:
-    """Name a collective that fills a list which holds one tensor several times."""
+    """Detect a collective that fills a list whose tensors share memory."""
     for _, event in tensors.events("collective"):
         if event.details.get("aliased"):
             count = len(event.details["list"])
@@ -71,7 +71,7 @@ def aliased_list(tensors: Tensors) -> Finding | None:
 
 
 def strided_view(tensors: Tensors) -> Finding | None:
-    """Name a collective on a view with gaps in memory."""
+    """Detect a collective on a view with gaps in memory."""
     for _, event in tensors.events("collective"):
         for tensor in event.tensors:
             if tensor["gaps"]:
@@ -81,7 +81,7 @@ def strided_view(tensors: Tensors) -> Finding | None:
 
 
 def other_layouts(tensors: Tensors) -> Finding | None:
-    """Name a collective whose tensors lie in memory in another order of dimensions on another rank, or in its own list."""
+    """Detect a collective whose tensors have different memory formats on different ranks, or in the list that it fills."""
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         for given in zip(*(event.details.get("tensors", []) for event in same), strict=False):
@@ -95,7 +95,7 @@ def other_layouts(tensors: Tensors) -> Finding | None:
                 )
     for _, event in tensors.events("collective"):
         if event.details.get("arrived"):
-            continue  # a backend that copies element by element
+            continue  # the backend copies element by element, so memory formats may differ
         parts, own = event.details.get("list", []), event.details.get("tensors", [])
         for one in own[:1]:
             odd = next(
@@ -119,7 +119,7 @@ def _order(layout: Sequence[int]) -> str:
 
 
 def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
-    """Name parameters that lie in memory in another order of dimensions on another rank, where they are communicated."""
+    """Detect parameters whose memory formats differ between ranks, if the step communicates at all."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
     held = [event.details["layouts"] for event in firsts if event is not None and "layouts" in event.details]
     if len(held) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
@@ -134,13 +134,13 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
 
 
 def uneven_tensors(tensors: Tensors) -> Finding | None:
-    """Name a collective that is given tensors of other shapes on other ranks, where it has room for one shape only."""
+    """Detect tensors of different shapes on different ranks in a collective that needs one shape."""
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         known = COLLECTIVES.get(same[0].name)
         if known is None or known.kind != "parts" or len({(one.name, one.details.get("group")) for one in same}) > 1:
             continue
-        # Only some ranks give what a collective fills, or deals out.
+        # Only some ranks pass the tensors that a collective fills or scatters.
         shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
         common = min(map(len, shapes))
         differ = any(shape[:common] != shapes[0][:common] for shape in shapes)
@@ -153,7 +153,7 @@ def uneven_tensors(tensors: Tensors) -> Finding | None:
 def _has_room(same: Sequence[Event]) -> bool:
     """Return whether each list has a tensor for each rank, of the shape that this rank gives.
 
-    Without lists there are sizes of each rank's own, as in all_to_all_single, and torch compares them.
+    Return True if no rank passes a list, as in all_to_all_single: there torch itself compares the sizes.
     """
     group = same[0].details.get("group", range(len(same)))
     own = [same[rank].details.get("tensors", [{}])[0].get("shape") for rank in group if rank < len(same)]
@@ -162,7 +162,7 @@ def _has_room(same: Sequence[Event]) -> bool:
 
 
 def overflows(tensors: Tensors) -> Finding | None:
-    """Name a sum over ranks in a narrow dtype after which something is not finite; or integers that are off as if so."""
+    """Detect an overflow of a sum over ranks: a non-finite result, or an integer that is off by a multiple of 2^bits."""
     broken = tensors.broken
     for _, event in tensors.events("collective") if broken else ():
         narrow = [tensor["dtype"] for tensor in event.tensors if tensor["dtype"] in _NARROW]
@@ -185,7 +185,7 @@ def overflows(tensors: Tensors) -> Finding | None:
 
 
 def computes_in_narrow_dtype(tensors: Tensors) -> Finding | None:
-    """Name an overflow where something is not finite, and the step computes in a narrow dtype."""
+    """Detect an overflow by a non-finite result of a step that computes in a narrow dtype."""
     if not tensors.broken or not tensors.expected.narrow:
         return None
     told = f"the step computes in {', '.join(tensors.expected.narrow)}, and {tensors.broken[0]} is not finite"
@@ -193,7 +193,7 @@ def computes_in_narrow_dtype(tensors: Tensors) -> Finding | None:
 
 
 def narrow_operand(tensors: Tensors) -> Finding | None:
-    """Name a collective that communicates a narrow dtype."""
+    """Detect a collective that communicates a narrow dtype, if rounding can explain the wrong results."""
     for _, event in tensors.events("collective"):
         narrow = [tensor["dtype"] for tensor in event.details.get("tensors", []) if tensor["dtype"] in _NARROW]
         if narrow and _may_be_rounding(tensors):
@@ -202,7 +202,7 @@ def narrow_operand(tensors: Tensors) -> Finding | None:
 
 
 def _may_be_rounding(tensors: Tensors) -> bool:
-    """Return whether the wrong values are as near those of one device as rounding in a narrow dtype leaves them."""
+    """Return whether rounding in a narrow dtype can explain all differences from one device."""
     for name in tensors.names:
         exact = tensors.expected.exact[name]
         for value in (one.values.get(name) for one in tensors.seen):
@@ -215,7 +215,7 @@ def _may_be_rounding(tensors: Tensors) -> bool:
 
 
 def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
-    """Name a reduce or gather whose destination alone has what is right."""
+    """Detect a reduce or gather that leaves the right result on the destination rank only."""
     for _, event in tensors.events("collective") if tensors.relations.split else ():
         if event.name not in ("reduce", "gather", "gather_object") or "dst" not in event.details:
             continue
@@ -228,7 +228,7 @@ def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
 
 
 def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
-    """Name groups where a result is off by how many of them there are, or by the root of that."""
+    """Detect a result that is off by the number of process groups, its root, or the inverse of either."""
     groups = [event.details["group"] for _, event in tensors.events("collective") if "group" in event.details]
     sizes = {len(group) for group in groups if len(group) < tensors.size}
     made = tensors.first("group")
@@ -250,7 +250,7 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
 
 
 def _as_power(ratio: float | None, number: float) -> str | None:
-    """Say which power of `number` a ratio is: itself, its root, or the inverse of one; None where it is neither."""
+    """Return in words which power of `number` a ratio is: 1, -1, 1/2 or -1/2; None if it is another."""
     for exponent, words in ((1.0, ""), (-1.0, "1 / "), (0.5, "the root of "), (-0.5, "1 / the root of ")):
         if ratio and abs(ratio - number**exponent) < _NEAR * number**exponent:
             return f"{words}{number:g}"
@@ -258,7 +258,7 @@ def _as_power(ratio: float | None, number: float) -> str | None:
 
 
 def parted_by_group(tensors: Tensors) -> Finding | None:
-    """Name a group where ranks agree with each other in groups of one size, and not with those of another group."""
+    """Detect a wrong process group: ranks agree within groups of one size, and differ between the groups."""
     split = tensors.relations.split
     if not split or tensors.size < 4:
         return None
@@ -266,7 +266,7 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
     groups = [ranks for _, ranks in parts[0]]
     sizes = {len(ranks) for ranks in groups}
     same = all([ranks for _, ranks in part] == groups for part in parts)
-    # A metric of few values is the same on some ranks by chance; not on the same ones in other cases.
+    # A metric with few possible values may agree on some ranks by chance, but not on the same ranks in every case.
     always = all(
         len({other.seen[rank].digests.get(name) for rank in ranks}) == 1
         for other in tensors.further
@@ -280,7 +280,7 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
 
 
 def result_discarded(tensors: Tensors) -> Finding | None:
-    """Name a collective on just as many numbers as a rank has kept of its own."""
+    """Detect an all_reduce on a copy of a value that each rank keeps unreduced."""
     held = {name for _, names in tensors.own_parts for name in names}
     first = tensors.seen[0].values
     own = [name for name in tensors.names if name in held and name in first and name.kind != "buffers"]
@@ -291,7 +291,7 @@ def result_discarded(tensors: Tensors) -> Finding | None:
     for event in tensors.traces[0].of("collective"):
         for tensor in event.tensors if event.name == "all_reduce" else ():
             if tensor["result"] is not None or not tensor["shape"]:
-                continue  # the gradient of a parameter is no copy of anything
+                continue  # it is a result itself, or one number, so it is no copy that can be recognized
             fits = tensor["shape"] in sizes or math.prod(tensor["shape"]) == total
             if fits and is_held(tensor.get("before", {}), [first[name] for name in own], tensors.size):
                 return Finding(
@@ -303,11 +303,11 @@ def result_discarded(tensors: Tensors) -> Finding | None:
 
 
 def gradient_cut(tensors: Tensors) -> Finding | None:
-    """Name a collective that autograd does not see, on what gradients were to flow through."""
+    """Detect a collective that autograd does not record, on a tensor that gradients should flow through."""
     if not tensors.wrong("grads") and not tensors.gradient_like:
         return None
     forward = [event for trace in tensors.traces for event in _before_backward(trace)]
-    # What is sent to another stage gets its gradient by a message back, not by autograd.
+    # A tensor that is sent to another stage gets its gradient in a message back, not by autograd.
     forward = [
         event for event in forward if event.name not in _WITHOUT_HISTORY and not event.details.get("in_function")
     ]
@@ -317,11 +317,12 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
             told = f"{event.where} was given a tensor that requires gradients, and its result requires none"
             return Finding("gradient-cut-by-collective", told)
     for event in forward:
-        # Gradients need not flow through an extreme, as it is taken out before exp.
+        # Gradients need not flow through a maximum: a stable softmax subtracts it before exp, so it cancels.
         given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
         if event.details.get("op") not in ("max", "min") and any(tensor.get("detached") for tensor in given):
             told = (
-                f"{event.where} was given values that gradients flow to, detached or under no_grad: its result has none"
+                f"{event.where} was given values that gradients flow to, detached or under no_grad, so no gradient "
+                "flows through its result"
             )
             return Finding("gradient-cut-by-collective", told)
     return None
@@ -340,13 +341,16 @@ def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
 
 
 def _before_backward(trace: Trace) -> list[Event]:
-    """Return the collectives of the first forward pass: all, where nothing tells when it ends."""
+    """Return the collectives before the first backward pass, or all collectives if no backward was recorded."""
     forward = itertools.takewhile(lambda event: event.kind != "backward", trace.events)
     return [event for event in forward if event.kind == "collective"]
 
 
 def read_too_early(tensors: Tensors) -> Finding | None:
-    """Name an asynchronous collective where something is not finite, as the simulated node makes what is read early."""
+    """Detect a result that is read before wait(): it is not finite, or it differs when the step is repeated.
+
+    The simulated node fills the result of an asynchronous collective with non-finite values until the wait.
+    """
     broken = tensors.broken
     waited = [event for _, event in tensors.events("collective") if event.details.get("asynchronous")]
     unsteady = [name for name, held in tensors.relations.held.items() if held.get("repeats") is False]
@@ -358,7 +362,7 @@ def read_too_early(tensors: Tensors) -> Finding | None:
 
 
 def other_reduction(tensors: Tensors) -> Finding | None:
-    """Name the reduction where the result is an extreme, or a norm, of what the parts have."""
+    """Detect results that are the maximum, the minimum or the root of the sum of squares of the parts' results."""
     for division in tensors.hypotheses.divisions:
         for how, name in (("max", "max"), ("min", "min"), ("norm", "root of sum of squares")):
             if tensors.is_combined(division, how):
@@ -368,7 +372,7 @@ def other_reduction(tensors: Tensors) -> Finding | None:
 
 
 def reduces_by_other_operation(tensors: Tensors) -> Finding | None:
-    """Name a collective that does not add, where something wrong is what it has given."""
+    """Detect a collective with max, min or product whose operand or result is a wrong result of the step."""
     wrong = [value for name in tensors.wrong() if (value := tensors.seen[0].values.get(name)) is not None]
     for _, event in tensors.events("collective"):
         given = [one for one in event.details.get("after", ()) if any(is_held(one, [value], 1) for value in wrong)]

@@ -1,4 +1,4 @@
-"""Mistakes in which samples a rank takes, and what it makes of them."""
+"""Detect mistakes in how ranks select samples and in how they gather results per sample."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ __all__ = [
 ]
 
 _EQUAL = 1e-5
-"""Relative: counts and rows that went through other sums are as good as equal."""
+"""Relative tolerance for counts and rows: ranks sum them in another order than one device."""
 
 
 def all_see_the_same(evidence: Evidence) -> Finding | None:
-    """Name a data set that is not split, where all ranks saw the very same samples."""
+    """Detect a dataset that is not split: all ranks saw exactly the same samples."""
     return Finding("dataset-not-split", evidence.same_samples) if evidence.same_samples else None
 
 
 def epochs_alike(evidence: Evidence) -> Finding | None:
-    """Name epochs in which a sampler that shuffles gives one order again."""
+    """Detect a shuffling sampler that repeats the order of an earlier epoch."""
     return Finding("epochs-not-reshuffled", evidence.repeated_epoch) if evidence.repeated_epoch else None
 
 
 def surplus_samples(evidence: Evidence) -> Finding | None:
-    """Name padding, where samples came again that one device has once, and a sampler pads."""
+    """Detect padding by a sampler: ranks saw samples more often than one device does."""
     if not evidence.surplus or not any(sampler.pads for sampler in evidence.samplers):
         return None
     return Finding("padding-counted", evidence.surplus)
 
 
 def split_by_own_seeds(tensors: Tensors) -> Finding | None:
-    """Name random_split under seeds that differ between ranks."""
+    """Detect random_split with the global generator, if ranks set different seeds."""
     shared = [event for _, event in tensors.events("split") if not event.details["own_generator"]]
     seeds = {rank: event.details["seed"] for rank, event in tensors.events("seed")}
     if not shared or len(set(seeds.values())) < 2:
@@ -74,7 +74,7 @@ def split_by_own_seeds(tensors: Tensors) -> Finding | None:
 
 
 def seeds_of_samplers(tensors: Tensors) -> Finding | None:
-    """Name samplers that order the samples by a seed of each rank's own."""
+    """Detect samplers whose seeds differ between ranks."""
     seeds = {rank: event.details["seed"] for rank, event in tensors.events("sampler")}
     event = tensors.first("sampler")
     if event is None or len(set(seeds.values())) < 2:
@@ -88,7 +88,10 @@ def _by_rank(seeds: dict[int, object]) -> str:
 
 
 def samples_several_times(tensors: Tensors) -> Finding | None:
-    """Name a split that differs, where some of what one device counts alike is counted more often, and some less."""
+    """Detect a split that differs between ranks: some samples are counted too often, and others too rarely.
+
+    The evidence is a returned vector of equal counts on one device, such as a count for each sample.
+    """
     for name in tensors.wrong("returned"):
         right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
         if right is None or got is None or right.shape != got.shape or right.dim() != 1 or len(right) < 2:
@@ -100,7 +103,7 @@ def samples_several_times(tensors: Tensors) -> Finding | None:
 
 
 def whole_dataset(tensors: Tensors) -> Finding | None:
-    """Name a loader that knows nothing of ranks, where something counts as many times too much as there are ranks."""
+    """Detect a loader that ignores ranks: a returned value is too large by the world size, and no sampler was made."""
     loader, counts = tensors.first("loader"), _multiplied(tensors)
     if loader is None or not counts or tensors.first("sampler") is not None:
         return None
@@ -113,7 +116,7 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
 
 
 def counted_by_every_rank(tensors: Tensors) -> Finding | None:
-    """Name a data set that is not split by integers alone, which count as many times too much as there are ranks."""
+    """Detect a dataset that is not split: returned integers are too large by the world size."""
     counts = _multiplied(tensors)
     if not counts or any(tensors.seen[0].values[name].is_floating_point() for name in counts):
         return None
@@ -132,12 +135,12 @@ def _is_multiple(tensors: Tensors, name: Result) -> bool:
 
 
 def pads_a_metric(tensors: Tensors) -> Finding | None:
-    """Name padding by a sampler, where what is returned is wrong, and gradients are not: it counts samples."""
+    """Detect padding by a sampler that a metric counts: returned values are wrong, but gradients are right."""
     return pads(tensors) if tensors.wrong("returned") and not tensors.wrong("grads") else None
 
 
 def pads(tensors: Tensors) -> Finding | None:
-    """Name padding by a sampler."""
+    """Detect a sampler that pads."""
     event = _uneven_sampler(tensors)
     if event is None or event.details["drop_last"]:
         return None
@@ -151,7 +154,7 @@ def pads(tensors: Tensors) -> Finding | None:
 
 
 def drops_last(tensors: Tensors) -> Finding | None:
-    """Name samples that a sampler with drop_last drops."""
+    """Detect a sampler with drop_last that drops samples."""
     event = _uneven_sampler(tensors)
     if event is None or not event.details["drop_last"]:
         return None
@@ -161,7 +164,7 @@ def drops_last(tensors: Tensors) -> Finding | None:
 
 
 def loader_drops_last(tensors: Tensors) -> Finding | None:
-    """Name samples that a DataLoader with drop_last drops: those of its last, incomplete batch."""
+    """Detect a DataLoader with drop_last that drops the samples of its last, incomplete batch."""
     for rank, event in tensors.events("loader"):
         if count := event.details.get("dropped"):
             were = "sample" if count == 1 else "samples"
@@ -171,13 +174,13 @@ def loader_drops_last(tensors: Tensors) -> Finding | None:
 
 
 def models_miss_samples(tensors: Tensors) -> Finding | None:
-    """Name missed samples by what models were called with: some that one device gives to a model are on no rank."""
+    """Detect samples that one device passes to the model, and that no rank passes to it."""
     seen = [_samples_of(trace) for trace in tensors.traces]
     wanted = None if tensors.alone is None else _samples_of(tensors.alone)
     if not seen or wanted is None or any(one is None for one in seen) or tensors.first("split") is not None:
         return None
     if tensors.first("model") is None:
-        return None  # it may call the parts of the model by themselves
+        return None  # the step may call parts of the model one by one
     missing = sorted(set(wanted).difference(*(one or () for one in seen)))
     if not missing:
         return None
@@ -191,7 +194,7 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
 
 
 def counts_too_few(tensors: Tensors) -> Finding | None:
-    """Name missed samples, where one device counts all samples of the batch, and ranks together fewer."""
+    """Detect missed samples: one device returns the number of samples of the batch, and ranks return a smaller one."""
     for name in tensors.wrong("returned"):
         cases = [
             (case, case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)
@@ -214,7 +217,7 @@ def _is_fewer(tensors: Tensors, right: torch.Tensor, got: torch.Tensor) -> bool:
 
 
 def _samples_of(trace: Trace) -> list[tuple[int, int]] | None:
-    """Return the samples that models were called with; None where some input was no row of the batch."""
+    """Return the samples that models were called with; None if some input was not a row of the batch."""
     given = [event.details["samples"] for event in trace.of("model")]
     if any(one is None for one in given):
         return None
@@ -227,7 +230,7 @@ def _uneven_sampler(tensors: Tensors) -> Event | None:
 
 
 def repeated_rows(tensors: Tensors) -> Finding | None:
-    """Name padding by a result that has more rows than there are samples."""
+    """Detect padding by a result with more rows than there are samples."""
     for name, rows, right in _rows(tensors):
         if rows > right:
             return Finding("padding-counted", f"{name} has {rows} rows for {tensors.samples} samples")
@@ -235,7 +238,7 @@ def repeated_rows(tensors: Tensors) -> Finding | None:
 
 
 def missing_rows(tensors: Tensors) -> Finding | None:
-    """Name missed samples by a result that has fewer rows than there are samples."""
+    """Detect missed samples by a result with fewer rows than there are samples."""
     for name, rows, right in _rows(tensors):
         if rows < right:
             return Finding("samples-missed", f"{name} has {rows} rows for {tensors.samples} samples")
@@ -243,8 +246,9 @@ def missing_rows(tensors: Tensors) -> Finding | None:
 
 
 def _rows(tensors: Tensors) -> list[tuple[Result, int, int]]:
-    """Find results with a row for each sample on one device, and the number of their rows on ranks; unless a sampler
-    tells why.
+    """Return the wrong results with a row per sample on one device, with their row counts on ranks and on one device.
+
+    Return an empty list if a sampler whose dataset does not divide by the ranks already explains the difference.
     """
     found: list[tuple[Result, int, int]] = []
     if _uneven_sampler(tensors) is not None:
@@ -259,7 +263,7 @@ def _rows(tensors: Tensors) -> list[tuple[Result, int, int]]:
 
 
 def truncates(tensors: Tensors) -> Finding | None:
-    """Name missed samples, where one device gives the result without the last ones."""
+    """Detect missed samples: one device gives the same result without the last samples."""
     if not _explains(tensors, "truncated"):
         return None
     size, samples = tensors.size, tensors.samples
@@ -268,7 +272,7 @@ def truncates(tensors: Tensors) -> Finding | None:
 
 
 def pads_the_batch(tensors: Tensors) -> Finding | None:
-    """Name padding, where one device gives the result when it takes the first samples twice."""
+    """Detect padding: one device gives the same result if the batch has the first samples twice."""
     if not _explains(tensors, "padded"):
         return None
     size, samples, name = tensors.size, tensors.samples, tensors.names[0]
@@ -277,7 +281,7 @@ def pads_the_batch(tensors: Tensors) -> Finding | None:
 
 
 def first_shard_for_all(tensors: Tensors) -> Finding | None:
-    """Name a part of the batch that DataParallel does not scatter; where there are ranks, it is none of its own."""
+    """Detect a part of the batch that DataParallel does not scatter; skipped for steps that use ranks."""
     if any(True for _ in tensors.events("collective", "wrap")):
         return None
     for other in tensors.hypotheses.alternatives:
@@ -291,7 +295,7 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
 
 
 def of_rank_0_alone(tensors: Tensors) -> Finding | None:
-    """Name the value of one rank, where one device gives the result for the first rank's samples."""
+    """Detect a result of rank 0 on all ranks: one device gives the same for the samples of rank 0 alone."""
     if not _explains(tensors, "first-shard-only", "first-block-only"):
         return None
     told = f"{tensors.names[0]} is what one device gives for rank 0's samples alone, on all ranks"
@@ -304,7 +308,7 @@ def _explains(tensors: Tensors, *kinds: Other) -> bool:
 
 
 def other_order(tensors: Tensors) -> Finding | None:
-    """Name values that are in the order of ranks, where rows are those of one device in another order."""
+    """Detect gathered rows in the wrong order: a result has the rows of one device, but permuted."""
     for name in tensors.wrong("returned"):
         right = tensors.expected.exact.get(name)
         if right is None and name in tensors.expected.single.values:

@@ -1,4 +1,4 @@
-"""Mistakes that lie in what ranks start from, decide and draw."""
+"""Detect mistakes in the initial states of ranks, in their decisions, and in their random numbers."""
 
 from __future__ import annotations
 
@@ -37,45 +37,45 @@ __all__ = [
 
 
 def restores_on_some(evidence: Evidence) -> Finding | None:
-    """Name a checkpoint that only some ranks load, where ranks start from other parameters than each other."""
+    """Detect a checkpoint that only some ranks load, if ranks start from different parameters."""
     if evidence.start is None or not evidence.loads.apart:
         return None
     return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.start.briefly}")
 
 
 def restores_later_on_some(evidence: Evidence) -> Finding | None:
-    """Name a checkpoint that only some ranks load, where ranks start alike, and part ways."""
+    """Detect a checkpoint that only some ranks load, if ranks start alike and differ later."""
     if evidence.start is not None or not evidence.loads.apart or not evidence.parted:
         return None
     return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.parted}")
 
 
 def starts_apart(evidence: Evidence) -> Finding | None:
-    """Name another initialization, where ranks start from other parameters, and all load a checkpoint, or none."""
+    """Detect different initial parameters, if all ranks load a checkpoint or no rank does."""
     if evidence.start is None or evidence.loads.apart:
         return None
     return Finding("different-initialization", evidence.start.told)
 
 
 def decides_by_rank(evidence: Evidence) -> Finding | None:
-    """Name a decision that ranks have taken each for itself: a step, a rate, a step that is skipped, an update."""
+    """Detect a decision that differs between ranks: optimizer steps, learning rates, loss scales, trained parameters."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
 
 
 def decides_by_own_values(evidence: Evidence) -> Finding | None:
-    """Name a decision per rank where what decides is another value on each rank, whatever has come of it."""
+    """Detect a value that differs between ranks and decides, even if the ranks happened to decide alike."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.grounds if one.apart), None)
 
 
 def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
-    """Name a decision where ranks agree on a number of steps that is not that of one device."""
+    """Detect an optimizer that steps another number of times than on one device."""
     here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
     if (
         not there
         or here == there
         or (tensors.traces and not any(trace.of("step") for trace in tensors.traces) and not here)
     ):
-        return None  # a step without an optimizer decides nothing about one
+        return None  # the step uses no optimizer, so the number of steps means nothing
     return Finding(
         "decision-per-rank",
         f"the optimizer has stepped {here} times on {tensors.size} ranks, {there} times on one device",
@@ -83,7 +83,7 @@ def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
 
 
 def updates_on_some(tensors: Tensors) -> Finding | None:
-    """Name the value of one rank, where only some have updated a parameter."""
+    """Detect a parameter that only some ranks update, so that ranks differ."""
     odd = next(iter(_updated_unlike(tensors)), None)
     if odd is None or odd not in tensors.relations.split:
         return None
@@ -100,7 +100,7 @@ def updates_on_some(tensors: Tensors) -> Finding | None:
 
 
 def kept_on_some(tensors: Tensors) -> Finding | None:
-    """Name the value of one rank, where some ranks alone have brought a state up to date, and others have it as built."""
+    """Detect a parameter or buffer that some ranks updated correctly, and that has its initial value on the others."""
     initial = tensors.expected.single.initial
     for name in tensors.relations.split:
         before = initial.get(name.of)
@@ -112,13 +112,13 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
         if not 0 < len(moved) < tensors.size or set(moved) & set(tensors.relations.wrong.get(name, [])):
             continue
         return Finding(
-            "value-of-one-rank", f"{name} was updated on {named(moved)} only, and is as it was built on the others"
+            "value-of-one-rank", f"{name} was updated on {named(moved)} only, and has its initial value on the others"
         )
     return None
 
 
 def calls_models_apart(tensors: Tensors) -> Finding | None:
-    """Name the value of one rank, where ranks call a model of other parameters, though what they train is the same."""
+    """Detect a copy or an average of the model that only some ranks keep: ranks call it with different parameters."""
     if any(tensors.is_of_model(name) for name in (*tensors.wrong(), *tensors.relations.split)):
         return None
     calls = [trace.of("model") for trace in tensors.traces]
@@ -127,10 +127,10 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
         if len({(event.name, event.site) for event in same}) > 1 or all(one == held[0] for one in held):
             continue
         if len({event.details.get("owns") for event in same}) > 1:
-            continue  # parts of one model, and no copies
+            continue  # ranks hold different parts of one model, not copies
         odd = next((name for name in held[0] if any(one.get(name) != held[0][name] for one in held)), "")
         if not odd or not tensors.is_whole(odd):
-            continue  # each rank holds a part of it, as of a flat parameter
+            continue  # each rank holds a slice of the parameter, as FSDP1 does
         told = ", ".join(f"{one.get(odd, math.nan):.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
         return Finding(
             "value-of-one-rank",
@@ -146,7 +146,7 @@ def _grouped(held: Sequence[Mapping[str, float]], name: str) -> list[tuple[Mappi
 
 
 def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
-    """Name a decision per rank where some parameters were updated, and one device updates all of them, or none."""
+    """Detect a decision per owner: only some parameters were updated, and one device updates all of them or none."""
     moved, should = _updates(tensors)
     odd = next(iter(_updated_unlike(tensors)), None)
     if odd is None or len(set(should.values())) != 1 or len(set(moved.values())) != 2 or updates_on_some(tensors):
@@ -160,9 +160,9 @@ def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
 
 
 def _updated_unlike(tensors: Tensors) -> list[Result]:
-    """Find parameters that one device has updated and rank 0 has not, or the other way round.
+    """Return the parameters that one device updated and rank 0 did not, or the other way round.
 
-    Whose gradient is zero stays as it is without anybody's decision.
+    Parameters with a zero gradient are left out: they keep their values without any decision.
     """
     moved, should = _updates(tensors)
     gradients = {name.of: value for name, value in tensors.seen[0].values.items() if name.kind == "grads"}
@@ -171,7 +171,10 @@ def _updated_unlike(tensors: Tensors) -> list[Result]:
 
 
 def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
-    """Return whether rank 0, and one device, have updated each parameter, by what is returned of it, or else by itself."""
+    """Return whether rank 0 updated each parameter, and whether one device did.
+
+    A value that the step returns under the name of a parameter replaces the parameter itself.
+    """
     moved: dict[Result, bool] = {}
     should: dict[Result, bool] = {}
     held, expected = tensors.seen[0].values, tensors.expected.single
@@ -188,7 +191,7 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
 
 
 def right_on_one_rank(tensors: Tensors) -> Finding | None:
-    """Name the value of one rank, where one alone is right."""
+    """Detect a result that is right on exactly one rank."""
     for name in tensors.relations.split:
         wrong = tensors.relations.wrong.get(name, [])
         right = [rank for rank in range(tensors.size) if rank not in wrong]
@@ -198,12 +201,12 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
 
 
 def broadcast_of_another_rank(tensors: Tensors) -> Finding | None:
-    """Name the value of one rank, where ranks agree on something wrong, and a rank other than 0 broadcasts."""
+    """Detect a broadcast from a rank other than 0, if ranks agree on a wrong result."""
     return _broadcast_wrong(tensors, from_rank_0=False)
 
 
 def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
-    """Name the value of one rank, where ranks agree on something wrong, and rank 0 broadcasts, as in many right programs."""
+    """Detect a broadcast from rank 0, if ranks agree on a wrong result; weak evidence, as many right programs do this."""
     return _broadcast_wrong(tensors, from_rank_0=True)
 
 
@@ -223,10 +226,10 @@ def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
 
 
 def buffers_alone_drift(tensors: Tensors) -> Finding | None:
-    """Name buffers that differ between ranks, where nothing else is wrong.
+    """Detect buffers that differ between ranks, if no other result is wrong.
 
-    Those that DistributedDataParallel is going to overwrite are not held against ranks, but what it overwrites them with is
-    wrong then, as it is that of one rank. Where statistics of a batch are what they hold, others name them.
+    DistributedDataParallel overwrites some buffers with those of rank 0. Their differences are allowed, but the value of
+    rank 0 is wrong too. With BatchNorm, other rules report the batch statistics in its buffers.
     """
     if any(name.kind != "buffers" for name in tensors.wrong()):
         return None
@@ -242,21 +245,21 @@ def buffers_alone_drift(tensors: Tensors) -> Finding | None:
 
 
 def buffers_drift(tensors: Tensors) -> Finding | None:
-    """Name buffers that differ between ranks."""
+    """Detect buffers that differ between ranks."""
     drifted = [name for name in tensors.relations.split if name.kind == "buffers"]
     return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
 
 
 def draws_by_rank(evidence: Evidence) -> Finding | None:
-    """Name random numbers that each rank draws for its own part of the batch."""
+    """Detect random numbers that each rank draws for its own part of the batch."""
     return Finding("random-numbers-per-rank", evidence.draws) if evidence.draws else None
 
 
 def draws_other_numbers(evidence: Evidence) -> Finding | None:
-    """Name random numbers of which each rank draws as many as one device, and others than the other ranks."""
+    """Detect random numbers that differ between ranks, although each rank draws as many as one device."""
     return Finding("random-numbers-per-rank", evidence.numbers_apart) if evidence.numbers_apart else None
 
 
 def may_draw_by_rank(evidence: Evidence) -> Finding | None:
-    """Name random numbers where some are drawn, which need not do any harm."""
+    """Report that the step draws random numbers, which may be harmless."""
     return Finding("random-numbers-per-rank", evidence.may_draw) if evidence.may_draw else None

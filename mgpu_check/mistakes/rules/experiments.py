@@ -1,4 +1,4 @@
-"""Mistakes in one call: with the call changed, the step is right."""
+"""Detect mistakes in a single call: a run with that call changed gives the right results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def right_in_another_group(tensors: Tensors) -> Finding | None:
-    """Name a collective that runs over the wrong ranks."""
+    """Detect a collective that runs over the wrong ranks."""
     change = _first(tensors, "group")
     if change is None:
         return None
@@ -32,7 +32,7 @@ def right_in_another_group(tensors: Tensors) -> Finding | None:
 
 
 def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
-    """Name a result that is off by the size of its group."""
+    """Detect a result of a collective that is off by the size of the group."""
     change = _first(tensors, "divide", "multiply")
     if change is None:
         return None
@@ -42,7 +42,7 @@ def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
 
 
 def right_by_another_operation(tensors: Tensors) -> Finding | None:
-    """Name a reduction by the wrong operation."""
+    """Detect a reduction with the wrong operation."""
     change = _first(tensors, "op")
     if change is None:
         return None
@@ -50,20 +50,20 @@ def right_by_another_operation(tensors: Tensors) -> Finding | None:
 
 
 def right_without_a_collective(tensors: Tensors) -> Finding | None:
-    """Name a reduction of what was reduced already, or of what each rank needs for itself."""
+    """Detect a superfluous reduction: of a value that was reduced already, or that each rank needs unreduced."""
     change = _first(tensors, "skip", "new")
     if change is None:
         return None
     if change.kind == "new":
         told = f"{change.where} reduces what it had given before once more; given only what is new each time, the step is right"
         return Finding("reduced-again", told)
-    # Where all ranks have the whole, dividing it does the same, and was tried before.
+    # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
     told = f"without {change.where} the step is right: each rank needs its own value, and not what is combined of all"
     return Finding("wrong-reduction", told)
 
 
 def right_in_another_order(tensors: Tensors) -> Finding | None:
-    """Name gathered rows that are taken for those of another order."""
+    """Detect gathered rows that are in the wrong order."""
     change = _first(tensors, "reorder")
     if change is None:
         return None
@@ -75,7 +75,7 @@ def right_in_another_order(tensors: Tensors) -> Finding | None:
 
 
 def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
-    """Name one term of the loss that is off by the size of a group, where the others are right."""
+    """Detect one term of the loss that is off by the size of a group; the other terms are right."""
     change = _first(tensors, "term")
     if change is None:
         return None
@@ -89,7 +89,7 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
 
 
 def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
-    """Name positions that begin at 0 on each rank."""
+    """Detect positions that start at 0 on each rank."""
     change = _first(tensors, "shift")
     if change is None:
         return None

@@ -1,4 +1,4 @@
-"""Mistakes by which a result, or an update, is off by one factor."""
+"""Detect mistakes that multiply a result, or an update, by one factor."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 _NEAR = 1e-4
-"""Relative: norms of gradients that were added up in another order."""
+"""Relative tolerance for norms of gradients that were summed in another order."""
 _EXACT = 1e-3
-"""Of the exponent: a power of the world size, where the factor is that of all elements to 1e-5."""
+"""Tolerance of the exponent of the world size. The factor itself fits all elements to 1e-5."""
 
 
 def off_by_world_size(evidence: Evidence) -> Finding | None:
-    """Name the world size, where the factor is one of its powers."""
+    """Detect a factor that is a power of the world size."""
     factor, size = evidence.factor, evidence.size
     if factor is None:
         return None
@@ -58,7 +58,7 @@ def _told(evidence: Evidence, power: int) -> str:
 
 
 def off_by_micro_batches(evidence: Evidence) -> Finding | None:
-    """Name the number of micro-batches, where the factor is that, or one by it."""
+    """Detect a factor that equals the number of micro-batches or its inverse."""
     factor = evidence.factor
     if factor is None or not _by_micro_batches(evidence):
         return None
@@ -74,7 +74,7 @@ def _by_micro_batches(evidence: Evidence) -> bool:
 
 
 def grows_with_world_size(evidence: Evidence) -> Finding | None:
-    """Name the world size, where the factor is one power of it, here and at another one; or is one of updates."""
+    """Detect a factor that is the same power of the world size at two world sizes, or a factor of the updates."""
     factor, tensors = evidence.factor, evidence.tensors
     if factor is None or tensors is None or off_by_world_size(evidence) or _by_micro_batches(evidence):
         return None
@@ -93,9 +93,10 @@ def _grows(tensors: Tensors, ratio: float) -> bool:
 
 
 def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
-    """Name gradients of experts that are off by the size of the group that exchanges tokens, where all others are right.
+    """Detect expert gradients that are off by the size of the group that exchanges tokens; all others are right.
 
-    Experts are what ranks divide among themselves; what each rank holds whole, or what no tokens go to, is none.
+    A parameter counts as an expert's if ranks hold slices of its gradient, or gathered it from slices. The rule needs an
+    all_to_all, which sends the tokens.
     """
     exchanges = [event for _, event in tensors.events("collective") if event.name.startswith("all_to_all")]
     wrong, gradients = tensors.names, [name for name in tensors.relations.held if name.kind == "grads"]
@@ -110,8 +111,8 @@ def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
             return Finding(
                 "expert-gradients-factor",
-                f"{few(wrong)}: {times} what one device gives, and all other gradients are right; {size} is the size of the "
-                f"group in which {event.where} sends tokens to experts and back",
+                f"{few(wrong)}: {times} what one device gives, and all other gradients are right; {event.where} exchanges "
+                f"tokens with experts in a group of size {size}",
             )
     return None
 
@@ -134,7 +135,7 @@ def _is_divided(tensors: Tensors, name: Result) -> bool:
 
 
 def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
-    """Name the world size by the first optimizer step that is wrong: by its gradients, or by what it adds."""
+    """Detect a factor of the world size in the gradients, or in the update, of the first wrong optimizer step."""
     for step, factor, of_update in _first(tensors):
         if not _is_world_size(tensors, factor):
             return None
@@ -150,7 +151,7 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
 
 
 def clips_a_multiple(evidence: Evidence) -> Finding | None:
-    """Name what clipping finds first: a norm that is off by the world size, or the number of micro-batches."""
+    """Detect a gradient norm, found by the first clipping, that is off by the world size or the number of micro-batches."""
     tensors = evidence.tensors
     alone = None if tensors is None or tensors.alone is None else _norm(tensors.alone)
     if tensors is None or not alone:
@@ -176,13 +177,13 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
 
 
 def _norm(trace: Trace) -> float | None:
-    """Return the norm that the first clipping has found."""
+    """Return the gradient norm that the first clipping found."""
     first = next(iter(trace.of("clip")), None)
     return None if first is None else first.details.get("norm")
 
 
 def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
-    """Name the number of micro-batches by a later step, the first that is wrong, whose gradients are off by an integer."""
+    """Detect an integer factor in the gradients of the first wrong optimizer step, if that is not the first step."""
     for step, factor, of_update in _first(tensors):
         inverse = max(factor, 1 / factor)
         if of_update or not step or inverse <= 1.5 or abs(inverse - round(inverse)) >= 2e-3:
@@ -193,8 +194,9 @@ def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
 
 
 def _first(tensors: Tensors) -> Iterator[tuple[int, float, bool]]:
-    """Find the first optimizer step that is wrong, the factor there, if one explains it, and whether it is one of the
-    update.
+    """Yield the index of the first wrong optimizer step, its factor, and whether the factor is of the update.
+
+    Yields nothing if no positive factor fits, or on one rank.
     """
     found = tensors.first_factor
     if found is not None and found[1] > 0 and tensors.size > 1:

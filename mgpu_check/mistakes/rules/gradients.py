@@ -1,4 +1,4 @@
-"""Mistakes in how gradients, and metrics, of parts are put together."""
+"""Detect mistakes in how ranks combine the gradients and metrics of their parts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 _SHOWN = 4
-"""Ranks whose values are told."""
+"""Most ranks whose values a message lists, so that it stays one line."""
 
 
 def clips_first(tensors: Tensors) -> Finding | None:
-    """Name clipping before a collective on the gradients, with no new backward between them."""
+    """Detect clipping before a collective on the gradients, without a backward or a step between them."""
     if not tensors.traces or not tensors.names or not tensors.gradient_like:
         return None
     clip: Event | None = None
@@ -64,24 +64,24 @@ def _is_gradient(operand: Result | None) -> bool:
 
 
 def clips_by_other_norms(evidence: Evidence) -> Finding | None:
-    """Name clipping that has found another norm on each rank, of gradients that are the same in the end."""
+    """Detect clipping that found a different norm on each rank."""
     return Finding("clipped-before-synchronization", evidence.norms.told) if evidence.norms.apart else None
 
 
 def clips_parts(tensors: Tensors) -> Finding | None:
-    """Name clipping before the mean, where the result is the mean of parts, and right where no limit is reached."""
+    """Detect clipping before the mean: gradients are the mean of the parts', and right while no limit applies."""
     found = tensors.mean_of_parts
     if found is None or not found[0].even or found[0].along or not _is_limited(tensors):
         return None
     return Finding(
         "clipped-before-synchronization",
-        f"{tensors.names[0]} is the mean over ranks of what each has for its own part, and right for a batch that is scaled "
+        f"{tensors.names[0]} is the mean of what each rank computes for its own part, and right for a batch that is scaled "
         "down: a limit on the norm is applied before the mean",
     )
 
 
 def limits_another_norm(tensors: Tensors) -> Finding | None:
-    """Name clipping where ranks agree on what is right for small batches only."""
+    """Detect clipping by the wrong norm: ranks agree, and are right only if the batch is scaled down."""
     if tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):
         return None
     return Finding(
@@ -92,27 +92,27 @@ def limits_another_norm(tensors: Tensors) -> Finding | None:
 
 
 def _is_limited(tensors: Tensors) -> bool:
-    """Return whether gradients are right for a batch that is scaled down, and a limit shows that they reach otherwise."""
+    """Return whether gradients are right for a batch that is scaled down, and otherwise reach a limit."""
     return tensors.gradient_like and tensors.right_when_small is True and shows_a_limit(tensors)
 
 
 def statistics_of_parts(evidence: Evidence) -> Finding | None:
-    """Name statistics of each rank's shard, where the gradients are the mean of those of the shards."""
+    """Detect batch statistics of each rank's shard, if the gradients are the mean of the shards' gradients."""
     tensors, found = evidence.tensors, normalizes_parts(evidence)
     if found is None or tensors is None:
         return None
     if not any(tensors.is_combined(division, "mean") for division in tensors.hypotheses.divisions):
         return None
-    return Finding(found.mistake, f"{found.evidence}, and the gradients are the mean of those of the shards")
+    return Finding(found.mistake, f"{found.evidence}, and the gradients are the mean of the shards' gradients")
 
 
 def normalizes_parts(evidence: Evidence) -> Finding | None:
-    """Name statistics of each rank's shard, where a module normalizes by those of the batch."""
+    """Detect batch statistics of each rank's shard: a module normalizes by the statistics of its batch."""
     return Finding("batch-statistics-per-rank", evidence.normalizes) if evidence.normalizes else None
 
 
 def mean_of_metrics(tensors: Tensors) -> Finding | None:
-    """Name the mean over ranks of what is no mean of equal parts, though all parts have as many samples."""
+    """Detect a metric that is the mean over equal parts, although one device gives a different value."""
     found = tensors.mean_of_parts
     if found is None or not found[0].even or tensors.gradient_like or found[0].along:
         return None
@@ -123,7 +123,7 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
 
 
 def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
-    """Name what each rank takes over its own shard, where no weights of the parts give what one device has for the batch."""
+    """Detect gradients that are the mean of the parts', where no weighted sum of the parts gives those of one device."""
     found = tensors.mean_of_parts
     if found is None or found[0].along or not tensors.gradient_like or clips_parts(tensors):
         return None
@@ -131,36 +131,36 @@ def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
         return None
     return Finding(
         "batch-statistics-per-rank",
-        f"{tensors.names[0]} is the mean over ranks of what each has for its own part ({found[0].name}){found[1]}, and however "
-        "parts count, what one device has for the batch is no sum of them: something in the step depends on all samples, "
-        "and each rank has its own only",
+        f"{tensors.names[0]} is the mean of what each rank computes for its own part ({found[0].name}){found[1]}, but no "
+        "weighted sum of the parts gives the result of one device: something in the step depends on all samples, and each "
+        "rank has only its own",
     )
 
 
 def mean_of_parts(tensors: Tensors) -> Finding | None:
-    """Name the mean over ranks of each one's own mean, where it may be that the parts should have counted otherwise."""
+    """Detect an unweighted mean over the parts, where the parts should have other weights."""
     found = tensors.mean_of_parts
     if found is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(found[0]) is False:
         return None
     division, also = found
     if also and tensors.factor() is not None:
-        return None  # one factor explains it, and how parts count is right
+        return None  # one factor explains the difference, so the weights are right
     windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
     counts = ", ".join(map(str, division.counts))
     return Finding(
         "mean-of-means",
-        f"{tensors.names[0]} is the plain mean over ranks of what each has for its own part ({division.name}: {counts}{windows}"
-        f"){also}, whatever each part should count",
+        f"{tensors.names[0]} is the unweighted mean of what each rank computes for its own part ({division.name}: {counts}"
+        f"{windows}){also}: all parts count alike, even where they hold different numbers of samples or tokens",
     )
 
 
 def uneven_parts(evidence: Evidence) -> Finding | None:
-    """Name a mean of means where ranks saw unequal numbers of samples, or their losses tell of counts of their own."""
+    """Detect a mean of means: ranks saw unequal numbers of samples, or their losses divide by unequal counts."""
     return Finding("mean-of-means", evidence.uneven) if evidence.uneven else None
 
 
 def wrong_where_uneven(tensors: Tensors) -> Finding | None:
-    """Name a mean of means where ranks agree on something that is wrong only with different numbers of samples."""
+    """Detect a mean of means: ranks agree on a wrong result, and the world size does not divide the number of samples."""
     samples, size = tensors.samples, tensors.size
     if not samples or samples % size == 0 or tensors.relations.split or not tensors.names:
         return None
@@ -172,12 +172,12 @@ def wrong_where_uneven(tensors: Tensors) -> Finding | None:
 
 
 def gradients_apart(evidence: Evidence) -> Finding | None:
-    """Name gradients that are each rank's own when the optimizer steps."""
+    """Detect gradients that differ between ranks when the optimizer steps."""
     return Finding("gradients-not-synchronized", evidence.gradients_apart) if evidence.gradients_apart else None
 
 
 def each_rank_its_own(tensors: Tensors) -> Finding | None:
-    """Name what is not synchronized, where each rank holds what it has computed from its own part."""
+    """Detect results that are not synchronized: each rank holds the result of its own part."""
     if not tensors.own_parts:
         return None
     division, local = tensors.own_parts[0]
@@ -186,7 +186,7 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
 
 
 def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
-    """Name what is not synchronized, where each rank ends with the gradient that its own backward pass has left."""
+    """Detect gradients that are not synchronized: each rank ends with the gradient of its own backward pass."""
     local = [name for name in tensors.relations.split if name.kind == "grads"]
     lasts = [next(iter(reversed(trace.of("backward"))), None) for trace in tensors.traces]
     left = [event.details.get("left", {}) for event in lasts if event is not None]
@@ -201,8 +201,9 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
 
 
 def optimizes_its_own(tensors: Tensors) -> Finding | None:
-    """Name what is not synchronized, where an optimizer that is not linear in the gradient steps with what each rank's own
-    backward has left, whatever is averaged later.
+    """Detect an optimizer step with unsynchronized gradients, even if parameters are averaged later.
+
+    The optimizer must be nonlinear in the gradient: otherwise averaging the parameters afterwards would be right.
     """
     if not tensors.seen[0].nonlinear or not tensors.gradient_like or any(not one.snapshots for one in tensors.seen):
         return None
@@ -226,7 +227,7 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
 
 
 def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
-    """Name what is not synchronized, where gradients differ, and the calls show that nothing can have combined them."""
+    """Detect gradients that differ between ranks, if the calls show that nothing combined them."""
     local = [
         name
         for name in tensors.relations.split
@@ -246,7 +247,7 @@ def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = N
 
 
 def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
-    """Return whether a result is one of the model, or has the shape of a parameter, or as many elements as all of them."""
+    """Return whether a result belongs to the model, has the shape of a parameter, or the size of all parameters together."""
     parameters = [value for key, value in tensors.seen[0].values.items() if key.kind == "params"]
     value = tensors.seen[0].values.get(name)
     if tensors.is_of_model(name) or value is None or not value.dim():
@@ -257,7 +258,7 @@ def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
 
 
 def _is_buffer(tensors: Tensors, name: Result) -> bool:
-    """Return whether it is a buffer, or a returned copy of one on each rank."""
+    """Return whether a result is a buffer, or a returned copy of a buffer on each rank."""
     if name.kind == "buffers":
         return True
     of_buffers = [other for other in tensors.seen[0].values if other.kind == "buffers"]
@@ -278,7 +279,7 @@ def _why_local(tensors: Tensors, local: list[Result]) -> str:
 
 
 def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
-    """Say by which calls it shows that gradients are each rank's own, as a clause that follows another; "" if by none."""
+    """Return a clause on the calls that show that nothing combined the gradients, to append to another; "" if unknown."""
     wrap = tensors.first("wrap")
     if wrap is None:
         return "" if any(True for _ in tensors.events("collective")) else "; no collective was called"
@@ -295,7 +296,7 @@ def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
 
 
 def added_on_every_rank(tensors: Tensors) -> Finding | None:
-    """Name what is added on every rank, where the result is too large by some parameter, once for each rank but one."""
+    """Detect a term that every rank adds before the sum: the result has it once per rank instead of once."""
     if tensors.size < 2:
         return None
     parameters = {

@@ -1,4 +1,4 @@
-"""Mistakes of the optimizer: its gradients are right, and what it makes of them is not."""
+"""Detect mistakes of the optimizer: the gradients are right, but the updates are wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RATE = "learning rate of group"
 
 
 def steps_other_tensors(tensors: Tensors) -> Finding | None:
-    """Name an optimizer that steps tensors outside of the model, so that its steps change nothing."""
+    """Detect an optimizer that steps tensors outside of the model, so that its steps have no effect."""
     single = tensors.expected.single
     lost = [
         rank
@@ -33,14 +33,14 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
 
 
 def updates_otherwise(evidence: Evidence) -> Finding | None:
-    """Name the optimizer, where its gradients are right and what it has made of them is not."""
+    """Detect wrong updates from right gradients, as the evidence describes them."""
     return Finding("optimizer-differs", evidence.updates) if evidence.updates else None
 
 
 def makes_something_else(tensors: Tensors) -> Finding | None:
-    """Name the optimizer, where parameters first differ after a step whose gradients, and whose parameters before, are right.
+    """Detect an optimizer step that makes wrong parameters from right gradients and right parameters.
 
-    If the settings of the groups differ, they are the reason; otherwise it is the update rule.
+    The reason is the settings of the parameter groups if these differ from one device, and the update rule otherwise.
     """
     step, names, ranks = _first_wrong_step(tensors)
     if not names:
@@ -56,7 +56,10 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
 
 
 def _first_wrong_step(tensors: Tensors) -> tuple[int, list[Result], list[int]]:
-    """Return the first step with a wrong result, and the parameters that are wrong after it, if its gradients are right."""
+    """Return the first wrong step, the parameters that are wrong after it, and the ranks where they are.
+
+    Both lists are empty if its gradients are wrong too, or if the ranks start from wrong parameters.
+    """
     start = tensors.expected.single.initial
     for one in tensors.seen:
         if any(
@@ -84,7 +87,7 @@ def _first_wrong_step(tensors: Tensors) -> tuple[int, list[Result], list[int]]:
 
 
 def _settings(tensors: Tensors, names: list[str]) -> str:
-    """Return which settings of wrong parameters are not those of one device, in words; "" if all are, or it is not known."""
+    """Describe a setting of a wrong parameter that differs from one device; "" if none differs or none is known."""
     single = tensors.expected.single
     for name in names:
         right = single.settings.get(name)
@@ -107,7 +110,7 @@ def _groups(single: Observation, one: Observation) -> str:
 
 
 def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:
-    """Name the learning rate, where it is all that is wrong: the next step will be."""
+    """Detect a wrong learning rate after the last step, if all other results are right: the next update will be wrong."""
     wrong = tensors.wrong()
     if not wrong or not all(name.kind == "optimizer" and name.of.startswith(_RATE) for name in wrong):
         return None

@@ -1,4 +1,4 @@
-"""Mistakes in what becomes of what collectives have given."""
+"""Detect mistakes in the use of the results of collectives."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["reduces_again", "written_over"]
 
 _EXACT = 1e-4
-"""Relative: sums and norms of values that went through sums of their own."""
+"""Relative tolerance for sums and norms of values that were themselves summed in another order."""
 _MOST_TOGETHER = 4
-"""Sums that are reduced one after the other, again and again."""
+"""Most running sums that one loop may reduce in turn: losses and metrics need few."""
 _MOST_SUMS = 16
-"""Numbers of which quotients are looked at."""
+"""Most elements whose quotients are all tried: the number of pairs grows as the square."""
 
 
 def written_over(tensors: Tensors) -> Finding | None:
-    """Name a collective that has given what one device has, where that is not there in the end, nor a multiple of it."""
+    """Detect a lost result: a collective gave the values of one device, and the final result is no multiple of them."""
     if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
         return None
-    # What is as near to one device as a collective's result has to be is not lost.
+    # A result is not lost if it is as near to one device as `_has_given` requires of a collective.
     everywhere = [
         name
         for name in tensors.names
@@ -42,15 +42,15 @@ def written_over(tensors: Tensors) -> Finding | None:
         if tensors.expected.exact[name].numel() > 1 and tensors.factor_here([name]) is None
     ]
     if everywhere and len(tensors.names) > 1 and tensors.factor_here() is None:
-        lost.append((everywhere[0], tensors.names))  # all in one buffer
+        lost.append((everywhere[0], tensors.names))  # all results in one flat buffer
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         if len({event.name for event in same}) > 1:
             continue
         for first, names in lost:
             if _has_given(same, [tensors.expected.exact[name] for name in names], tensors.size):
-                told = f"{same[0].where} has given what one device has for {few(names)}, and {first} is not that in the end"
-                return Finding("result-discarded", f"{told}: it was not kept, or written over")
+                told = f"{same[0].where} gives the right {few(names)}, but {first} is wrong at the end"
+                return Finding("result-discarded", f"{told}: the result was discarded, or overwritten later")
     return None
 
 
@@ -63,7 +63,7 @@ def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
 
 
 def _has_given(same: Sequence[Event], exact: Sequence[torch.Tensor], size: int) -> bool:
-    """Return whether a collective leaves these values on a rank, or each rank's share of them, as a sum or a mean."""
+    """Return whether a collective gives these values, as a mean or a sum, to a rank or in shares to all ranks together."""
     right = (
         math.fsum(float(value.sum()) for value in exact),
         math.sqrt(math.fsum(float(value.norm()) ** 2 for value in exact)),
@@ -82,8 +82,9 @@ def _is_near(one: tuple[float, float], right: tuple[float, float], factor: int) 
 
 
 def reduces_again(tensors: Tensors) -> Finding | None:
-    """Name a sum that is reduced after each batch, with what was reduced before still in it, where a returned value is
-    made of it, and would be right of what was new.
+    """Detect a running sum that is reduced after each batch although it already contains reduced values.
+
+    The evidence is a returned value that follows from these sums, and that would be right with only the new values reduced.
     """
     sums = [found for sums in range(1, _MOST_TOGETHER + 1) for found in _running(tensors, sums)]
     for name in tensors.wrong("returned") if sums else ():
@@ -94,15 +95,17 @@ def reduces_again(tensors: Tensors) -> Finding | None:
             if _explained(got.double().flatten().tolist(), right.double().flatten().tolist(), here, should):
                 return Finding(
                     "reduced-again",
-                    f"all_reduce ({site}) was called {calls} times on one sum, with what it had given before still in it: "
-                    f"{name} is made of what came of that, and would be right of what was new each time",
+                    f"all_reduce ({site}) was called {calls} times on one sum that still contained its earlier results: "
+                    f"{name} follows from this sum, and would be right if only new values were reduced each time",
                 )
     return None
 
 
 def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], list[float]]]:
-    """Take all_reduce for that of so many running sums in turn. For each round from the second on: the line, how many rounds
-    there were, what the sums hold, and what they would hold if only what was new had been added.
+    """Simulate right running sums, on the assumption that all_reduce was called on `sums` of them in turn.
+
+    Returns, for each round from the second on, the line of the calls, the number of rounds, the values of the sums, and
+    their values if only new values had been reduced.
     """
     per_rank = [[event for event in trace.of("collective") if event.name == "all_reduce"] for trace in tensors.traces]
     calls = [
@@ -112,7 +115,7 @@ def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], l
     ]
     lengths = [{len(part) for values in called for part in values} for called in calls]
     if not calls or any(len(called) < tensors.size for called in calls) or any(len(each) > 1 for each in lengths):
-        return []  # as where several groups reduce different tensors
+        return []  # groups that reduce different tensors, for example
     found = []
     for rounds in range(2, len(calls) // sums + 1):
         here: list[float] = []
@@ -132,13 +135,13 @@ def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], l
 
 
 def _values(event: Event) -> tuple[list[float], list[float]] | None:
-    """Return what an operand of few elements was before, and after."""
+    """Return the operand before and after the call; None if it has too many elements to be recorded."""
     before, after = (event.tensors or [{}])[0].get("before", {}), (event.details.get("after") or [{}])[0]
     return (before["values"], after["values"]) if "values" in before and "values" in after else None
 
 
 def _explained(got: list[float], right: list[float], here: list[float], should: list[float]) -> bool:
-    """Return whether the value is a sum, or the quotient of two, that is right if the sums are."""
+    """Return whether a value is a sum or a quotient of two sums, and right if the sums are right."""
     if not got or got == right or len(here) != len(should):
         return False
     count = len(got)
@@ -147,7 +150,7 @@ def _explained(got: list[float], right: list[float], here: list[float], should: 
             return True
     if count > 1 or len(here) > _MOST_SUMS:
         return False
-    # Divided by a number that is right.
+    # A sum divided by a right number.
     for one, also in zip(here, should, strict=True):
         if also and right[0] and not _equal([one], [also]) and _equal([got[0] / right[0]], [one / also]):
             return True

@@ -1,4 +1,4 @@
-"""Mistakes by which loaders of several ranks give other samples than that of one rank."""
+"""Detect why the loaders of several ranks give other samples than the loader of a single rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def read_by_each_worker(samples: EpochSamples) -> Finding | None:
-    """Name a data set that is not split, where each worker of a rank reads what the others read, too."""
+    """Detect a dataset that is not split between workers: each worker of a rank reads the same samples."""
     if not samples.telling or not samples.per_worker:
         return None
     also = ", and every rank all samples" if samples.whole else ""
@@ -28,7 +28,7 @@ def read_by_each_worker(samples: EpochSamples) -> Finding | None:
 
 
 def read_by_each_rank(samples: EpochSamples) -> Finding | None:
-    """Name a data set that is not split, where every rank sees all of it."""
+    """Detect a dataset that is not split: every rank sees all samples."""
     if not samples.telling or not samples.whole:
         return None
     told = f"each of the {len(samples.counts)} ranks sees all {samples.expected.total()} samples"
@@ -36,7 +36,7 @@ def read_by_each_rank(samples: EpochSamples) -> Finding | None:
 
 
 def repeated_to_fill(samples: EpochSamples) -> Finding | None:
-    """Name padding, where as few come again as fill the last batches."""
+    """Detect padding: not more samples are repeated than fill the last batches."""
     if not samples.telling or not samples.padded:
         return None
     repeated = samples.repeated
@@ -49,7 +49,7 @@ def repeated_to_fill(samples: EpochSamples) -> Finding | None:
 
 
 def same_on_some(samples: EpochSamples) -> Finding | None:
-    """Name missed samples, where some ranks see the very same ones."""
+    """Detect missed samples: some ranks see exactly the same samples."""
     if not samples.telling or not samples.missing or not samples.twins:
         return None
     same = " and ".join(named(ranks) for ranks in samples.twins)
@@ -62,7 +62,7 @@ def same_on_some(samples: EpochSamples) -> Finding | None:
 
 
 def shared_out_unlike(samples: EpochSamples) -> Finding | None:
-    """Name a split that differs, where some samples are on several ranks, or unknown, and others on none."""
+    """Detect a split that differs between ranks: some samples are on several ranks or unknown, and others are missing."""
     missing, repeated = samples.missing, samples.repeated
     if not samples.telling or not missing or not (repeated or samples.unknown):
         return None
@@ -74,7 +74,7 @@ def shared_out_unlike(samples: EpochSamples) -> Finding | None:
 
 
 def on_no_rank(samples: EpochSamples) -> Finding | None:
-    """Name missed samples, where some are on no rank."""
+    """Detect samples that are on no rank."""
     missing = samples.missing
     if not samples.telling or not missing:
         return None
@@ -85,10 +85,10 @@ def on_no_rank(samples: EpochSamples) -> Finding | None:
 
 
 def uneven_batches(samples: EpochSamples) -> Finding | None:
-    """Name uneven numbers of batches, where all samples are there."""
+    """Detect uneven numbers of batches, if no sample is missing or repeated beyond what the user accepts."""
     return Finding("uneven-steps", samples.told_of_batches) if samples.covered and samples.uneven else None
 
 
 def order_repeats(loader: Loader) -> Finding | None:
-    """Name epochs that have one order."""
+    """Detect epochs that all have the same order."""
     return Finding("epochs-not-reshuffled", loader.order, tuple(loader.repeating)) if loader.repeating else None

@@ -1,4 +1,4 @@
-"""Mistakes by which parts of the batch, or numbers, count by another measure than on one device."""
+"""Detect mistakes that scale parts of the batch differently than one device does, by a factor, a limit or rounding."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = [
 ]
 
 _SAME = 1e-3
-"""Relative: weights, norms and factors that are as good as equal."""
+"""Largest relative difference between equal weights, norms or factors; a fit itself is allowed 1e-4."""
 _UNLIKE = 1e-2
-"""Relative: weights that are not."""
+"""Smallest relative difference between unequal weights or factors: well above `_SAME`, so that rounding never accuses."""
 _NOTHING = 1e-3
-"""Of the largest weight: a part that does not count."""
+"""Fraction of the largest weight below which a part does not contribute."""
 _COUNTS = 4
-"""Numbers of a collective that are looked at."""
+"""Most elements of a collective's result that are tried as a count: steps reduce counts in small tensors."""
 _SEVERAL = 3
-"""Elements of which one is no multiple of another by chance."""
+"""Fewest elements of a gradient, so that it is no multiple of another one by chance."""
 _COMPUTED = 1e-5
-"""Of the largest element: multiples of one gradient, each computed for itself."""
+"""Tolerance, as a fraction of the largest element, for multiples of one gradient that ranks compute separately."""
 _EXACT = 1e-4
-"""Relative: how near a factor is to that of a rounded count."""
+"""Relative tolerance between a factor and the factor that a rounded count would cause."""
 
 
 def unscales_by_its_own(tensors: Tensors) -> Finding | None:
-    """Name a scale of each rank's own, where ranks hold one sum of parts, each times another factor."""
+    """Detect a scale that differs between ranks: all hold the same sum of parts, each times its own factor."""
     for _, rows in _weighed(tensors):
         found = _own_factors(
             f"{few(tensors.names)}: ranks hold one and the same sum of parts", [_ratio(row, rows[0]) for row in rows]
@@ -54,7 +54,7 @@ def unscales_by_its_own(tensors: Tensors) -> Finding | None:
 
 
 def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
-    """Name a scale of each rank's own, where an optimizer finds one gradient on all ranks, each times another factor."""
+    """Detect a scale that differs between ranks: an optimizer step finds one gradient, times a factor of each rank."""
     for number, stages in enumerate(zip(*(one.snapshots for one in tensors.seen), strict=False)):
         flat = [_flat(stage) for stage in stages]
         if any(one.shape != flat[0].shape for one in flat) or int((flat[0] != 0).sum()) < _SEVERAL:
@@ -69,7 +69,7 @@ def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
 
 
 def _own_factors(what: str, factors: Sequence[float | None]) -> Finding | None:
-    """Name a scale of each rank's own, where all factors are known and they differ."""
+    """Return the finding if all factors are known and they differ."""
     known = [factor for factor in factors if factor is not None]
     if len(known) < len(factors) or max(map(abs, known)) <= (1 + _UNLIKE) * min(map(abs, known)):
         return None
@@ -85,7 +85,7 @@ def _flat(stage: Mapping[Result, torch.Tensor]) -> torch.Tensor:
 
 
 def _multiple(one: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return by which positive number all elements are those of another tensor."""
+    """Return the positive factor between all elements of `one` and of `of`; None if no factor fits."""
     factor = float((one * of).sum() / of.square().sum())
     if not math.isfinite(factor) or factor <= 0:
         return None
@@ -93,7 +93,7 @@ def _multiple(one: torch.Tensor, of: torch.Tensor) -> float | None:
 
 
 def counts_parts_unlike(tensors: Tensors) -> Finding | None:
-    """Name a scale of each rank's own, where ranks agree on a sum in which equal parts count unlike."""
+    """Detect a loss scale of each rank's own: ranks agree on a sum that gives parts of equal size unequal weights."""
     if not tensors.gradient_like or tensors.hypotheses.padded:
         return None
     for division, rows in _weighed(tensors):
@@ -108,7 +108,7 @@ def counts_parts_unlike(tensors: Tensors) -> Finding | None:
 
 
 def clips_each_part(tensors: Tensors) -> Finding | None:
-    """Name clipping before the mean, where each part counts with one and the same norm."""
+    """Detect clipping before the mean: all parts enter the mean with the same norm."""
     if not tensors.gradient_like:
         return None
     for division, rows in _weighed(tensors):
@@ -125,7 +125,7 @@ def clips_each_part(tensors: Tensors) -> Finding | None:
 
 
 def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
-    """Name clipping by another norm, where one device's gradient has one norm whatever the batch, and ranks' has not."""
+    """Detect clipping by the wrong norm: one device reaches the same norm for all batches, and ranks reach another one."""
     if not tensors.gradient_like or tensors.wrong_alone or not tensors.further:
         return None
     cases = (tensors, *tensors.further)
@@ -136,26 +136,26 @@ def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
         _norm(case.seen[0].values[name].double().norm() for name in tensors.names if name in case.seen[0].values)
         for case in cases
     ]
-    # All numbers of a gradient, so that a norm says something; the same in all cases, so that it is a limit.
+    # A norm needs several elements to be evidence. If it is the same in all cases, it is a limit.
     several = sum(tensors.expected.exact[name].numel() for name in tensors.names) > 2
     is_limit = several and min(norms) > 0 and max(norms) <= (1 + _SAME) * min(norms)
     if not is_limit or abs(own[0] - norms[0]) <= _UNLIKE * norms[0] or tensors.factor() is not None:
         return None
     return Finding(
         "clipped-before-synchronization",
-        f"{few(tensors.names)}: on one device the norm is {norms[0]:.4g} whatever the batch, which is a limit, and on "
-        f"{tensors.size} ranks it is {own[0]:.4g}: what is clipped is limited by the norm of a part",
+        f"{few(tensors.names)}: on one device the norm is {norms[0]:.4g} for every batch, so it is limited, and on "
+        f"{tensors.size} ranks it is {own[0]:.4g}: ranks clip by the norm of a part",
     )
 
 
 def rounds_to_integers(tensors: Tensors) -> Finding | None:
-    """Name a mean without its fraction: wrong values are those of one device, rounded down or towards zero."""
+    """Detect a mean without its fraction: wrong values are those of one device, rounded down or towards zero."""
     for name in tensors.wrong("returned"):
         cases = [(case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)]
         known = [(right, got.double()) for right, got in cases if right is not None and got is not None]
         if len(known) < len(cases) or any(right.shape != got.shape for right, got in known):
             continue
-        # Of a fraction of 1 nothing is left, as in many a value that is wrong for another reason.
+        # A value below 1 is rounded to 0, and many other mistakes also give 0.
         telling = any(bool((got.abs() >= 1).any()) for _, got in known)
         right, here = known[0]
         telling = telling or _is_quotient(tensors, right, here)
@@ -167,7 +167,7 @@ def rounds_to_integers(tensors: Tensors) -> Finding | None:
 
 
 def _is_quotient(tensors: Tensors, right: torch.Tensor, got: torch.Tensor) -> bool:
-    """Return whether an integer that a collective has given, divided by the world size, is what one device has."""
+    """Return whether some collective gave integers that, divided by the world size, are the right values."""
     for _, event in tensors.events("collective"):
         given = zip(event.details.get("tensors", ()), event.details.get("after", ()), strict=False)
         for values in (after.get("values", []) for tensor, after in given if "int" in tensor["dtype"]):
@@ -185,9 +185,9 @@ def _is_rounded(right: torch.Tensor, got: torch.Tensor) -> bool:
 
 
 def divides_a_count(tensors: Tensors) -> Finding | None:
-    """Name the integer division of a count: the factor is that of a share of it with its fraction and without."""
+    """Detect integer division of a count: the factor is the ratio of the exact share to the rounded share, or its inverse."""
     ratio = tensors.factor_here()
-    # One number has some ratio to any other.
+    # A single number is a multiple of any other, so its factor is weak evidence.
     alone = sum(tensors.expected.exact[name].numel() for name in tensors.names) == 1
     if ratio is None or ratio <= 0 or (alone and tensors.mean_of_parts is not None):
         return None
@@ -217,8 +217,9 @@ def _counts(tensors: Tensors) -> Iterator[tuple[int, str]]:
 
 
 def _weighed(tensors: Tensors) -> Iterator[tuple[Division, list[list[float]]]]:
-    """Yield the divisions whose parts explain all that is wrong, whatever the random numbers, with the weights of each
-    rank, where no rank has its own part alone.
+    """Yield the divisions whose weighted parts explain all wrong results with every seed, and the weights of each rank.
+
+    A division is left out if only one part contributes on some rank.
     """
     for division in tensors.hypotheses.divisions:
         rows = tensors.weights_of_ranks(division)
@@ -245,7 +246,7 @@ def _alike(rows: Sequence[Sequence[float]]) -> bool:
 
 
 def _ratio(row: Sequence[float], first: Sequence[float]) -> float | None:
-    """Return by which factor a row is another one; None where it is not a multiple of it."""
+    """Return the factor between `row` and `first`; None if `row` is not a multiple of `first`."""
     largest = max(range(len(first)), key=lambda index: abs(first[index]))
     factor = row[largest] / first[largest]
     near = all(abs(one - factor * other) <= _SAME * abs(row[largest]) for one, other in zip(row, first, strict=True))

@@ -1,4 +1,4 @@
-"""Mistakes in how a sequence is split among ranks, as the labels of losses show."""
+"""Detect mistakes in how ranks split a sequence, from the labels of losses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["labels_shifted_after_split"]
 _Rows = list[tuple[int, ...]]
 """Labels, a row for each sample."""
 _BITS = 16.0
-"""How improbable it has to be that labels are the next tokens by chance: 2^-16, where a few layouts are tried."""
+"""Evidence required, in bits: labels match the next tokens by chance with a probability of 2^-16 per layout."""
 
 
 def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
-    """Name labels that each rank has shifted within its own part of the sequence.
+    """Detect labels that each rank shifted within its own part of the sequence.
 
-    All labels of a rank but the last are those of the next token in its part. Where the next token of the whole sequence is
-    on another rank, one device has another label.
+    Each label of a rank but the last is the next token of its part. At the end of a part the next token of the sequence is
+    on another rank, and the label differs from one device.
     """
     alone = [] if tensors.alone is None else tensors.alone.labels
     ranks = [trace.labels for trace in tensors.traces]
@@ -48,9 +48,10 @@ def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
 
 
 def _layouts(size: int) -> Iterator[tuple[int, Callable[[int], tuple[int, ...]]]]:
-    """Yield into how many parts a sequence may be cut, and which chunks a rank has: one, or one from each end.
+    """Yield layouts of a sequence: the number of parts, and a function from rank to the chunks that the rank holds.
 
-    Neighbours have parts that follow each other, and groups of ranks have samples of their own; or the other way round.
+    A rank holds one chunk, or one from each end, which balances causal attention. With fewer parts than ranks, groups of
+    ranks hold different samples, and either neighbours share a group or neighbours share a part.
     """
     for parts in range(size, 1, -1):
         if size % parts:
@@ -69,7 +70,10 @@ def _shifted_within(
     chunks_of: Callable[[int], tuple[int, ...]],
     samples: int,
 ) -> tuple[int, str, int] | None:
-    """Return the rank, its label and that of one device, at the first end of a part; None where labels are otherwise."""
+    """Return the first wrong label as rank, label and right label; None if labels do not fit the layout, or none is wrong.
+
+    Return None also if the labels are too few to exclude chance.
+    """
     size = len(of_ranks)
     found, bits, counts = None, 0.0, Counter(label for row in rows for label in row)
     for rank, labels in enumerate(of_ranks):
@@ -80,7 +84,7 @@ def _shifted_within(
         shown = len(mine[0])  # the last one may be left out
         whole = len(rows[0])
         for tokens in {whole, whole + 1}:
-            # Of which positions a rank has the tokens.
+            # The positions whose tokens the rank holds.
             length, rest = divmod(tokens, parts * len(chunks))
             places = [place for chunk in chunks for place in range(chunk * length, (chunk + 1) * length)]
             if not rest and shown in (len(places), len(places) - 1):
@@ -99,7 +103,7 @@ def _shifted_within(
 
 
 def _are_next(rows: _Rows, mine: _Rows, places: Sequence[int]) -> bool:
-    """Return whether each label of a rank but the last is the next token that the rank has."""
+    """Return whether each label of a rank but the last is the next token that the rank holds."""
     # The label of a position is the token of the next one.
     return all(
         label == row[following - 1]
@@ -109,7 +113,7 @@ def _are_next(rows: _Rows, mine: _Rows, places: Sequence[int]) -> bool:
 
 
 def _odd(rows: _Rows, mine: _Rows, places: Sequence[int], ignored: int | None) -> tuple[str, int] | None:
-    """Return a label that is not the one of one device, and that one, where a part ends within the sequence."""
+    """Return the first label that differs from one device, and the right label; None if no label differs."""
     for row, own in zip(rows, mine, strict=True):
         for number, place in enumerate(places):
             if place >= len(row) or row[place] == ignored:

@@ -1,4 +1,4 @@
-"""Mistakes in what each rank computes of its own shard, where all ranks together have to."""
+"""Detect values that each rank computes from its own shard, although they need all shards."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["buffers_of_one_part", "norm_of_shards"]
 
 _SAME = 1e-4
-"""Relative: two computations of one norm."""
+"""Relative tolerance between two computations of one norm."""
 _SEVERAL = 3
-"""Elements that fit one multiple by no chance."""
+"""Fewest elements of a buffer, so that one multiple does not fit all of them by chance."""
 
 
 def norm_of_shards(tensors: Tensors) -> Finding | None:
-    """Name a gradient norm that ranks combine wrongly from the norms of their shards.
+    """Detect a gradient norm that ranks combine wrongly from the norms of their shards.
 
-    The step returns what clipping finds on one device, and on ranks something else.
+    On one device the step returns the norm that clipping finds; on ranks it returns another value.
     """
     clips = [] if tensors.alone is None else [event for event in tensors.alone.of("clip") if "norm" in event.details]
     for name in tensors.wrong("returned"):
@@ -47,9 +47,9 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
 
 
 def buffers_of_one_part(tensors: Tensors) -> Finding | None:
-    """Name buffers with statistics of one rank's samples only: one device has the same for these samples alone.
+    """Detect buffers with statistics of one rank's samples: one device gives the same values for these samples alone.
 
-    What one device has is the sum, or the mean, of what the parts add: a queue of samples is no statistic.
+    A buffer counts as a statistic if the batch gives the sum or the mean of the parts: a queue of samples does not.
     """
     for name in tensors.wrong("buffers"):
         exact = tensors.expected.exact.get(name)
@@ -71,16 +71,16 @@ def buffers_of_one_part(tensors: Tensors) -> Finding | None:
             if own:
                 return Finding(
                     "batch-statistics-per-rank",
-                    f"{name} on {named(own)} is what one device has for {division.name} alone, those of that rank",
+                    f"{name} on {named(own)} is what one device gives for that rank's samples alone ({division.name})",
                     tuple(own),
                 )
     return None
 
 
 def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
-    """Return whether one device has the sum or the mean of the parts, but for a multiple of what was there before.
+    """Return whether the buffer of one device is the sum or the mean of the parts, plus a multiple of its initial value.
 
-    A moving average keeps a share of its old value, once for the whole and once for each part.
+    A moving average keeps a share of its old value, once for the batch and once for each part.
     """
     exact, before = tensors.expected.exact[name], tensors.expected.single.initial.get(name.of)
     parts = [part[0].get(name) if part else None for part in division.parts]

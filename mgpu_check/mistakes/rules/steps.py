@@ -1,4 +1,4 @@
-"""Mistakes that one step, or one micro-batch, makes with what another has left."""
+"""Detect gradients of an earlier step or micro-batch that a later one reuses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 __all__ = ["adds_what_was_left", "counts_windows_unlike"]
 
 _LEFT_OUT, _UNLIKE, _ONCE = 1e-3, 1e-2, 1e-3
-"""Weights of micro-batches: below which one is left out, by how much they differ, and how near to 1 is once."""
+"""Limits on weights: a smaller weight counts as 0, a larger difference as unequal, a smaller distance from 1 as 1."""
 
 
 def adds_what_was_left(tensors: Tensors) -> Finding | None:
-    """Name stale gradients, where a step is right but for what the one before has left."""
+    """Detect stale gradients: the error of a step's gradient is a multiple of the gradient of the step before."""
     stages, exact = tensors.seen[0].snapshots, tensors.expected.snapshots
     for step in range(1, min(len(stages), len(exact))):
         for name, value in exact[step].items():
             if name.kind != "grads" or name not in stages[step] or int((value != 0).sum()) < 2:
-                continue  # one number is some multiple of any other
+                continue  # a single number is a multiple of any other
             got, before = stages[step][name].double(), exact[step - 1].get(name)
             if before is None or not before.shape == got.shape == value.shape:
                 continue
@@ -37,10 +37,10 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
 
 
 def counts_windows_unlike(tensors: Tensors) -> Finding | None:
-    """Name micro-batches that count unlike: an earlier one is reduced again with the later, or one is left out."""
+    """Detect micro-batches with unequal weights: an earlier one is reduced again with a later one, or one is left out."""
     divisions = tensors.hypotheses.divisions
     if not tensors.gradient_like or any(tensors.is_combined(each, "mean") for each in divisions):
-        return None  # all count alike
+        return None  # all micro-batches have the same weight
     for division in divisions:
         if division.windows < 2 or division.along:
             continue
@@ -50,7 +50,7 @@ def counts_windows_unlike(tensors: Tensors) -> Finding | None:
         told = ", ".join(f"{weight:.3g}" for weight in weights)
         seen = f"in {tensors.names[0]} the micro-batches of each rank count {told} times"
         if min(weights) < _LEFT_OUT and (reduced := _reduced_between(tensors)) is not None:
-            again = f"{reduced.where} has reduced it, and what came of that is written over"
+            again = f"{reduced.where} has reduced it, and its result was overwritten"
             return Finding("result-discarded", f"{seen}: one of them is left out, though {again}")
         if min(weights) < _LEFT_OUT:
             return Finding("samples-missed", f"{seen}: one of them is left out")

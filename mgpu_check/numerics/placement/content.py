@@ -72,7 +72,7 @@ class Wholes:
         return self._pieces(local)
 
     def _is_constant_elsewhere(self, local: torch.Tensor, but: str) -> bool:
-        """Return whether all elements are equal, and another whole has as many of this value: it may be a slice of that one."""
+        """Return whether a tensor is constant, and another whole has as many elements of this value, so it may be its slice."""
         value = local.reshape(-1)[0]
         if not bool((local == value).all()):
             return False
