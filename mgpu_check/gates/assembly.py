@@ -93,7 +93,7 @@ def _trains(one: Observation) -> bool:
 
 
 def _names_differ(seen: Sequence[Observation]) -> bool:
-    """Return whether ranks have results of other names; those without values, which are large, are as rank 0's are."""
+    """Return whether ranks have results of different names, except returned ones; ranks without digests do not count."""
     names = [one.digests.keys() for one in seen if one.digests]
     return any(name.kind != "returned" for one in names for name in one ^ names[0])
 
@@ -101,7 +101,7 @@ def _names_differ(seen: Sequence[Observation]) -> bool:
 def _take_returned(
     found: Sequence[Observation], values: Sequence[Mapping[Result, torch.Tensor]], returns: Callable[[int], bool]
 ) -> None:
-    """Leave out what other ranks return than those whose values count."""
+    """Replace the returned values of ranks that do not count by the values of the first rank that counts."""
     telling = [rank for rank in range(len(found)) if returns(rank)] or list(range(len(found)))
     for rank, one in enumerate(found):
         source = found[telling[0]] if rank not in telling else None
@@ -127,8 +127,8 @@ def _wholes(
     """Yield each result that is divided among ranks, assembled.
 
     Args:
-        held: the ranks that use a parameter or buffer, where these are not all.
-        idle: by rank the parameters whose gradients serve no optimizer there. They do not count where another rank's do.
+        held: the ranks that use a parameter or buffer, if some ranks do not.
+        idle: by rank, the parameters that no optimizer of the rank steps. Their gradients count only if no other rank's do.
     """
     parts: Parts = defaultdict(list)
     for rank, some in enumerate(pieces):
@@ -170,7 +170,7 @@ def _of_owner(values: Sequence[Mapping[Result, torch.Tensor]], owner: str) -> It
 
 
 def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> bool:
-    """Return whether every rank holds one and the same part of a tensor: then the step has cut it, and divided nothing."""
+    """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it."""
     first = mine[0][1]
     return (
         size > 1
@@ -206,7 +206,7 @@ def _put_together(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) ->
 
 
 def _is_state_in_chunks(whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...]) -> bool:
-    """Return whether ranks hold chunks of a state along one dimension, as an optimizer does that shards its state."""
+    """Return whether ranks hold chunks of a state along one dimension, as optimizers with sharded states do."""
     return bool(whole) and all(
         value.dim() == len(shape)
         and len(cut := [d for d in range(len(shape)) if value.shape[d] != shape[d]]) == 1

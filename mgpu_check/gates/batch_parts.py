@@ -1,5 +1,6 @@
-"""Compute, in a rank alone in its world, what one device gives for parts of the batch, as hypotheses of what ranks have
-done.
+"""Compute the results of one device for parts of the batch, which serve as hypotheses on a failure.
+
+The computation runs in a rank that is alone in its world.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
     """Run the reference, or the step at world size 1, on parts of the batch, and on batches that mistakes would make.
 
     Args:
-        windows: micro-batches of each rank, where the step accumulates gradients.
+        windows: number of micro-batches of each rank, for a step that accumulates gradients.
     """
     size = scenario.world_size
     divisions: list[Division] = []
@@ -139,10 +140,10 @@ def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Valu
 
 
 def _cut(batch: Any, along: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `batch` with each tensor cut that has the dimension that is divided.
+    """Return `batch` with the part of each tensor that has the divided dimension; other tensors stay whole.
 
     Raises:
-        ValueError: none has.
+        ValueError: no tensor is cut.
     """
     leaves = tensors_of(batch)
     extent = _extent(batch, along)
@@ -157,9 +158,7 @@ def _divisible(leaf: torch.Tensor, along: int, extent: int) -> bool:
 
 
 def _extent(batch: Any, along: int) -> int:
-    """Return the length of the dimension that is divided: of samples, or of the positions of the first tensor that has
-    some.
-    """
+    """Return the length of the divided dimension: the number of samples, or of positions in the first tensor with any."""
     if along == 0:
         return samples_in(batch)
     lengths = [leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1]

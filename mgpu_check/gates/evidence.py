@@ -133,9 +133,9 @@ def _different(held: Sequence[dict[str, float]]) -> list[str]:
 
 
 def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
-    """Find parameters that differ in a model that is called before the first backward, where the step has made it itself.
+    """Return the parameters that differ in a model that the step built itself, and where the model is first called.
 
-    They are to be the same only where each rank has the whole of what one device has: not a part, or another stage.
+    Only parameters that every rank holds whole must agree: a part, or another pipeline stage, may differ.
     """
     seeded = {tuple(event.details["seed"] for event in trace.of("seed", "generator")) for trace in tensors.traces}
     copies = any(name.kind == "params" and name in tensors.relations.held for name in tensors.relations.split)

@@ -79,10 +79,10 @@ class Holdings:
     """The tensors of a built model, and the tensors that a rank holds in place of these.
 
     Args:
-        modules: as built, by prefix of names.
-        rank: that of the user's functions.
-        placement: declared by the user; see `by_user`.
-        coordinates: of this rank in the mesh and the world.
+        modules: the modules as built, by the prefix of their names.
+        rank: the rank that the user's functions get.
+        placement: the placement that the user declares; see `by_user`.
+        coordinates: the coordinates of this rank in the mesh and the world.
         rebuilt: builds a fresh copy of the model in the precision of this run.
     """
 
@@ -161,10 +161,10 @@ class Holdings:
         yield from (one for number, (_, one) in self._stepped.items() if number not in seen and _is_there(one))
 
     def held(self) -> list[Held]:
-        """Return what the rank holds, of the model and of the optimizers, each with its placement.
+        """Return the tensors of the model and of the optimizers that the rank holds, each with its placement.
 
         Raises:
-            Unusable: the user has declared a placement that does not fit.
+            Unusable: a placement that the user declared does not fit.
         """
         found = [
             self._placed(kind, name, tensor, self._origin(tensor, module, key, name))

@@ -222,10 +222,10 @@ class _AroundArange(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a line counts.
+    """A range that a line makes.
 
     Attributes:
-        first: of them; with the number that is added to them, if one is.
+        first: the first number, including an offset that is added to the range later.
     """
 
     length: int

@@ -114,15 +114,13 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
 def measure_in_parts(
     rank: Rank, program: Program, scenario: Scenario, runs: Sequence[int], elements: int
 ) -> list[Part]:
-    """Do some of the runs of `measure_provisionally`, while other ranks do others; see `rounding.measured_in_part`."""
+    """Do this rank's share of the runs of `measure_provisionally`; see `rounding.measured_in_part`."""
     with full_precision(), one_thread():
         return [measured_in_part(rank, program, scenario, program.reference is not None, run, elements) for run in runs]
 
 
 def of_parts(program: Program, parts: Sequence[Part], elements: int) -> Expected | None:
-    """Return what `measure_provisionally` returns, from a part for each of `rounding.RUNS`; None if they are not
-    conclusive.
-    """
+    """Join one part for each of `rounding.RUNS` to the result of `measure_provisionally`; None if it is inconclusive."""
     main = joined(parts, elements)
     return None if main is None else _provisional(program, main, None, parts[0].drawn, parts[0].narrow)
 
@@ -158,10 +156,9 @@ def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> 
 
 
 def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:
-    """Return by how much the batch can be scaled so that all results of one device stay finite, if it computes in
-    float16.
+    """Return the largest factor of the batch that keeps all results of one device finite in float16.
 
-    None where it does not, or is finite at no scale.
+    Return None if the step does not compute in float16, or if no factor gives finite results.
     """
     notes = Notes()
     observe(rank, program, scenario, of_reference=False, around=lambda model, batches: entered(notes))
@@ -176,9 +173,9 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
 
 
 def _with_room_for(stage: Measurement[Result], narrower: Iterable[torch.dtype]) -> Measurement[Result]:
-    """Return the stage with tolerances that have room for rounding to dtypes that the step computes in, and the reference does not.
+    """Return the stage with tolerances for rounding to dtypes that only the step uses, not the reference.
 
-    The room follows from the dtype, not from what the step gives. Whole numbers, such as counts, get none: they must be exact.
+    The tolerances follow from the dtypes, not from the results of the step. Whole numbers, such as counts, must be exact.
     """
     roundoff = max(map(unit_roundoff, narrower), default=0.0)
     if not roundoff:

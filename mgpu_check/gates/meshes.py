@@ -20,10 +20,11 @@ Mesh = tuple[tuple[str, int], ...]
 def check_meshes(
     gate: str, meshes: Iterable[Mapping[str, int]], largest: int, world_sizes: object, single_process: bool
 ) -> list[Mesh]:
-    """Return the meshes that a user gives, each once, small ones first.
+    """Return the meshes that a user gives, without duplicates, the smallest first.
 
     Raises:
-        ValueError: one is no mapping from names to sizes, or needs more ranks than there are.
+        ValueError: a mesh is not a mapping from names to sizes, or needs more ranks than this run has devices; there is
+            no mesh; or `world_sizes` or `single_process` is given too.
     """
     wanted = 'give mappings from axes to sizes, such as [{"dp": 2, "tp": 2}]'
     if world_sizes is not None:
@@ -63,7 +64,7 @@ def described(mesh: Mesh) -> str:
 
 
 def where_is(world_size: int, mesh: Mesh) -> str:
-    """Return "mesh dp 2 x tp 2", or "world size 4" where there is no mesh."""
+    """Return "mesh dp 2 x tp 2", or "world size 4" without a mesh."""
     return f"mesh {described(mesh)}" if mesh else f"world size {world_size}"
 
 
@@ -76,7 +77,7 @@ def size_of(mesh: Sequence[tuple[str, int]]) -> int:
 
 
 def mesh_of(rank: Rank, mesh: Mesh) -> DeviceMesh:
-    """Make the mesh on this rank; every axis has size 1 where the rank is alone in its world."""
+    """Make the mesh on this rank; every axis has size 1 if the rank is alone in its world."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = tuple(1 if rank.size == 1 else size for _, size in mesh)

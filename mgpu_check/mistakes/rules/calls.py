@@ -55,7 +55,7 @@ def uneven_steps(calls: Calls) -> Finding | None:
     if parted is None or calls.samples % calls.size == 0:
         return None
     uneven = f"{calls.samples} samples are not divisible by {calls.size} ranks"
-    also = "; for numbers that are, it terminates" if calls.hung else f"; {parted.evidence}"
+    also = "; with divisible numbers the step terminates" if calls.hung else f"; {parted.evidence}"
     return Finding("uneven-steps", uneven + also)
 
 

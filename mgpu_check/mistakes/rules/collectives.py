@@ -53,7 +53,7 @@ def not_waited(tensors: Tensors) -> Finding | None:
     """Detect a collective with async_op=True without a wait, or whose tensor is written to before the wait."""
     for _, event in tensors.events("collective"):
         if event.details.get("asynchronous") and not event.details.get("waited"):
-            return Finding("not-waited", f"{event.where} was called with async_op=True, and nothing has waited for it")
+            return Finding("not-waited", f"{event.where} was called with async_op=True, and wait() was never called")
         if event.details.get("touched"):
             told = f"the tensor given to {event.where} with async_op=True was written to before wait()"
             return Finding("not-waited", told)
@@ -91,7 +91,7 @@ def other_layouts(tensors: Tensors) -> Finding | None:
                 of = given[0]["result"] or f"{given[0]['dtype']}{list(given[0]['shape'])}"
                 return Finding(
                     "memory-formats-differ",
-                    f"{same[0].where} was given {of} with its dimensions in another order of memory on each rank: {told}",
+                    f"{same[0].where} was given {of} with different memory orders of its dimensions on the ranks: {told}",
                 )
     for _, event in tensors.events("collective"):
         if event.details.get("arrived"):
@@ -128,7 +128,7 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
         if tensors.is_whole(name) and any(other.get(name) != order for other in held):
             told = ", ".join(_in_memory(other.get(name, ()), rank) for rank, other in enumerate(held))
             return Finding(
-                "memory-formats-differ", f"{name} has its dimensions in another order of memory on each rank: {told}"
+                "memory-formats-differ", f"{name} has different memory orders of its dimensions on the ranks: {told}"
             )
     return None
 
@@ -296,8 +296,8 @@ def result_discarded(tensors: Tensors) -> Finding | None:
             if fits and is_held(tensor.get("before", {}), [first[name] for name in own], tensors.size):
                 return Finding(
                     "result-discarded",
-                    f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, in other memory than {own[0]}, which is "
-                    "still each rank's own",
+                    f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, a copy, and {own[0]} still differs between "
+                    "ranks",
                 )
     return None
 

@@ -120,7 +120,7 @@ def counted_by_every_rank(tensors: Tensors) -> Finding | None:
     counts = _multiplied(tensors)
     if not counts or any(tensors.seen[0].values[name].is_floating_point() for name in counts):
         return None
-    return Finding("dataset-not-split", f"{counts[0]} counts {tensors.size} times as many as one device does")
+    return Finding("dataset-not-split", f"{counts[0]} is {tensors.size} times the count of one device")
 
 
 def _multiplied(tensors: Tensors) -> list[Result]:
@@ -203,8 +203,7 @@ def counts_too_few(tensors: Tensors) -> Finding | None:
             continue
         return Finding(
             "samples-missed",
-            f"{name} counts {int(tensors.seen[0].values[name])} samples on ranks, and {tensors.samples} on one device: all of "
-            "them",
+            f"{name} counts {int(tensors.seen[0].values[name])} samples on ranks, and all {tensors.samples} on one device",
         )
     return None
 
@@ -317,7 +316,7 @@ def other_order(tensors: Tensors) -> Finding | None:
         if right is None or got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
             continue
         if _same_rows(got.double(), right):
-            told = f"{name} has the rows that one device has, in another order"
+            told = f"{name} has the rows of one device in another order"
             return Finding("gathered-in-other-order", told)
     return None
 

@@ -95,7 +95,7 @@ def updates_on_some(tensors: Tensors) -> Finding | None:
     ]
     if not 0 < len(updated) < tensors.size:
         return None
-    told = f"{odd} was updated on {named(updated)} only, and nothing gives it to the others"
+    told = f"{odd} was updated on {named(updated)} only, and not sent to the other ranks"
     return Finding("value-of-one-rank", told)
 
 
@@ -155,7 +155,7 @@ def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
     return Finding(
         "decision-per-rank",
         f"{odd} was {'updated' if all_stay else 'left as it was'} and other parameters were not, where one device "
-        f"{'skips the step' if all_stay else 'updates all'}: its owner has decided for itself",
+        f"{'skips the step' if all_stay else 'updates all'}: the rank that owns it decided alone",
     )
 
 
@@ -220,8 +220,8 @@ def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
         return None
     return Finding(
         "value-of-one-rank",
-        f"broadcast ({sent.site}) sends what rank {source} has, and {wrong[0]} is the same on all ranks, but not that of one "
-        "device",
+        f"broadcast ({sent.site}) sends the value of rank {source}, and {wrong[0]} is the same on all ranks, but differs "
+        "from one device",
     )
 
 

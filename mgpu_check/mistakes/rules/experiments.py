@@ -55,10 +55,10 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     if change.kind == "new":
-        told = f"{change.where} reduces what it had given before once more; given only what is new each time, the step is right"
+        told = f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is right"
         return Finding("reduced-again", told)
     # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
-    told = f"without {change.where} the step is right: each rank needs its own value, and not what is combined of all"
+    told = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
     return Finding("wrong-reduction", told)
 
 
@@ -68,8 +68,8 @@ def right_in_another_order(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     told = (
-        f"{change.where} gives the rows of one rank after those of another; with the first of {change.value} pieces of every "
-        "rank first, then the next ones, the step is right"
+        f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the first "
+        "pieces of all ranks before the next ones, the step is right"
     )
     return Finding("gathered-in-other-order", told)
 
@@ -83,7 +83,7 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     what = f"the term that {term.line or term.backward} computes" if term.paths[0] else f"the loss of {term.backward}"
     how = "multiplied" if times > 1 else "divided"
     of = "the number of ranks" if change.size == tensors.size else "the size of a group"
-    depends = f"; on it depend the gradients of {few(list(term.parameters))}" if term.parameters else ""
+    depends = f"; it affects the gradients of {few(list(term.parameters))}" if term.parameters else ""
     told = f"with {what} {how} by {change.size}, {of}, and nothing else, gradients are right{depends}"
     return Finding("loss-term-factor", told)
 
@@ -93,7 +93,7 @@ def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
     change = _first(tensors, "shift")
     if change is None:
         return None
-    told = f"{change.where} counts from 0 on each rank; counted on from one of {change.size} parts to the next, the step is right"
+    told = f"{change.where} counts from 0 on each rank; if it continues over the {change.size} parts, the step is right"
     return Finding("positions-restart", told)
 
 

@@ -197,7 +197,7 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
         return None
     site = next(event.site for event in lasts if event is not None)
     told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
-    return _local(tensors, own, f"{few(own)} is what each rank's own backward ({site}) has left, of norm {told}")
+    return _local(tensors, own, f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}")
 
 
 def optimizes_its_own(tensors: Tensors) -> Finding | None:
@@ -221,7 +221,7 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
             told = ", ".join(f"{one[name]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
             return Finding(
                 "gradients-not-synchronized",
-                f"{step.where} steps with the {gradient} that each rank's own backward ({known[0].site}) has left, of norm {told}",
+                f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm {told}",
             )
     return None
 

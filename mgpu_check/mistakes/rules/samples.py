@@ -23,7 +23,7 @@ def read_by_each_worker(samples: EpochSamples) -> Finding | None:
     if not samples.telling or not samples.per_worker:
         return None
     also = ", and every rank all samples" if samples.whole else ""
-    told = f"each of the {samples.workers} workers of a rank reads what the others read, too{also}"
+    told = f"each of the {samples.workers} workers of a rank reads the same samples{also}"
     return Finding("dataset-not-split", told)
 
 

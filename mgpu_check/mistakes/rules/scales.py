@@ -46,7 +46,7 @@ def unscales_by_its_own(tensors: Tensors) -> Finding | None:
     """Detect a scale that differs between ranks: all hold the same sum of parts, each times its own factor."""
     for _, rows in _weighed(tensors):
         found = _own_factors(
-            f"{few(tensors.names)}: ranks hold one and the same sum of parts", [_ratio(row, rows[0]) for row in rows]
+            f"{few(tensors.names)}: ranks hold the same sum of parts", [_ratio(row, rows[0]) for row in rows]
         )
         if found is not None:
             return found
@@ -62,7 +62,7 @@ def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
         factors = [_multiple(one, flat[0]) for one in flat]
         if None in factors:
             return None
-        found = _own_factors(f"optimizer step {number + 1} finds one and the same gradient on all ranks", factors)
+        found = _own_factors(f"optimizer step {number + 1} finds the same gradient on all ranks", factors)
         if found is not None:
             return found
     return None
@@ -76,7 +76,7 @@ def _own_factors(what: str, factors: Sequence[float | None]) -> Finding | None:
     each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(known))
     return Finding(
         "decision-per-rank",
-        f"{what}, each times a factor of its own ({each}), as where each rank takes off a loss scale of its own",
+        f"{what}, but times different factors ({each}), as if each rank divided by its own loss scale",
     )
 
 
@@ -101,8 +101,8 @@ def counts_parts_unlike(tensors: Tensors) -> Finding | None:
             each = ", ".join(f"{weight * tensors.size:.4g} of rank {rank}" for rank, weight in enumerate(rows[0]))
             return Finding(
                 "decision-per-rank",
-                f"{few(tensors.names)}: the parts of ranks are of one size and count unlike ({each}), as where each rank scales "
-                "its loss by a number of its own",
+                f"{few(tensors.names)}: the parts of ranks have equal size but unequal weights ({each}), as if each rank scaled "
+                "its loss by its own factor",
             )
     return None
 
@@ -118,8 +118,8 @@ def clips_each_part(tensors: Tensors) -> Finding | None:
             told = ", ".join(f"{norm:.4g}" for norm in norms)
             return Finding(
                 "clipped-before-synchronization",
-                f"{few(tensors.names)}: the parts of ranks, of norms {told}, count with one and the same norm: each was clipped "
-                "before they were added",
+                f"{few(tensors.names)}: the parts of ranks have norms {told}, but enter the sum with equal norms: each part was "
+                "clipped before the sum",
             )
     return None
 
