@@ -48,7 +48,7 @@ def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
 
 
 def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> Calls:
-    """Return the evidence on a call from which some ranks did not return.
+    """Return the evidence on a call that did not return on all ranks.
 
     Args:
         account: how each rank ended; None if only the error is known.

@@ -1,4 +1,4 @@
-"""Record which seeds the code under test sets, and on which lines."""
+"""Record the seeds that the code under test sets, with their lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED = inspect.unwrap(torch.manual_seed).__code__
 
 @contextlib.contextmanager
 def noting_seeds(events: list[Event]) -> Iterator[None]:
-    """Record which seeds are set in this thread, and on which lines."""
+    """Record the seeds that are set in this thread, with their lines."""
 
     def note(frame: types.FrameType, what: str, called: Any) -> None:
         if what == "call" and frame.f_code is _SEED:

@@ -90,9 +90,9 @@ _ALL = (
     # models
     MistakeClass(
         "batch-statistics-per-rank",
-        "what one device takes over the whole batch, each rank takes over its own shard",
-        "convert BatchNorm with torch.nn.SyncBatchNorm.convert_sync_batchnorm, all-reduce or gather what else is taken over "
-        "the batch, or compare with a reference that takes the batch shard by shard",
+        "each rank takes statistics over its own shard, but one device takes them over the whole batch",
+        "convert BatchNorm with torch.nn.SyncBatchNorm.convert_sync_batchnorm, all-reduce or gather other statistics of the "
+        "batch, or compare with a reference that takes the batch shard by shard",
     ),
     MistakeClass(
         "buffers-drift",
@@ -107,7 +107,7 @@ _ALL = (
     MistakeClass(
         "random-numbers-per-rank",
         "a result depends on random numbers that are drawn rank by rank",
-        "draw what must be the same on all ranks from a generator with one seed; for the comparison, switch dropout and "
+        "draw numbers that must be the same on all ranks from a generator with one seed; for the comparison, switch dropout and "
         "augmentation off",
     ),
     # sequences
@@ -168,7 +168,7 @@ _ALL = (
     # collectives
     MistakeClass(
         "value-of-one-rank",
-        "a value that all ranks use is right on one of them, or is each rank's own",
+        "a value that all ranks use is right on one rank only, or differs between ranks",
         "all_reduce where every rank needs the result; reduce and gather deliver to dst only",
     ),
     MistakeClass(
@@ -199,8 +199,8 @@ _ALL = (
     ),
     MistakeClass(
         "reduced-again",
-        "a running sum is reduced after each batch, with what was reduced before still in it",
-        "keep each rank's own sum, and reduce it once, at the end; or reduce what is new, and add that",
+        "a running sum is reduced after each batch although it already contains reduced values",
+        "keep each rank's own sum, and reduce it once, at the end; or reduce only the new values, and add the result",
     ),
     MistakeClass(
         "not-waited",

@@ -77,7 +77,7 @@ def not_in_the_state(restored: Restored) -> Finding | None:
     """Detect state that the checkpoint lacks: every entry that train returns is restored, and the run still differs."""
     if not restored.seen or restored.lost:
         return None
-    told = f"every entry that train returns is restored right after loading, so {_UNSAID}"
+    told = f"every entry that train returns is restored, so {_UNSAID}"
     return Finding("state-not-restored", told)
 
 
