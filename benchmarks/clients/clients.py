@@ -175,7 +175,7 @@ CLIENTS = (
     Client(
         "GPT, bfloat16",
         "gpt.py",
-        Expected(2, ("gives bfloat16", "compute in float32 for the comparison")),
+        Expected(2, ("returns bfloat16", "for the comparison, compute in float32")),
         ("--data=split", "--dtype=bfloat16"),
     ),
     Client(
@@ -189,7 +189,7 @@ CLIENTS = (
         "mini_gpt.py",
         Expected(
             2,
-            ("the ranks together saw 32 samples", "rounding may hide what is looked for", "drops other elements"),
+            ("the ranks together saw 32 samples", "rounding may mask the differences", "drops different elements"),
         ),
         simulated=("--snapshot=simulated.pt",),
         options=("--fresh-directory",),

@@ -1,1 +1,1 @@
-"""A training script as it is, on one device and on several ranks: the first step and parameter that part ways."""
+"""Run an unchanged training script on one device and on several ranks, and find the first step and parameter that differ."""

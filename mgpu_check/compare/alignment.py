@@ -1,4 +1,4 @@
-"""A run on one device and a run on several ranks, side by side: the same step, the same parameter, the same samples."""
+"""Align a run on one device with a run on several ranks, by step, parameter and samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mgpu_check.compare.trace import Parameter, Step, Summary, Trace, chunk_size
 __all__ = ["Aligned", "Deviation", "Kind", "Samples", "deviation", "of_kind"]
 
 Kind = Literal["before", "gradient", "parameter", "state"]
-"""A tensor of a step: the parameter before the first step, the gradient, the parameter after the step, and a state of the
+"""A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of the
 optimizer or a buffer after the step."""
 
 
@@ -22,9 +22,9 @@ class Deviation:
     """The deviation of a tensor from the expected one.
 
     Attributes:
-        size: of the number that is furthest off, in proportion to the tensor (see `Summary.entries`).
-        what: which number that is: "norm", "sum of elements 0 to 9", "element [3, 1]".
-        got, expected: its values.
+        size: the largest deviation of a number of the summary, relative to the tensor (see `Summary.entries`).
+        what: name of the number: "norm", "sum of elements 0 to 9", "element [3, 1]".
+        got, expected: its two values.
     """
 
     size: float
@@ -34,12 +34,12 @@ class Deviation:
 
     def __str__(self) -> str:
         if not self.what:
-            return "there is none" if math.isinf(self.size) else ""
+            return "the tensor is missing" if math.isinf(self.size) else ""
         return f"{self.what}: {self.got:.7g} instead of {self.expected:.7g}"
 
 
 def deviation(got: Summary | None, expected: Summary | None, shape: Sequence[int]) -> Deviation:
-    """Return how far `got` is from `expected`; infinitely where one of them is none, or not finite where the other is."""
+    """Return the deviation of `got` from `expected`; infinite if only one of them exists, or only one is finite."""
     if got is None or expected is None:
         return Deviation(0.0 if got is expected else math.inf)
     if got == expected:
@@ -50,17 +50,17 @@ def deviation(got: Summary | None, expected: Summary | None, shape: Sequence[int
     for (name, is_element), (value, size_here), (wanted, size) in pairs:
         if value == wanted or (math.isnan(value) and math.isnan(wanted)):
             continue
-        # Where the expected tensor is zero, what is there is all of it.
+        # If the expected tensor is zero, the deviation is relative to the tensor found.
         apart = abs(value - wanted) / (size or size_here)
         apart = apart if math.isfinite(apart) else math.inf
-        # Elements say more than sums, where they are not nearer to right.
+        # A report that names an element is more useful, so an element wins unless its deviation is much smaller.
         if apart > worst.size or (apart >= worst.size / 2 and is_element):
             worst = Deviation(max(apart, worst.size), name, value, wanted)
     return worst
 
 
 def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:
-    """Name each entry of a summary, and tell whether it is an element."""
+    """Return the name of each entry of a summary, and whether the entry is an element."""
     count = math.prod(shape)
     names, start = [("norm", False)], 0
     for size in chunk_sizes(count):
@@ -86,14 +86,14 @@ def of_kind(step: Step, kind: Kind) -> dict[str, Summary | None]:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples that the ranks have seen at a step, and those of one device, as multisets of digests."""
+    """The samples that one device and each rank have seen at a step, as multisets of digests."""
 
     one: Counter[int]
     ranks: tuple[Counter[int], ...]
     divided: bool = False
-    """Ranks hold parts of the model: several see the same samples rightly."""
+    """Ranks hold parts of the model, so several ranks may correctly see the same samples."""
     staged: bool = False
-    """Some ranks see what others have computed."""
+    """The inputs of some ranks are outputs of other ranks."""
 
     @property
     def together(self) -> Counter[int]:
@@ -107,10 +107,10 @@ class Samples:
 
     @property
     def known(self) -> bool:
-        """True if a model was seen to be called, on one device and on the ranks.
+        """True if a model was called on one device and on the ranks, so that samples can be compared.
 
-        The first of several stages may be called with parts of the batch, of which the first alone is recorded. Then
-        samples say something only if they are those of one device.
+        The first of several stages may be called with parts of the batch, and only the first part is recorded. Then
+        the samples are known only if they equal the samples of one device.
         """
         if self.staged or (self.divided and not self.together - self.one):
             return bool(self.one) and self.same
@@ -118,7 +118,7 @@ class Samples:
 
     @property
     def hidden(self) -> bool:
-        """True if ranks hold parts of the model, and none was seen to be given a sample: they may be given what was computed."""
+        """True if ranks hold parts of the model, and no rank received a sample: their inputs may be outputs of other ranks."""
         return self.divided and not self.common
 
     @property
@@ -127,7 +127,7 @@ class Samples:
 
     @property
     def common(self) -> int:
-        """Number of samples of one device that the ranks have seen, too."""
+        """Number of samples of one device that the ranks have also seen."""
         return (self.together & self.one).total()
 
     @property
@@ -147,17 +147,17 @@ class Samples:
 
 @dataclass
 class Aligned:
-    """Both runs. Steps are counted from 1 for people, and from 0 here.
+    """The run on one device and the run on several ranks. Steps are counted from 0 here, and from 1 in reports.
 
     Attributes:
-        one: the trace of the one device.
-        ranks: those of the ranks, in their order; one of a single process that has several devices.
-        world: number of those ranks, or devices.
+        one: the trace of the run on one device.
+        ranks: the traces of the ranks, in order; one trace for a single process with several devices.
+        world: number of ranks, or of devices of the single process.
         divided, reasons, placements, holders, parts: see `mgpu_check.compare.assembly.Assembly`.
-        names: parameters that both have, in the order of the model.
-        states: states of optimizers and buffers that both have, in the same order, but for buffers that never change.
-        missing: those that one device trains, and no rank.
-        extra: those that ranks train, and one device does not.
+        names: parameters in both runs, in the order of the model.
+        states: states of optimizers and buffers in both runs, in the same order, without buffers that never change.
+        missing: parameters that only one device trains.
+        extra: parameters that only ranks train.
     """
 
     one: Trace
@@ -189,29 +189,29 @@ class Aligned:
 
     @property
     def where(self) -> str:
-        """Name of the runs that are compared with one device: "4 ranks"."""
+        """The name of the run that is compared with one device: "4 ranks"."""
         return f"{self.world} ranks" if len(self.ranks) == self.world else f"{self.world} GPUs of one process"
 
     @property
     def steps(self) -> int:
-        """The number of steps that all have made."""
+        """Number of steps that one device and all ranks have made."""
         return min(len(trace.steps) for trace in (self.one, *self.ranks))
 
     @property
     def compared(self) -> int:
-        """The number of those before one device has what is no finite number: after that all are alike, and say nothing."""
+        """Number of these steps before the first non-finite value on one device: later values cannot be compared."""
         return min(self.steps, self.one.finite_steps)
 
     def parameter(self, name: str) -> Parameter:
-        """Return a parameter of one device, or a state or buffer, by its name."""
+        """Return the parameter, state or buffer of one device with this name."""
         return self.one.parameters.get(name) or self.one.states[name]
 
     def named(self, kind: Kind) -> list[str]:
-        """Return the names of the tensors of one kind that both have."""
+        """Return the names of the tensors of one kind that both runs have."""
         return self.states if kind == "state" else self.names
 
     def found(self, step: int, kind: Kind, name: str) -> tuple[Summary | None, dict[int, Summary | None]]:
-        """Return a tensor of a step: on one device, and on the ranks that have it and whose shape is the same."""
+        """Return a tensor of a step on one device, and by rank on each rank that has it with the same shape."""
         expected = of_kind(self.one.steps[step], kind).get(name)
         shape = self.parameter(name).shape
         here = {}
@@ -223,7 +223,7 @@ class Aligned:
 
     @property
     def held(self) -> list[str]:
-        """The parameters of which one device and some rank have the whole, at some step."""
+        """The parameters that are whole at some step both on one device and on some rank."""
         return [
             name
             for name in self.names
@@ -234,7 +234,7 @@ class Aligned:
         ]
 
     def samples(self, step: int) -> Samples:
-        """Return the rows of the model's inputs; their columns where it is those that the ranks have shared out."""
+        """Return the rows of the model's inputs, or the columns if only the columns on ranks equal those of one device."""
         steps = [trace.steps[step] for trace in self.ranks]
         one = self.one.steps[step]
         rows = self._samples(one.seen, [here.seen for here in steps])
@@ -248,7 +248,7 @@ class Aligned:
         if self.divided and any(part & expected for part in seen):
             held = [set(trace.parameters) for trace in self.ranks]
             first = [index for index, part in enumerate(seen) if part & expected]
-            # Other stages are given what the first has computed. They hold other parameters.
+            # Later stages receive outputs of the first stage. They hold other parameters than the first stage.
             seen = [
                 part
                 if any(2 * len(held[index] & held[other]) >= min(len(held[index]), len(held[other])) for other in first)
@@ -259,8 +259,9 @@ class Aligned:
         return Samples(expected, tuple(seen), self.divided)
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
-        """Return the losses on one device; over the ranks, the mean by samples where their numbers are known; of each
-        rank.
+        """Return the loss on one device, the mean loss of the ranks, and the loss of each rank.
+
+        The mean is weighted by the number of samples of each rank if all numbers are known. It is None if a loss is unknown.
         """
         here = [trace.steps[step].loss for trace in self.ranks]
         known = [loss for loss in here if loss is not None]

@@ -1,4 +1,4 @@
-"""Arguments of a script that depend on the number of its processes (``--batch-size={64/W}``), and options with parts."""
+"""Read arguments of a script that depend on its number of processes (``--batch-size={64/W}``), and options with two parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 __all__ = ["accepted", "fitted"]
 
-# Braces around anything else are the script's own, as those of JSON.
+# Other braces, such as those of JSON, belong to the script.
 _EXPRESSION = re.compile(r"\{([\dW.+\-*/%() ]*W[\dW.+\-*/%() ]*)\}")
 _OPERATORS = {
     ast.Add: operator.add,
@@ -23,26 +23,27 @@ _OPERATORS = {
 
 
 def fitted(words: Sequence[str], world: int) -> list[str]:
-    """Return the words, with each ``{…W…}`` replaced by its value, where W is `world`.
+    """Return the words with each ``{…W…}`` replaced by its value, where W is `world`.
 
-    An integer stays one, and must come out as one: ``{64/W}`` is 16 for 4. With a decimal point it is a float: ``{0.1*W}``.
+    An expression without a decimal point must have an integer value: ``{64/W}`` is 16 for 4 processes. With a decimal
+    point, as in ``{0.1*W}``, the value is a float.
 
     Raises:
-        ValueError: an expression is none, or has no such value.
+        ValueError: an expression is invalid, or its value is not an integer.
     """
     return [_EXPRESSION.sub(lambda match: _value(match[1], world), word) for word in words]
 
 
 def accepted(text: str) -> tuple[str, str]:
-    """Return the pattern and the reason of an option ``--unjudged='PATTERN=reason'``.
+    """Return the pattern and the reason in an option ``--unjudged='PATTERN=reason'``.
 
     Raises:
-        ValueError: one of them is missing.
+        ValueError: the pattern or the reason is missing.
     """
     pattern, _, reason = (part.strip() for part in text.partition("="))
     if not pattern or not reason:
         raise ValueError(
-            f"{text!r} is no pattern of parameters with a reason; give PATTERN=reason, as in 'head.*=frozen after step 1'"
+            f"{text!r} lacks a pattern or a reason; give PATTERN=reason, as in 'head.*=frozen after step 1'"
         )
     return pattern, reason
 
@@ -52,13 +53,13 @@ def _value(text: str, world: int) -> str:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body, world)
     except (SyntaxError, ArithmeticError, TypeError) as error:
         raise ValueError(
-            f"{{{text}}} is no expression for W = {world}; use numbers, W, parentheses and + - * / // %, as in {{64/W}}"
+            f"{{{text}}} is not a valid expression for W = {world}; use numbers, W, parentheses and + - * / // %, as in {{64/W}}"
         ) from error
     if "." in text:
         return repr(float(value))
     if value.denominator != 1:
         raise ValueError(
-            f"{{{text}}} is no integer for W = {world}; choose a number of ranks that divides it, or write {{{text.replace('/', '//')}}} "
+            f"{{{text}}} is not an integer for W = {world}; choose a number of ranks that divides it, or write {{{text.replace('/', '//')}}} "
             "to round it down"
         )
     return str(value.numerator)

@@ -1,6 +1,6 @@
-"""Put together what ranks hold of a model, so that it stands beside what one device has whole.
+"""Assemble the parts of a model that ranks hold into whole tensors, to compare them with those of one device.
 
-Ranks may hold slices of parameters, one stage of several, or some of the experts, under other names than one device has.
+Ranks may hold slices of parameters, one of several stages, or some of the experts. Names may differ from those on one device.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 
 @dataclass(frozen=True)
 class Assembly:
-    """Traces of ranks, as if each rank held whole tensors, under the names of one device.
+    """Traces of ranks as if each rank held whole tensors with the names of one device.
 
     Attributes:
         divided: ranks hold parts of the model.
-        reasons: why parameters could not be placed or put together, by name.
-        placements: which slices ranks hold, in words, by name.
-        holders: of parameters in slices, the ranks that have each element of `positions`.
-        parts: of the same, by rank what it holds: the same for the same elements.
-        open: some rank may hold a slice of a parameter or buffer. Its values may show it.
-        same_elsewhere: some rank holds values that are in several places. Other values may show the place.
+        reasons: parameter -> why it could not be placed or assembled.
+        placements: parameter -> the slices that ranks hold, in words.
+        holders: sliced parameter -> for each element of `positions`, the ranks that hold it.
+        parts: sliced parameter -> rank -> a key of its elements: ranks with the same elements have equal keys.
+        open: a rank may hold a slice that is not placed yet, of a parameter or buffer. Its values may show the place.
+        same_elsewhere: a rank holds values that occur in several places. Distinct values may show the place.
     """
 
     ranks: list[Trace]
@@ -55,7 +55,7 @@ class Assembly:
 
 @dataclass
 class _Piece:
-    """A slice of a whole that a rank holds, under its name there."""
+    """A slice of a whole tensor on a rank; `label` is its name there."""
 
     rank: int
     label: str
@@ -63,7 +63,7 @@ class _Piece:
 
 
 def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
-    """Put traces of ranks together."""
+    """Assemble the traces of ranks."""
     names = [matched(one, trace) for trace in ranks]
     reasons: dict[str, str] = {}
     pieces: dict[str, list[_Piece]] = defaultdict(list)
@@ -136,9 +136,9 @@ def _add_states(
     pieces: dict[str, list[_Piece]],
     reasons: dict[str, str],
 ) -> bool:
-    """Add the states and buffers of a rank, under the names that their parameters and modules have on one device.
+    """Add the states and buffers of a rank under the names of their parameters and modules on one device.
 
-    Return whether it may hold slices of buffers.
+    Return whether the rank may hold slices of buffers.
     """
     open_ = False
     modules = prefixes({**names, **pieces_of})
@@ -162,14 +162,14 @@ def _add_states(
 
 
 def _buffer(state: State, modules: Mapping[str, set[str]], one: Trace) -> str:
-    """Return the name of a buffer on one device: by the modules around it, or its own."""
+    """Return the name of a buffer on one device, from the modules around it; its own name if they do not match."""
     name = beside(state.of, modules)
     there = one.states.get(named_state("", name)) if name else None
     return name if name and there is not None and there.shape == state.shape else state.of
 
 
 def _put(one: Trace, name: str, local: Parameter, made: Trace) -> None:
-    """Give a rank the description of a whole that it has a slice of."""
+    """Add to a rank the description of a whole tensor that it holds a slice of."""
     if name in one.states:
         made.states[name] = replace(
             one.states[name],
@@ -182,14 +182,14 @@ def _put(one: Trace, name: str, local: Parameter, made: Trace) -> None:
 
 
 def _free(label: str, parameter: Parameter, rank: int, one: Trace, own: Mapping[str, str | None]) -> str:
-    """Return a name for a parameter that matches none: its own, unless that would stand for another one."""
+    """Return a name for an unmatched parameter: its own, unless another parameter has this name."""
     other = one.parameters.get(label)
     taken = other is not None and (other.shape == parameter.shape or label in own.values())
     return f"{label} of rank {rank}" if taken else label
 
 
 def _gap(name: str, one: Trace, some: Sequence[_Piece], reasons: dict[str, str]) -> bool:
-    """Return whether slices do not cover a whole exactly once, and note why."""
+    """Return whether slices fail to cover a whole tensor exactly once, and record the reason."""
     distinct = {piece.held.key: piece.held for piece in some}
     count = sum(held.count for held in distinct.values())
     whole = one.entry(name)
@@ -204,7 +204,7 @@ def _gap(name: str, one: Trace, some: Sequence[_Piece], reasons: dict[str, str])
 
 
 def _apart(name: str, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
-    """Return whether ranks begin with other values in the same slice, and note it: they may hold other tensors of this name."""
+    """Return whether ranks hold the same slice with different initial values, and record it: the tensors may be different ones."""
     starts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for piece in some:
         before = next((s.before[piece.label] for s in ranks[piece.rank].steps if piece.label in s.before), None)
@@ -212,12 +212,12 @@ def _apart(name: str, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: d
             starts[piece.held.key].add(before.bits)
     if all(len(bits) == 1 for bits in starts.values()):
         return False
-    reasons[name] = "ranks that hold the same slice of it begin with other values"
+    reasons[name] = "ranks that hold the same slice of it start with different values"
     return True
 
 
 def _idle(trace: Trace) -> set[str]:
-    """Return the parameters that a rank never used: without a gradient, in modules that were not called."""
+    """Return the parameters that a rank never used: they had no gradient, and their modules were not called."""
     found: set[str] | None = None
     used: set[str] = set()
     for step in trace.steps:
@@ -229,7 +229,7 @@ def _idle(trace: Trace) -> set[str]:
 def _users(
     made: Sequence[Trace], names: Sequence[Mapping[str, str | None]], idle: Sequence[set[str]]
 ) -> dict[str, set[int]]:
-    """Return the ranks that use each parameter that some rank has and does not use, while others do."""
+    """Return the ranks that use a parameter, for each parameter that only some of its ranks use."""
     found: dict[str, set[int]] = {}
     for name in {own[label] for own, some in zip(names, idle, strict=True) for label in some}:
         there = {index for index, trace in enumerate(made) if name in trace.parameters}
@@ -241,7 +241,7 @@ def _users(
 
 
 def _take_unused(users: Mapping[str, set[int]], made: Sequence[Trace]) -> None:
-    """Take parameters, and their states, from ranks that have them and do not use them."""
+    """Remove parameters and their states from ranks that do not use them."""
     for name, using in users.items():
         for index, trace in enumerate(made):
             if index not in using:
@@ -252,7 +252,7 @@ def _take_unused(users: Mapping[str, set[int]], made: Sequence[Trace]) -> None:
 def _views(
     complete: Mapping[str, Sequence[_Piece]], at: Sequence[Step | None], kind: Kind
 ) -> dict[str, dict[int, Summary | None]]:
-    """Return the wholes as each rank sees them: its own slices, and those of others where it has none."""
+    """Return the whole tensors from the view of each rank: its own slices, completed with slices of other ranks."""
     found: dict[str, dict[int, Summary | None]] = {}
     for name, some in complete.items():
         values: list[tuple[_Piece, Summary | None]] = []

@@ -1,4 +1,4 @@
-"""Say along which axes of the script's meshes ranks agree, and along which they differ."""
+"""Name the axes of the script's meshes along which ranks agree, and the axes along which they differ."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mgpu_check.processes.rank_lists import named
 __all__ = ["Axis", "axes_of", "told_axes"]
 
 _NEAR = 1e-2
-"""Of a factor: how near to the size of an axis it is that size."""
+"""Relative distance at which a factor counts as the size of an axis: summaries and rounding blur the factor by less."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a mesh, or what groups of ranks make of the world.
+    """An axis of a mesh, or a partition of the world into groups of ranks.
 
     Attributes:
         name: "tp", or "the groups of ranks 0-1 and of ranks 2-3".
-        lines: the ranks that differ in this axis only, of each line.
-        places: rank -> its index along the axis; empty where the axis has no name of its own.
+        lines: the lines along the axis, each a tuple of ranks that differ only in their index along the axis.
+        places: rank -> its index along the axis; empty for groups without a mesh.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Axis:
 
 
 def axes_of(ranks: Sequence[Trace]) -> list[Axis]:
-    """Return the axes of more than one rank, those of meshes before those of other groups."""
+    """Return the axes with more than one rank, first the axes of meshes, then those of other groups."""
     found: dict[tuple[tuple[int, ...], ...], Axis] = {}
     for number in range(min((len(trace.of("mesh")) for trace in ranks), default=0)):
         meshes = {trace.rank: trace.of("mesh")[number]["axes"] for trace in ranks}
@@ -61,7 +61,7 @@ def _add(found: dict[tuple[tuple[int, ...], ...], Axis], axis: Axis) -> None:
 
 
 def _partitions(ranks: Sequence[Trace]) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the groups that the script makes one after the other, if together they have each rank once."""
+    """Return each sequence of groups that the script makes one after the other and that contains each rank once."""
     found: list[tuple[tuple[int, ...], ...]] = []
     lines: list[tuple[int, ...]] = []
     for event in ranks[0].of("subgroup"):
@@ -76,7 +76,7 @@ def _partitions(ranks: Sequence[Trace]) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def told_axes(difference: FirstDifference) -> str:
-    """Name the axes along which ranks agree about the first wrong tensor, and those along which they differ; "" if none is known."""
+    """Describe along which axes ranks agree about the first wrong tensor, and along which they differ; "" if unknown."""
     kind, axes = difference.kind, axes_of(difference.aligned.ranks)
     if kind is None or not axes:
         return ""
@@ -101,7 +101,7 @@ def _agreement(difference: FirstDifference, kind: Kind, name: str, axes: Sequenc
 
 
 def _agrees(difference: FirstDifference, kind: Kind, name: str, axis: Axis) -> bool | None:
-    """Return whether the ranks of each line that hold the same of a tensor agree about it; None where no two do."""
+    """Return whether ranks of a line with the same part of a tensor agree about it; None if no two ranks share a part."""
     aligned = difference.aligned
     _, here = aligned.found(difference.step, kind, name)
     entries = {trace.rank: trace.entry(name) for trace in aligned.ranks}
@@ -120,7 +120,7 @@ def _agrees(difference: FirstDifference, kind: Kind, name: str, axis: Axis) -> b
 
 
 def _place(difference: FirstDifference, kind: Kind, name: str, axes: Sequence[Axis]) -> list[str]:
-    """Say which place along an axis the ranks at fault have in common, if it is theirs alone."""
+    """Name the index along an axis that all wrong ranks have and no correct rank has."""
     wrong = next((set(wrong.ranks) for wrong in difference.wrong[kind] if wrong.name == name), set())
     _, here = difference.aligned.found(difference.step, kind, name)
     if not wrong or wrong == set(here):
@@ -133,7 +133,7 @@ def _place(difference: FirstDifference, kind: Kind, name: str, axes: Sequence[Ax
 
 
 def _factor(difference: FirstDifference, kind: Kind, name: str, axes: Sequence[Axis]) -> list[str]:
-    """Name the axis whose size is the factor, if the world has another size."""
+    """Name the axis whose size equals the factor of the wrong tensor, unless the world has the same size."""
     ratio = difference.ratio(kind, name)
     if ratio is None or not ratio:
         return []

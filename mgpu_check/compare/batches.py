@@ -1,6 +1,4 @@
-"""Collect what stands in the way of a comparison, as far as the runs show it: reported at once, not one after the
-other.
-"""
+"""Find the reasons why ranks that saw other samples than one device cannot be compared with it."""
 
 from __future__ import annotations
 
@@ -18,15 +16,16 @@ from mgpu_check.mistakes.rules.order import findings_of
 __all__ = ["other_samples", "others_from_the_start"]
 
 _FAR = 1e-3
-"""Relative: sums of the same start, added in another order, are closer."""
+"""Relative deviation of initial values: equal tensors whose sums are added in another order differ by less."""
 _SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"
 _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
-"""Mistakes of the training script itself, which are a difference."""
+"""Mistakes in the sampling that the verdict is to report as a difference, not as a reason to refuse."""
 
 
 def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
-    """Return why ranks that begin alike cannot be compared, where they see so little of one device's first batch that
-    no more runs are needed.
+    """Return why the runs cannot be compared, if the ranks clearly saw other samples than the first batch of one device.
+
+    The list is empty if more runs are needed to decide, or if the samples are evidence of a mistake.
     """
     samples = aligned.samples(0)
     few = samples.common <= samples.one.total() / 2 or samples.together.total() > samples.one.total()
@@ -36,7 +35,7 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     attempts = Attempts()
     evidence = attempts.of("the evidence of samples", Evidence(aligned.world), of_samples, aligned, 0)
     findings = findings_of(evidence, 1, attempts)
-    # The diagnosis reports an error of this piece, too.
+    # The diagnosis evaluates the same evidence later, and reports its errors.
     if findings or attempts.remarks:
         return []
     return [*other_samples(aligned, 0, findings), *([OTHER_START] if _start_elsewhere(aligned) else [])]
@@ -52,19 +51,18 @@ def _start_elsewhere(aligned: Aligned) -> bool:
 
 
 def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) -> list[Obstacle]:
-    """Return why a step whose samples are not those of one device cannot be compared; nothing where that is the mistake
-    itself.
+    """Return why a step with other samples than on one device cannot be compared; empty if the samples are the mistake.
 
     Args:
-        findings: what the samples look like.
+        findings: the mistakes that the samples are evidence of.
     """
     if any(finding.mistake in _OF_THE_SCRIPT for finding in findings):
         return []
     samples, world = aligned.samples(number), len(aligned.ranks)
     together, one = samples.together, samples.one
     why = (
-        f"step {number + 1}: the ranks together saw {together.total()} samples, of which {samples.common} are those of one "
-        f"device, which saw {one.total()}{_again(together, one)}: the script is not comparable as it is"
+        f"step {number + 1}: the ranks together saw {together.total()} samples; {samples.common} of them are among the "
+        f"{one.total()} samples of one device{_again(together, one)}: the script is not comparable without changes"
     )
     if together.total() == world * one.total():
         return [Obstacle(why, divided(one.total()))]
@@ -74,16 +72,16 @@ def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) ->
     return [
         Obstacle(
             why,
-            "let both see the same global batch at each step: one seed for the order of the samples on all ranks, "
-            f"a sampler that splits it ({_SAMPLER}), also at world size 1",
+            "use the same global batch on one device and on the ranks at each step: one seed for the order of the samples on "
+            f"all ranks, and a sampler that splits the batch ({_SAMPLER}), also at world size 1",
         ),
-        Obstacle(why, "draw augmentation from the sample's own index, or switch it off, for the comparison"),
+        Obstacle(why, "for the comparison, seed augmentation with the index of the sample, or switch augmentation off"),
     ]
 
 
 def _again(together: Counter[int], one: Counter[int]) -> str:
-    """Say how many of one device's samples came to the ranks too often, as a clause; empty where none did."""
+    """Describe, in a clause, how many samples of one device the ranks saw too often; "" if they saw none too often."""
     again = sum(count for sample, count in (together - one).items() if sample in one)
     if not again:
         return ""
-    return f"; {again} of those on ranks came a second time, or to several ranks, and {(one - together).total()} are on no rank"
+    return f"; {again} came a second time or to several ranks, and {(one - together).total()} are on no rank"

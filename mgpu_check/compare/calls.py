@@ -1,4 +1,4 @@
-"""Find the call that leaves a gradient which is off by a factor."""
+"""Find the call that leaves a gradient with a wrong factor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from mgpu_check.compare.first_difference import FirstDifference
 __all__ = ["call_at_fault"]
 
 _NEAR = 1e-3
-"""Relative: norms of one gradient that were added up in another order."""
+"""Relative deviation of two norms of the same gradient: sums in another order differ by less."""
 
 
 def call_at_fault(difference: FirstDifference) -> str:
-    """Say which call leaves the gradient that is furthest off as the optimizer finds it, or leaves it right; "" if none is known."""
+    """Name the call that gave the most wrong gradient its final norm, or the call that left it right; "" if unknown."""
     main = difference.main
     trace = next((t for t in difference.aligned.ranks if main is not None and t.rank == main.worst_rank), None)
     if main is None or trace is None or difference.kind != "gradient":
@@ -31,7 +31,7 @@ def call_at_fault(difference: FirstDifference) -> str:
     if len(later) == 1:
         return f"{later[0]} runs between {told} and the step of the optimizer"
     if _near(norm, expected.norm):
-        return f"{told} leaves what one device has, and what comes after it changes that"
+        return f"{told} leaves the gradient of one device, and a later operation changes it"
     return ""
 
 

@@ -1,6 +1,6 @@
-"""All runs of a comparison, one after the other, and what comes of them.
+"""Run the script as often as a comparison needs, and decide the verdict.
 
-One after the other because a script may write files, and because two that share a device would share its memory, too.
+Runs are sequential: a script may write files, and two runs on one device would share its memory.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from mgpu_check.processes.record import relative
 
 __all__ = ["Comparison", "Plan", "compare"]
 
-_SEED = 1  # of the perturbations
+_SEED = 1  # any fixed seed of the perturbations, so that a comparison can be repeated
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs that are to be made.
+    """The settings of a comparison.
 
     Attributes:
-        command: the Python, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads them.
-        shown: the script and its arguments, as reports show them.
+        command: the Python interpreter, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads them.
+        shown: the script and its arguments for reports.
         world: number of ranks.
         single, several: environments of the run on one device and of the ranks.
-        simulated: how, as in "SIMULATED cpu"; empty for what is there.
-        timeout: seconds without progress after which a run is ended.
-        steps: how many optimizer steps are compared; None: all.
-        fresh: each run begins in a directory of its own.
-        without_gpus: torch sees none here, and none are simulated.
-        unjudged: parameters that need not be compared, by pattern, with the reason of each.
+        simulated: the kind of simulated devices, as in "SIMULATED cpu"; "" for real devices.
+        timeout: seconds without progress until a run is ended.
+        steps: number of optimizer steps to compare; None: all.
+        fresh: each run starts in a directory of its own.
+        without_gpus: torch sees no GPU, and no GPU is simulated.
+        unjudged: pattern of parameters that need not be compared -> the reason.
     """
 
     command: Sequence[str]
@@ -63,7 +63,7 @@ class Plan:
 
 @dataclass
 class Comparison:
-    """The runs that were made, in order, and the verdict."""
+    """The runs of a comparison, in order, and the verdict."""
 
     plan: Plan
     runs: list[Run] = field(default_factory=list)
@@ -73,16 +73,16 @@ class Comparison:
 
 
 def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
-    """Run the script on one device and on the ranks, and on one device again as far as that is needed.
+    """Compare the script on one device with the script on several ranks, in as many runs as that needs.
 
     Args:
-        tell: called with a line about each run when it has ended.
+        tell: called with a line about each run after it has ended.
     """
     made = Comparison(plan)
     verdict = _verdict(made, tell)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *_crashes_at_exit(made.runs)]
     if plan.without_gpus and any(run.failed for run in made.runs):
-        remarks.append("torch sees no GPU here; do: pass --simulate, if the script needs GPUs")
+        remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return made
 
@@ -126,10 +126,10 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
 
 
 def _again(made: Comparison, tell: Callable[[str], None], divided: bool) -> tuple[Run, Verdict | None]:
-    """Run on one device again; the run, and the verdict where there can be no other.
+    """Run on one device again. Return the run, and the verdict if the comparison ends here.
 
     Args:
-        divided: ranks may hold slices of what one device has. They run again, too, with its parameters to look slices up in.
+        divided: ranks may hold slices. Then the ranks run again, too, and find their slices in the parameters of one device.
     """
     world = made.plan.world
     with tempfile.TemporaryFile() as wholes:
@@ -152,7 +152,7 @@ def _again(made: Comparison, tell: Callable[[str], None], divided: bool) -> tupl
 
 
 def _moved_apart(made: Comparison, tell: Callable[[str], None], files: Mapping[str, int]) -> Run | None:
-    """Place constants by a run that moves them apart, and run the ranks with these places; None if one of the runs fails."""
+    """Find the places of constants in runs with distinct values, and run the ranks with these places; None if a run fails."""
     world = made.plan.world
     with contextlib.ExitStack() as undo:
         wholes, *found = (undo.enter_context(tempfile.TemporaryFile()).fileno() for _ in range(1 + world))
@@ -181,16 +181,16 @@ def _aligned(one: Run, found: Assembly, world: int) -> Aligned:
 
 
 def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
-    """Return the run on several devices: as many ranks; or, of a script that never makes a group of them, one process.
+    """Return the run on several devices: one rank per device, or one process if the script divides work within a process.
 
-    Ranks that each train by themselves are a mistake, unless the script shares the work out in its own process: by
-    DataParallel, or with layers on several devices.
+    A script that never makes a process group trains the same model on each rank. That is a mistake unless one process uses
+    several devices, through DataParallel or with layers on several devices.
     """
     world = made.plan.world
     ranks = _run(made, tell, f"{world} ranks", world)
     if any(ended.has("group") or ended.has("starts") for ended in ranks.ranks):
         return ranks
-    # One that fails or hangs before it makes its group is no script of one process: what it did as one proves nothing.
+    # A script that fails or hangs before it makes its group may still be one for several ranks.
     several = ranks.failed is None and any(_on_several(trace) for trace in ranks.traces)
     if not several and not all(ended.has("alone") for ended in ranks.ranks):
         return ranks
@@ -198,7 +198,7 @@ def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
 
 
 def _on_several(trace: Trace) -> bool:
-    """Return whether this one process has used several devices."""
+    """Return whether a process has used several devices."""
     replicas = max((event["replicas"] for event in trace.of("module")), default=1)
     return replicas > 1 or len({parameter.device for parameter in trace.parameters.values()}) > 1
 
@@ -236,14 +236,14 @@ def _run(
 
 
 def _led(runs: Sequence[Run]) -> Iterator[str]:
-    """Say which line gave the ranks an address that they did not meet at."""
+    """Report the line that gave the ranks another address than the store of the comparison."""
     for one in runs:
         for event in [event for trace in one.traces for event in trace.of("led")][:1]:
             place = f"{relative(one.shown(event['file']))}:{event['line']}"
             what = f"sets {event['variable']}" if event["variable"] else "names an address"
             yield (
-                f"{place} {what}: the ranks met at the store of compare, in place of {event['address']}; do: leave the "
-                "address to the launcher: torchrun holds the store, too, and ranks that look elsewhere wait until they time out"
+                f"{place} {what}: the ranks met at the store of compare instead of {event['address']}; do: leave the "
+                "address to the launcher: torchrun also holds the store, and ranks that try another address wait until they time out"
             )
             return
 
@@ -254,13 +254,13 @@ def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:
         if crashed:
             yield (
                 f"{named([ended.rank for ended in crashed])} of the run “{one.label}” ended with "
-                f"{describe_exit(crashed[0].exit_code)} when the script was over, which torchrun takes for a failure; do: call "
+                f"{describe_exit(crashed[0].exit_code)} after the script had ended, which torchrun reports as a failure; do: call "
                 "torch.distributed.destroy_process_group() at the script's end"
             )
 
 
 def _also(made: Comparison, verdict: Verdict) -> Iterator[str]:
-    """Return what else stands in the way of what could not be compared."""
+    """Return the other obstacles of runs that could not be compared."""
     if verdict.kind != "not comparable" or not made.runs or (one := made.runs[0].traces[0]).steps == []:
         return
     ranks = next((run.traces for run in made.runs[1:] if len(run.ranks) > 1), [])
@@ -271,7 +271,7 @@ def _also(made: Comparison, verdict: Verdict) -> Iterator[str]:
 
 
 def _found_what_was_left(runs: Sequence[Run]) -> Verdict | None:
-    """Return whether the last run has loaded a file that an earlier one wrote, and so begun elsewhere."""
+    """Return the refusal if the last run loaded a file of an earlier run, and therefore started from another state."""
     written = {event["file"] for earlier in runs[:-1] for trace in earlier.traces for event in trace.of("save")}
     last = runs[-1]
     for trace in last.traces:

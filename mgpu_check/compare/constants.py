@@ -1,7 +1,7 @@
-"""Make the elements of constant tensors distinct in the script's process, so that a slice of them shows where it is from.
+"""Make the elements of constant tensors distinct in the script's process, so that the values of a slice show its place.
 
-Biases of zeros and norms of ones have the same values everywhere. A run whose constants are moved apart finds their slices;
-what it trains is compared with nothing. One device and ranks move a tensor of one shape by the same values.
+Biases of zeros and norms of ones have the same values everywhere. A run with distinct values finds the slices of such
+tensors; its training is not compared. One device and all ranks move tensors of the same shape by the same values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Move parameters and buffers that are constant, when a module gets them and whenever they are filled."""
+    """Make constant parameters and buffers distinct when a module registers them, and after each time they are filled."""
     apart = _Apart()
     register_module_parameter_registration_hook(apart.registered)
     register_module_buffer_registration_hook(apart.registered)
@@ -59,7 +59,7 @@ class _Apart:
         return fill
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        """Return whether it is a parameter or buffer, or has the memory of one, as its `data` has."""
+        """Return whether a tensor is a parameter or buffer, or shares its memory, as `.data` does."""
         address = tensor.data_ptr()
         live = [known for reference in self._known if (known := reference()) is not None]
         return any(
@@ -72,7 +72,7 @@ class _Apart:
             with torch.no_grad():
                 first = tensor.reshape(-1)[0]
                 if math.isfinite(float(first)) and bool((tensor == first).all()):
-                    # By its shape alone: ranks may build fewer tensors than one device, and in another order.
+                    # The seed depends on the shape alone: ranks may build fewer tensors than one device, or in another order.
                     seed = zlib.crc32(repr(tuple(tensor.shape)).encode())
                     make_distinct(tensor, abs(float(first)), torch.Generator("cpu").manual_seed(seed))
         finally:

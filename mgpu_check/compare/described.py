@@ -14,7 +14,7 @@ __all__ = ["described", "forward_of"]
 
 
 def described(module: nn.Module) -> dict[str, Any]:
-    """Return the class of a model, what wraps it, and which of its parts look at the batch or draw random numbers."""
+    """Return the class of a model, its wrapper, and its layers that use batch statistics or dropout."""
     model = unwrapped(module)
     wrapper = type(module).__name__ if model is not module else None
     return {
@@ -27,7 +27,7 @@ def described(module: nn.Module) -> dict[str, Any]:
 
 
 def forward_of(module: nn.Module) -> dict[str, str]:
-    """Return the name of a model's forward method, and its line."""
+    """Return the name and the line of a model's forward method."""
     kind = type(unwrapped(module))
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"

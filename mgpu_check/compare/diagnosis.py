@@ -1,4 +1,4 @@
-"""Diagnose differences: the mistakes that the traces are evidence of."""
+"""Diagnose a difference: name the mistakes that the traces are evidence of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["diagnose"]
 
 
 def diagnose(difference: FirstDifference) -> Diagnosis:
-    """Diagnose the first step that parts ways, and say what of the diagnosis has failed."""
+    """Diagnose the first step that differs; `failed` names the parts of the diagnosis that raised an error."""
     attempts = Attempts()
     world = difference.aligned.world
     evidence = attempts.of("the evidence", Evidence(world), evidence_of, difference, attempts)
@@ -29,7 +29,7 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:
-    """Return why the difference is none of the training step: what the step was given; nothing where it is one."""
+    """Return why the difference lies in the inputs of the training step; empty if it lies in the step itself."""
     mistakes = {finding.mistake for finding in findings}
     if difference.kind == "before":
         if difference.apart["before"]:
@@ -45,8 +45,8 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
     if (here := skips_of(difference.aligned.ranks[0], difference.step)) != one:
         return [
             Obstacle(
-                f"step {difference.step + 1}: GradScaler has skipped {len(one)} steps on one device, and {len(here)} on each rank",
-                "begin with a smaller scale for the comparison: GradScaler(init_scale=1024.0)",
+                f"step {difference.step + 1}: GradScaler skipped {len(one)} steps on one device, and {len(here)} on each rank",
+                "for the comparison, start with a smaller scale: GradScaler(init_scale=1024.0)",
             )
         ]
     if difference.others_seen:

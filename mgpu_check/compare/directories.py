@@ -1,4 +1,4 @@
-"""A working directory for one run: what stands in the current one, without what other runs write."""
+"""Make a working directory for one run: a copy of the current directory that other runs do not write to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mgpu_check.processes.scratch import Scratch
 
 __all__ = ["fresh_directory"]
 
-_COPIED = 2**20  # bytes up to which a file is copied; larger ones are links
-_ENTRIES = 1000  # above which a directory is a data set, and a link
+_COPIED = 2**20  # bytes: larger files, such as data sets, are linked, because copies would take long
+_ENTRIES = 1000  # a directory with more entries is probably a data set, and is linked
 
 
 @contextmanager
 def fresh_directory() -> Iterator[Path]:
-    """Make a temporary directory like the current one, and remove it with all that was written into it.
+    """Make a temporary directory like the current one, and remove it afterwards with everything in it.
 
-    Directories are directories of their own, so that new files stay here. Small files are copies. Large files, directories
-    of many entries, hidden ones and virtual environments are links to what is there.
+    Subdirectories are real directories, so new files stay in the copy. Small files are copied. Large files, directories
+    with many entries, hidden directories and virtual environments are linked to the originals.
     """
     with Scratch.new("compare") as made:
         directory = made / (Path.cwd().name or "root")

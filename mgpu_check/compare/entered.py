@@ -1,7 +1,7 @@
-"""Count the collectives that each process of a run has entered, to tell who keeps the others waiting.
+"""Count the collectives that each process of a run has entered, to name the rank that the others wait for.
 
-On real devices a collective returns at once, and whoever waits does so somewhere else: in ``loss.item()``. What is written
-here is read while the process hangs.
+On real devices a collective returns at once, and a rank waits later, for example in ``loss.item()``. The runner reads the
+counts while the process hangs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _NUMBER = struct.Struct("=Q")
 
 
 def install(fd: int) -> Callable[[], None]:
-    """Write down, in the script's process, each collective that it enters, to the file `fd`.
+    """Record each collective that the script's process enters in the file `fd`.
 
     Returns:
-        What also counts those that the reducer of DistributedDataParallel has entered by now, in C++.
+        A function that also records the operations that the C++ reducer of DistributedDataParallel has entered so far.
     """
     from mgpu_check.processes import record
     from mgpu_check.rank_side.state import operations
@@ -35,7 +35,7 @@ def install(fd: int) -> Callable[[], None]:
 
 
 def entered(fd: int) -> tuple[int, int]:
-    """Return, by the file of a process, the operations of its default group when it was last counted, and calls of
+    """Return two counts from the file of a process: operations of its default group when last counted, and calls of
     collectives.
     """
     from mgpu_check.processes import record

@@ -1,7 +1,7 @@
-"""Bring what a comparison has seen at the first step that parts ways to the rules of mistakes.
+"""Collect the evidence at the first step that differs, for the rules of mistakes.
 
-What comes first at a step explains what comes later, so no more is told than that: of ranks that start apart nothing but
-how they start, of other samples nothing of gradients, of other gradients nothing of updates.
+An early difference within a step explains the later ones. So the evidence covers only the earliest: different initial
+parameters hide samples, different samples hide gradients, and different gradients hide updates.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from mgpu_check.processes.rank_lists import few, grouped, named
 
 __all__ = ["evidence_of", "of_samples", "skipped_steps"]
 
-_SHOWN = 4
+_SHOWN = 4  # more names or ranks would make a line too long
 _LEFT = 1e-3
-"""Of the largest number, once the factor is taken out: summaries are sums over elements of either sign."""
+"""Relative to the largest number: the rest after division by the factor. Sums over elements of both signs cancel, so an
+element-wise limit would be too strict."""
 _NEAR = 1e-2
-"""Of a factor: how far from 1 it says something, and how near to a number it is that number."""
+"""Relative: a factor further from 1 is significant, and a factor nearer to a number counts as that number."""
 
 
 def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
-    """Return the evidence of why a step parts ways.
+    """Return the evidence at a step that differs.
 
     Args:
-        attempts: keeps the pieces that have failed; the evidence lacks them.
+        attempts: records the pieces of evidence that raised an error; the result lacks them.
     """
     world = difference.aligned.world
     if difference.kind == "before":
@@ -49,19 +50,19 @@ def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
 
 
 def skipped_steps(difference: FirstDifference) -> ByRank:
-    """Return the steps after which a GradScaler has skipped one, on each rank."""
+    """Return the skips of GradScaler on each rank, each as the number of optimizer steps before it."""
     skips = [skips_of(trace, difference.step) for trace in difference.aligned.ranks]
     said = ", ".join(f"{len(found)} on rank {rank}" for rank, found in list(enumerate(skips))[:_SHOWN])
-    return ByRank(skips, f"GradScaler has skipped steps: {said}")
+    return ByRank(skips, f"GradScaler skipped steps: {said}")
 
 
 def skips_of(trace: Trace, step: int) -> list[int]:
-    """Return the steps after which a GradScaler has skipped one, until a step."""
+    """Return the skips of GradScaler up to a step, each as the number of optimizer steps before it."""
     return [event["after"] for event in trace.of("skipped") if event["after"] <= step]
 
 
 def of_samples(aligned: Aligned, number: int) -> Evidence:
-    """Return the evidence of a step whose samples are known, and not those of one device, or the whole batch on each rank."""
+    """Return the evidence of a step whose known samples differ from those of one device, or repeat on each rank."""
     samples, world, step = aligned.samples(number), len(aligned.ranks), number + 1
     if samples.repeated_on_each_rank:
         return Evidence(
@@ -74,7 +75,7 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
         return Evidence(world)
     return Evidence(
         world,
-        surplus=f"at step {step} {surplus.total()} samples came again, to give each rank as many as the others",
+        surplus=f"at step {step} {surplus.total()} samples came again, so that each rank has the same number",
         samplers=[
             Sampler(event["length"], world, event["drop_last"])
             for trace in aligned.ranks
@@ -84,7 +85,7 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
 
 
 def _repeated_epoch(aligned: Aligned, step: int) -> str:
-    """Say at which step of an earlier epoch the ranks saw the samples of this one, for want of set_epoch; empty where at none."""
+    """Name the step of an earlier epoch with the same samples, if set_epoch was never called; "" if there is no such step."""
     epochs: dict[int, list[dict[str, Any]]] = {}
     for event in aligned.ranks[0].of("sampler"):
         if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
@@ -111,7 +112,7 @@ def _start(difference: FirstDifference) -> Start | None:
 
 
 def _loads(difference: FirstDifference) -> ByRank:
-    """Return how often each rank has called load_state_dict until this step."""
+    """Return how often each rank called load_state_dict up to this step."""
     ranks = difference.aligned.ranks
     counts = [len([event for event in trace.of("restore") if event["after"] <= difference.step]) for trace in ranks]
     groups = grouped((count, trace.rank) for count, trace in zip(counts, ranks, strict=True))
@@ -122,7 +123,9 @@ def _loads(difference: FirstDifference) -> ByRank:
 def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
     world, apart = difference.aligned.world, difference.apart["gradient"]
     if apart:
-        told = f"at step {difference.step + 1} the optimizer has another gradient on each rank, of {few(apart, 3)}"
+        told = (
+            f"at step {difference.step + 1} the gradients that the optimizer uses differ between ranks: {few(apart, 3)}"
+        )
         return Evidence(world, gradients_apart=told)
     return Evidence(
         world,
@@ -151,8 +154,9 @@ def _factor(difference: FirstDifference) -> Factor | None:
 
 
 def _norms(difference: FirstDifference) -> ByRank:
-    """Return the norms that the first call of clip_grad_norm_ has found in which they differ: synchronized gradients
-    have one norm.
+    """Return the norms of the first clip_grad_norm_ call whose norms differ between ranks.
+
+    Synchronized gradients have the same norm on all ranks.
     """
     calls = [[e for e in trace.of("clip") if e["after"] == difference.step] for trace in difference.aligned.ranks]
     for call in zip(*calls, strict=False):
@@ -160,7 +164,7 @@ def _norms(difference: FirstDifference) -> ByRank:
         if max(norms) - min(norms) > difference.rounding.margin * 2.0**-22 * max(norms):
             said = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])
             most = f"clip_grad_norm_(…, {call[0]['most']:g})"
-            return ByRank(norms, f"{most} found the norms {said}: it clips gradients that are not synchronized yet")
+            return ByRank(norms, f"{most} returned the norms {said}: it clips gradients before they are synchronized")
     return ByRank()
 
 
@@ -187,7 +191,7 @@ def _uneven(difference: FirstDifference) -> str:
     counts, step = difference.samples.counts, difference.step
     if all(counts) and len(set(counts)) > 1:
         parts = ", ".join(str(count) for count in counts[:8])
-        return f"at step {step + 1} ranks saw {parts} samples, and their gradients count alike"
+        return f"at step {step + 1} ranks saw {parts} samples, but their gradients have equal weight"
     one, mean, _ = difference.aligned.losses(step)
     if one is None or mean is None or difference.rounding.of_loss(step) * abs(one) >= abs(mean - one):
         return ""
@@ -197,19 +201,19 @@ def _uneven(difference: FirstDifference) -> str:
     ):
         return ""
     return (
-        f"at step {step + 1}, from the same samples, the mean over ranks of their losses is {mean:.7g}, and the loss of one "
-        f"device {one:.7g}: each rank divides by a count of its own"
+        f"at step {step + 1}, with the same samples, the mean loss of the ranks is {mean:.7g}, and the loss of one device is "
+        f"{one:.7g}: each rank divides by its own count"
     )
 
 
 def _of_update(difference: FirstDifference) -> Evidence:
-    """Return the evidence of a step whose gradients are right, and what the optimizer has made of them is not."""
+    """Return the evidence of a step with correct gradients and wrong parameters after the update."""
     world, step, apart = difference.aligned.world, difference.step + 1, difference.apart["parameter"]
-    loads, parted = _loads(difference), "the same gradient led elsewhere"
+    loads, parted = _loads(difference), "the same gradient led to different parameters"
     if loads.apart:
         return Evidence(world, loads=loads, parted=parted)
     if apart:
-        told = f"at step {step} all ranks have the gradient of one device, and change {apart[0]} by other amounts"
+        told = f"at step {step} all ranks have the gradient of one device, but change {apart[0]} by different amounts"
         _, updated = difference.aligned.found(difference.step, "parameter", apart[0])
         return Evidence(world, decisions=[ByRank(list(updated.values()), told)], updates=_updates(difference))
     pairs = []
@@ -221,8 +225,8 @@ def _of_update(difference: FirstDifference) -> Evidence:
     if factor is None:
         return Evidence(world, updates=_updates(difference))
     told = (
-        f"at step {step} the gradient is that of one device, and the update {factor:.4g} times (does the learning rate "
-        "depend on the world size?)"
+        f"at step {step} the gradient equals that of one device, but the update is {factor:.4g} times as large (does the "
+        "learning rate depend on the world size?)"
     )
     return Evidence(
         world,
@@ -233,26 +237,28 @@ def _of_update(difference: FirstDifference) -> Evidence:
 
 
 def _updates(difference: FirstDifference) -> str:
-    """Say what an optimizer has made of right gradients, and name its options or states that differ."""
+    """Describe a wrong update from correct gradients, and name the options or states of the optimizer that differ."""
     names = [wrong.name for wrong in difference.wrong["parameter"]] or difference.apart["parameter"]
-    told = f"the gradients of step {difference.step + 1} are right, and it changes {few(names, _SHOWN)} otherwise than on one device"
+    told = f"the gradients of step {difference.step + 1} are right, but it updates {few(names, _SHOWN)} differently than on one device"
     if options := other_options(difference.aligned, difference.step):
         return f"{told}: {'; '.join(options)}"
     states = [wrong.name for wrong in difference.wrong["state"]]
-    return f"{told}, and leaves another {few(states, _SHOWN)}; {UPDATE_RULE}" if states else f"{told}; {UPDATE_RULE}"
+    return (
+        f"{told}, and leaves different values in {few(states, _SHOWN)}; {UPDATE_RULE}"
+        if states
+        else f"{told}; {UPDATE_RULE}"
+    )
 
 
 def _of_state(difference: FirstDifference) -> Evidence:
-    """Return the evidence of a step that leaves right parameters, and wrong states of the optimizer or wrong buffers."""
+    """Return the evidence of a step with correct parameters, but wrong states of the optimizer or wrong buffers."""
     world, aligned, step = difference.aligned.world, difference.aligned, difference.step + 1
     names = [*(wrong.name for wrong in difference.wrong["state"]), *difference.apart["state"]]
     states = [name for name in dict.fromkeys(names) if aligned.one.states[name].key]
     if states:
         ranks = sorted({r for wrong in difference.wrong["state"] if wrong.name in states for r in wrong.ranks})
         where = f" on {named(ranks)}" if ranks else ""
-        told = (
-            f"after step {step} gradients and parameters are right, and {few(states, _SHOWN)} {_is(states)} not{where}"
-        )
+        told = f"after step {step} gradients and parameters are right, but {few(states, _SHOWN)} {_is(states)} wrong{where}"
         return Evidence(world, updates=told)
     apart = [name for name in difference.apart["state"] if not aligned.one.states[name].key]
     if apart:

@@ -1,4 +1,4 @@
-"""Find where two runs part ways: the first step, and what is wrong at it."""
+"""Find the first step where the ranks differ from one device, and its wrong tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mgpu_check.mistakes.report import Finding, Observable
 __all__ = ["KINDS", "Diagnosis", "FirstDifference", "Wrong", "first_difference", "ratio_of", "updates"]
 
 KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
-_SAME_SIZE = 0.9  # deviations that are nearly the largest count as the largest
+_SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
 
 
 _SHOWN: dict[Kind, str] = {"before": "before: ", "gradient": "gradient: ", "parameter": "after: ", "state": "after: "}
@@ -21,7 +21,7 @@ _SHOWN: dict[Kind, str] = {"before": "before: ", "gradient": "gradient: ", "para
 
 @dataclass(frozen=True)
 class Wrong:
-    """A tensor that is not that of one device: on which ranks, and how far on the worst of them."""
+    """A tensor that differs from one device: the ranks, and the deviation on the worst rank."""
 
     kind: Kind
     name: str
@@ -32,11 +32,11 @@ class Wrong:
 
 @dataclass
 class FirstDifference:
-    """A step (counted from 0) at which something is wrong.
+    """A step (counted from 0) with wrong tensors.
 
     Attributes:
-        wrong: by kind; in the order of the model.
-        apart: by kind, the parameters in which ranks differ from each other.
+        wrong: by kind, the tensors that differ from one device, in the order of the model.
+        apart: by kind, the names of the tensors that differ between ranks.
     """
 
     aligned: Aligned
@@ -47,12 +47,12 @@ class FirstDifference:
 
     @property
     def kind(self) -> Kind | None:
-        """The first kind of tensor that is wrong, as the step goes; None where only the samples tell something."""
+        """The first wrong kind of tensor, in the order of `KINDS`; None if only the samples are wrong."""
         return next((kind for kind in KINDS if self.wrong[kind] or self.apart[kind]), None)
 
     @property
     def main(self) -> Wrong | None:
-        """The tensor of the first wrong kind that is furthest off, the first of the model among equals."""
+        """The tensor of the first wrong kind with the largest deviation; among equals, the first in the model."""
         kind = self.kind
         if kind is None or not self.wrong[kind]:
             return None
@@ -65,19 +65,19 @@ class FirstDifference:
 
     @property
     def others_seen(self) -> bool:
-        """True if the ranks were given other samples than one device; those that led to the same gradients were the same."""
+        """True if the ranks saw other samples than one device. Hidden samples that led to correct gradients count as the same."""
         samples = self.samples
         right = self.kind in ("parameter", "state")
         return samples.known and (not samples.same or self.kind is None) and not (right and samples.hidden)
 
     def ratio(self, kind: Kind, name: str) -> float | None:
-        """Return how many times as large a wrong tensor is, on the rank where it is furthest off."""
+        """Return the norm of a wrong tensor relative to one device, on the worst rank; None if unknown."""
         expected, here = self.aligned.found(self.step, kind, name)
         worst = next((wrong.worst_rank for wrong in self.wrong[kind] if wrong.name == name), None)
         return None if worst is None else ratio_of(here.get(worst), expected)
 
     def observables(self) -> list[Observable]:
-        """Return each tensor of the step, with whether it is that of one device, and whether ranks agree about it."""
+        """Return each tensor of the step: whether it equals that of one device, and whether ranks agree about it."""
         found = []
         for kind in KINDS:
             wrong = {entry.name: entry for entry in self.wrong[kind]}
@@ -102,10 +102,10 @@ class Diagnosis:
     """The diagnosis of a first difference.
 
     Attributes:
-        comparable: the difference is one of the training step, and not of what the step was given.
-        why: for what is not comparable: what the step was given, in a clause.
-        todo: what to do about that, a line each.
-        failed: what of the diagnosis has failed, a line each.
+        comparable: the difference lies in the training step, not in its inputs.
+        why: how the inputs of the step differ, in a clause; "" if the runs are comparable.
+        todo: a line for each remedy.
+        failed: a line for each part of the diagnosis that raised an error.
         axes: see `mgpu_check.compare.axes.told_axes`.
     """
 
@@ -118,17 +118,16 @@ class Diagnosis:
 
 
 def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
-    """Return how many times as large a tensor is as it should be, by its norm."""
+    """Return the norm of a tensor relative to the expected norm; None if the ratio is undefined."""
     if got is None or expected is None or not expected.norm or not math.isfinite(got.norm / expected.norm):
         return None
     return got.norm / expected.norm
 
 
 def first_difference(aligned: Aligned, rounding: Rounding) -> FirstDifference | None:
-    """Return the first step at which a tensor is further off than rounding leads, or at which all ranks do the whole
-    work.
+    """Return the first step with a deviation beyond rounding, or whose whole work each rank does.
 
-    The last that is looked at is that at which one device first has a tensor that is not finite: its others say something.
+    The last step checked is the first with a non-finite tensor on one device: its finite tensors can still be compared.
     """
     for step in range(min(aligned.compared + 1, aligned.steps)):
         difference = _difference_at(aligned, rounding, step)
@@ -151,14 +150,14 @@ def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDiff
 
 
 def _compared(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str) -> tuple[Wrong | None, bool]:
-    """Return how a value of the ranks differs from that of one device, if it does; and whether ranks differ in it."""
+    """Return the difference of a tensor from one device, if any, and whether the tensor differs between ranks."""
     expected, here = aligned.found(step, kind, name)
     tolerance = rounding.tolerance(step, kind, name)
     shape = aligned.parameter(name).shape
     if expected is not None and not expected.finite:
         if rounding.leaves_numbers(step, kind, name):
             return None, False
-        # Ranks that have no numbers either are as they should be; others are infinitely far off.
+        # Ranks with non-finite values agree with one device. Finite values have an infinite deviation.
         here = {rank: value for rank, value in here.items() if value is None or value.finite}
         tolerance = 0.0
     found = {rank: deviation(value, expected, shape) for rank, value in here.items()}
@@ -173,7 +172,7 @@ def _compared(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name:
 
 
 def _at_fault(aligned: Aligned, name: str, expected: Summary | None, got: Summary | None, tolerance: float) -> set[int]:
-    """Return the ranks that hold the elements which are wrong, of a parameter that is held in slices; empty where not known."""
+    """Return the ranks that hold the wrong elements of a sliced parameter; empty if unknown."""
     holders = aligned.holders.get(name)
     if holders is None or expected is None or got is None:
         return set()
@@ -183,10 +182,10 @@ def _at_fault(aligned: Aligned, name: str, expected: Summary | None, got: Summar
 
 
 def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
-    """Return whether each rank saw, at the first step, the very samples of one device, and did the same work with them.
+    """Return whether at the first step each rank did the whole work of one device, with all of its samples.
 
-    Ranks that hold a part of the model each do see all samples, and rightly so. Ranks whose losses differ share the work
-    out within the model, as context parallelism does.
+    Ranks that hold parts of the model correctly see all samples. Ranks with different losses divide the work within the
+    model, as in context parallelism.
     """
     aligned = difference.aligned
     samples = difference.samples
@@ -207,7 +206,7 @@ def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
 
 
 def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]:
-    """Return by how much this step has changed a parameter's kept elements: (on the first rank that has it, on one device)."""
+    """Return the changes of a parameter's kept elements in this step, as pairs (first rank that has it, one device)."""
     holder = next((index for index, trace in enumerate(difference.aligned.ranks) if name in trace.parameters), 0)
     return list(zip(_update(difference, name, holder), _update(difference, name, None), strict=False))
 

@@ -1,6 +1,6 @@
-"""Note, in the script's process, which call leaves which gradients between backward and the optimizer's step.
+"""Record, in the script's process, the gradients after backward and after each reduction before the optimizer's step.
 
-A gradient that is off by a factor has it from one of them: its line is where to look.
+If a gradient has a wrong factor, one of these calls caused it, and the report names the line of the call.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Flow"]
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
 _STEPS = 4
-"""Steps that are noted: a factor is there from the first on."""
+"""Number of recorded steps: a wrong factor shows from the first step on."""
 _CALLS = 256
-"""Calls that are noted of each step."""
+"""Largest number of recorded calls per step, to bound time and the size of the trace."""
 
 
 class Flow:
-    """The calls since the last step that leave gradients."""
+    """Records the calls since the last step, with the norms of the gradients after each."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
@@ -38,7 +38,7 @@ class Flow:
         self._within = False
 
     def install(self) -> None:
-        """Note reductions from now on."""
+        """Record reductions from now on."""
         from torch.distributed import distributed_c10d as c10d
 
         patches = Patches(among="torch")
@@ -49,16 +49,16 @@ class Flow:
         patches.apply()
 
     def after_backward(self) -> None:
-        """Note the gradients that a backward pass leaves."""
+        """Record the gradients after a backward pass."""
         if self._is_noted():
             parameters = {id(p): p for module in self._names.modules() for p in module._parameters.values()}
             self._note("backward", (p for p in parameters.values() if p is not None))
 
     def taken(self, numbers: Mapping[int, int]) -> list[tuple[str, dict[int, float]]]:
-        """Return the calls of a step in order, each with the norms of the gradients that it leaves, and forget them.
+        """Return the calls of a step in order, each with the norms of gradients after it, and start the next step.
 
         Args:
-            numbers: of parameters in the trace, by id.
+            numbers: id of a parameter -> its number in the trace.
         """
         found = [(told, {numbers[i]: n for i, n in norms.items() if i in numbers}) for told, norms in self._calls]
         self._calls = []
@@ -91,7 +91,7 @@ class Flow:
         return reduced
 
     def _owners(self, operand: Any) -> Sequence[torch.Tensor]:
-        """Return the parameter whose gradient an operand is."""
+        """Return the parameter whose gradient is the operand; empty if there is no such parameter."""
         if not isinstance(operand, torch.Tensor):
             return []
         parameters = (p for module in self._names.modules() for p in module._parameters.values() if p is not None)

@@ -15,20 +15,20 @@ from mgpu_check.processes.rank_lists import few, named
 __all__ = ["account", "left_over", "not_compared", "trained", "unread"]
 
 _WIDE = 0.1
-"""Of the values: a wider tolerance lets a factor of 2, or a missing rank, pass."""
+"""Relative to the values: a wider tolerance would accept a factor of 2, or a missing rank."""
 _SMALL = 1e-2
-"""Of the largest tensor of its kind: what is smaller may be nothing but rounding errors, such as the gradient of a bias
-before a norm."""
-_SHOWN = 12
+"""Relative to the largest tensor of its kind: a smaller tensor, such as the gradient of a bias before a norm, may consist
+of rounding errors only."""
+_SHOWN = 12  # more names would make a line too long
 _NOWHERE = "no rank trains a parameter of its name and shape"
 _OF_RANKS = "one device trains no parameter of its name and shape"
 _NOT_KEPT = "no rank keeps it"
-_KEPT_BY_RANKS = "one device keeps none of its name"
+_KEPT_BY_RANKS = "one device keeps no state or buffer of this name"
 _DROWNED = "rounding alone moves its gradient and its value so far that the measured tolerance proves nothing"
 
 
 def trained(trace: Trace) -> set[str]:
-    """Return the parameters that had a gradient other than zero at some step."""
+    """Return the parameters that had a nonzero gradient at some step."""
     return {
         name
         for step in trace.steps
@@ -38,7 +38,7 @@ def trained(trace: Trace) -> set[str]:
 
 
 def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
-    """Return the trained parameters whose gradient and value were compared at no step, and why; and their states, and buffers."""
+    """Return the trained parameters, states and buffers that were never compared, each with the reason."""
     found: dict[str, str] = {}
     one = trained(aligned.one)
     for name in aligned.one.parameters:
@@ -59,7 +59,7 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
 
 
 def _states(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
-    """Return the states of the parameters that were compared, and the buffers that change, which were compared at no step."""
+    """Return the states of compared parameters, and the changing buffers, that were never compared, each with the reason."""
     found: dict[str, str] = {}
     for name, state in aligned.one.states.items():
         if state.of not in judged if state.key else state.constant:
@@ -82,7 +82,7 @@ def _compared(aligned: Aligned, name: str) -> Iterator[bool]:
 
 
 def left_over(aligned: Aligned, left: Sequence[str]) -> str:
-    """Say how much of what is trained was not compared."""
+    """Describe how many trained parameters, states and buffers were not compared."""
     kept = {name for trace in (aligned.one, *aligned.ranks) for name in trace.states}
     names = [name for name in left if name not in kept]
     total = len(trained(aligned.one)) + sum(name.partition(" (")[0] in aligned.extra for name in names)
@@ -93,21 +93,21 @@ def left_over(aligned: Aligned, left: Sequence[str]) -> str:
 
 
 def unread(aligned: Aligned) -> list[str]:
-    """Return a line about the states of optimizers that are neither tensors nor numbers, if there are such."""
+    """Return a line that names the optimizer states that are neither tensors nor numbers; empty if there are none."""
     found = {event["name"]: event["type"] for event in aligned.one.of("unread")}
     kinds = ", ".join(dict.fromkeys(found.values()))
     return [f"not compared, because of their type ({kinds}): {few(list(found), _SHOWN)}"] if found else []
 
 
 def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
-    """Sort what was not compared by whether the user accepts it.
+    """Separate the uncompared names that the user accepts from the others.
 
     Args:
         missed: see `not_compared`.
-        unjudged: the user's patterns, with the reason of each.
+        unjudged: the user's patterns, each with its reason.
 
     Returns:
-        The names that are left; a line for each reason of these, and for each pattern that accepts some; the patterns that match nothing.
+        The names that no pattern accepts; report lines, one for each reason and each used pattern; the unused patterns.
     """
     left: dict[str, list[str]] = defaultdict(list)
     accepted: dict[str, list[str]] = defaultdict(list)
@@ -119,7 +119,7 @@ def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[lis
             left[reason].append(name)
     lines = [f"not compared: {few(names, _SHOWN)}: {reason}" for reason, names in left.items()]
     lines += [
-        f"not compared, as --unjudged accepts: {few(names, _SHOWN)}: {unjudged[pattern]}"
+        f"not compared, accepted by --unjudged: {few(names, _SHOWN)}: {unjudged[pattern]}"
         for pattern, names in accepted.items()
     ]
     idle = [pattern for pattern in unjudged if pattern not in accepted]
@@ -127,7 +127,7 @@ def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[lis
 
 
 def _found(aligned: Aligned, name: str) -> Iterator[tuple[int, Kind]]:
-    """Yield each step and kind whose tensor was compared on some rank with that of one device."""
+    """Yield each step and kind at which some rank's tensor was compared with one device."""
     kinds: tuple[Kind, ...] = ("gradient", "parameter")
     for step in range(aligned.compared):
         for kind in kinds:
@@ -137,7 +137,7 @@ def _found(aligned: Aligned, name: str) -> Iterator[tuple[int, Kind]]:
 
 
 def _tells(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str) -> bool:
-    """Return whether the tolerance is narrow enough for a comparison to prove something."""
+    """Return whether the tolerance is narrow enough to detect a mistake."""
     here = of_kind(aligned.one.steps[step], kind)
     own = _size(here[name], aligned.parameter(name).count)
     largest = max((_size(value, aligned.parameter(other).count) for other, value in here.items()), default=0.0)
@@ -153,4 +153,4 @@ def _size(summary: Summary | None, count: int) -> float:
 def _shapes(aligned: Aligned, name: str) -> str:
     shapes = sorted({str(list(own.shape)) for t in aligned.ranks if (own := t.entry(name)) is not None})
     whole = list(aligned.parameter(name).shape)
-    return f"ranks hold shape {few(shapes, 3)} of it, and one device {whole}"
+    return f"its shape is {few(shapes, 3)} on ranks, and {whole} on one device"

@@ -1,6 +1,4 @@
-"""Match the parameters of a rank with those of one device: by name, by the values that they begin with, and by their
-neighbours.
-"""
+"""Match the parameters of a rank with those of one device by initial values, by gradients, and by names."""
 
 from __future__ import annotations
 
@@ -12,20 +10,21 @@ from mgpu_check.compare.trace import Parameter, Summary, Trace
 
 __all__ = ["AMBIGUOUS", "beside", "matched", "prefixes"]
 
-AMBIGUOUS = "its values are those of several parameters of one device"
+AMBIGUOUS = "its initial values match several parameters of one device"
 
 _SAME = 1e-9
-"""Of the magnitude: sums over the same elements, which kernels may add up in another order."""
+"""Relative deviation of summaries of equal tensors: kernels may add the elements in another order."""
 
 _NEAR = 1e-3
-"""Of the magnitude: gradients of the same parameter, which rounding moves apart by less."""
+"""Relative deviation of gradients of the same parameter: rounding causes less."""
 
 
 def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
-    """Return, by name on the rank, the name on one device of each whole parameter; None for an unknown one.
+    """Return name on the rank -> name on one device, for each parameter; None if unknown, or for a slice.
 
-    Values that come once on both sides decide. They also match the names of the modules around them. Constants and copied
-    layers have values that come several times: gradients decide there, and then names of modules. A parameter whose values are nowhere is its namesake: the rank has begun elsewhere.
+    Values that are unique on both sides decide, and they also match the names of the modules around them. Values of
+    constants and copied layers are not unique: there gradients decide, then the names of modules. A parameter whose values
+    are unknown matches the parameter of the same name and shape: the rank started from other values.
     """
     whole = {label: parameter for label, parameter in rank.parameters.items() if parameter.held is None}
     found: dict[str, str | None] = dict.fromkeys(rank.parameters)
@@ -50,7 +49,7 @@ def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
 
 
 def _candidates(one: Trace, rank: Trace, whole: Mapping[str, Parameter]) -> dict[str, list[str]]:
-    """Return the parameters of one device that begin with the values of each of the rank's."""
+    """Return, for each parameter of the rank, the parameters of one device with the same initial values."""
     here, there = _starts(rank), _starts(one)
     by_bits: dict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
     for name, summary in there.items():
@@ -64,7 +63,7 @@ def _candidates(one: Trace, rank: Trace, whole: Mapping[str, Parameter]) -> dict
 
 
 def _by_gradient(label: str, names: Sequence[str], one: Trace, rank: Trace) -> str | None:
-    """Return the only one of these names with the first gradient of a parameter; None for no or several ones."""
+    """Return the name whose gradient equals the first gradient of a parameter; None if no or several names match."""
     for here, there in zip(rank.steps, one.steps, strict=False):
         own = here.gradients.get(label)
         if own is None or not own.norm:
@@ -84,7 +83,7 @@ def _starts(trace: Trace) -> dict[str, Summary]:
 
 
 def prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
-    """Return what modules of the rank are called on one device, by all prefixes that differ before a common rest."""
+    """Return prefix of a name on the rank -> prefixes on one device, for matched names with a common rest."""
     known: dict[str, set[str]] = defaultdict(set)
     for label, name in found.items():
         if name is None:
@@ -97,7 +96,7 @@ def prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
 
 
 def beside(label: str, modules: Mapping[str, set[str]]) -> str | None:
-    """Return the name of a parameter on one device, by the names of the modules around it; None if they decide nothing."""
+    """Return the name of a parameter on one device, from the names of its modules; None if they are ambiguous or unknown."""
     parts = label.split(".")
     for count in range(len(parts) - 1, -1, -1):
         names = modules.get(".".join(parts[:count]), set())

@@ -1,7 +1,7 @@
-"""Let ranks meet at the store of this comparison, whatever address the script has for them.
+"""Make ranks meet at the store of this comparison, even if the script sets another address.
 
-Each rank is launched as by torchrun, whose agent holds the store: no rank makes one of its own. A rank that looks for the
-store at another address would find none, and wait for it until it times out.
+Each rank is launched as by torchrun, whose agent holds the store, so no rank creates one. A rank that tries to reach the
+store at another address would wait until it times out.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["install"]
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 Places = Mapping[str, tuple[str, int]]
-"""Variable of the environment -> file and line that have set it."""
+"""Environment variable -> file and line that set it."""
 
 
 def install(note: Note, store: tuple[str, int], places: Places) -> None:
-    """Lead the ranks of a group that has the size of the run to `store`, and note "led" where the script has another
+    """Redirect the ranks of a group with the size of the run to `store`, and record "led" if the script set another
     address.
 
     Args:
-        places: where the script has set variables, to be read when it makes the group.
+        places: filled while the script sets variables, and read when the script makes the group.
     """
     if not torch.distributed.is_available():
         return
-    # By its name, because the package has a function of the same name.
+    # Imported by name: the package also has a function `rendezvous`, which hides the module.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     ours = rank_and_world()
     original: Callable[..., Any] = rendezvous._create_c10d_store

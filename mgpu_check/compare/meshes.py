@@ -1,4 +1,4 @@
-"""Note, in the script's process, each mesh and group of ranks that the script makes: they divide the work."""
+"""Record, in the script's process, each mesh and group of ranks that the script makes: they divide the work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["install"]
 
 
 def install(note: Note) -> Coordinates:
-    """Note "mesh" for each mesh with names, and "subgroup" for each group of some ranks.
+    """Record "mesh" for each mesh with named axes, and "subgroup" for each group with a list of ranks.
 
     Returns:
-        The place of this rank in the world, and along the axes of each mesh once the script has made it.
+        Axis -> (index of this rank, size). "" is the world. The axes of a mesh are added when the script makes it.
     """
     coordinates: dict[str, tuple[int, int]] = {"": rank_and_world()}
     if not torch.distributed.is_available():
@@ -27,7 +27,7 @@ def install(note: Note) -> Coordinates:
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.device_mesh import DeviceMesh
 
-    within: list[int] = []  # a mesh makes groups, which are its own axes
+    within: list[int] = []  # not empty while a mesh is made: the groups that it makes are its axes
 
     def making(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -61,7 +61,7 @@ def install(note: Note) -> Coordinates:
 
 
 def _axes(mesh: Any) -> list[tuple[str, int, int]]:
-    """Return name, index of this rank and size of each axis of a mesh that is no part of another; empty where that is unknown."""
+    """Return name, index of this rank and size of each axis of a root mesh; empty for a submesh, or if they are unknown."""
     if getattr(mesh, "_root_mesh", None) is not None or not mesh.mesh_dim_names:
         return []
     place = mesh.get_coordinate()

@@ -19,13 +19,13 @@ _INNER = {
     "CheckpointWrapper": ("_checkpoint_wrapped_module",),
     "OptimizedModule": ("_orig_mod",),
 }
-"""What wraps a model, by the name of its class, and where it keeps the model."""
+"""Class name of a wrapper -> the attributes that may hold the wrapped model."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the user's own module, without what torch has put around it."""
+    """Return the user's own module without the wrappers of torch."""
     while True:
-        # By their attributes, and not by their truth: that of a module which has a length is a call of it.
+        # Compared with None: the truth value of a module with __len__ would call it.
         names = _INNER.get(type(module).__name__, ())
         inner = next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
         if not isinstance(inner, nn.Module):
@@ -34,10 +34,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class Names:
-    """The models of a script, as they are called, and what their parameters are called.
+    """The models that a script calls, and the names of their parameters.
 
-    A parameter is called as in the model that has it; where models share a name, those of the second and later ones have
-    the name of its class before it.
+    A parameter has its name in its model. If two models share a name, the name in the later model is preceded by the class
+    of that model.
     """
 
     def __init__(self) -> None:
@@ -49,20 +49,20 @@ class Names:
         self._of_keys: dict[tuple[int, str], tuple[str, int]] = {}
         self._taken: set[str] = set()
         self._around: Surroundings | None = None
-        self._looked_for = 0  # number of models then
+        self._looked_for = 0  # number of models when `_around` was made
 
     def look_around(self) -> None:
         """Forget the modules around the called ones. The next missing name makes it find them again."""
         self._around, self._looked_for = None, 0
 
     def called(self, module: nn.Module) -> None:
-        """Take note that an outermost module was called."""
+        """Record that an outermost module was called."""
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self._models.append(weakref.ref(module))
 
     def name(self, parameter: torch.Tensor, otherwise: str) -> tuple[str, int]:
-        """Return its name, and its place in the model; `otherwise` and a last place where no module that was called has
+        """Return the name of a parameter and its place in the model; `otherwise` and a last place if no called module has
         it.
         """
         if id(parameter) not in self._names:
@@ -72,7 +72,7 @@ class Names:
         return self._names[id(parameter)]
 
     def of_key(self, module: nn.Module, key: str) -> tuple[str, int] | None:
-        """Return name and place of a parameter that a module had under a key; None where the module is in no model."""
+        """Return name and place of the parameter that a module had under a key; None if no model contains the module."""
         if id(module) not in self._prefixes:
             self._learn()
         if id(module) not in self._prefixes:
@@ -83,12 +83,12 @@ class Names:
         return self._of_keys[id(module), key]
 
     def owner(self, parameter: torch.Tensor) -> nn.Module | None:
-        """Return the module that has a parameter which was named."""
+        """Return the module that owns a named parameter; None if unknown."""
         reference = self._owners.get(id(parameter))
         return None if reference is None else reference()
 
     def modules(self) -> Iterator[nn.Module]:
-        """Yield all modules of the models, with what wraps them."""
+        """Yield all modules of the models, with their wrappers."""
         for reference in self._models:
             if (model := reference()) is not None:
                 yield from model.modules()

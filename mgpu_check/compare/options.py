@@ -12,15 +12,15 @@ from mgpu_check.processes.rank_lists import few, named
 __all__ = ["UPDATE_RULE", "other_options"]
 
 UPDATE_RULE = (
-    "the options of its groups are those of one device: look at its update rule, and at state that was lost or is another, "
-    "such as momentum"
+    "the options of its groups equal those of one device: check its update rule, and whether state such as momentum was "
+    "lost or changed"
 )
 _NEAR = 1e-9
-"""Of a number: learning rates that were computed in another order are the same."""
+"""Relative: the same learning rate, computed in another order of operations, differs by less."""
 
 
 def other_options(aligned: Aligned, step: int) -> list[str]:
-    """Name each option that differs between ranks and one device at a step, in a clause."""
+    """Return a clause for each optimizer option that differs between ranks and one device at a step."""
     expected = aligned.one.steps[step].options
     found: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for trace in aligned.ranks:
@@ -41,7 +41,7 @@ def other_options(aligned: Aligned, step: int) -> list[str]:
     for trace in aligned.ranks if clauses else []:
         if (count := _groups(trace.steps[step].options)) != groups:
             clauses.append(
-                f"parameters have {count} kinds of options on rank {trace.rank}, and {groups} on one device: were groups lost?"
+                f"the parameters have {count} different sets of options on rank {trace.rank}, and {groups} on one device: were groups lost?"
             )
             break
     return clauses

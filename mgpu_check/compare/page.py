@@ -1,4 +1,4 @@
-"""The outcome for people: one HTML file that needs nothing else."""
+"""Write the outcome for people, as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mgpu_check.version import __version__
 __all__ = ["write_page"]
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_RANKS = 16  # of so many each one's losses are drawn
+_RANKS = 16  # more curves of single ranks would not be readable
 
 
 def write_page(path: Path, done: Comparison) -> None:
-    """Write the verdict, its likely causes, the curves, and what was looked at. It takes the extra, see `pages.require`."""
+    """Write the verdict, its likely causes, the curves and the compared tensors. Requires the extra, see `pages.require`."""
     report = done.verdict.report
     page = pages.render(
         _TEMPLATE,
@@ -53,11 +53,13 @@ def _pictures(done: Comparison) -> list[dict[str, str]]:
     loss = draw("loss", "Loss on one device and on the ranks", "loss", [*each, one, ranks], mark=mark)
     pictures = [{"heading": "Loss", "svg": loss, "note": ""}]
     if any(value is not None for value in found["excess"]):
-        limit = Curve("1: more is no rounding", [1.0] * len(found["excess"]), "limit")
-        largest = Curve("largest deviation of a gradient or parameter, by its tolerance", found["excess"], "ranks")
-        by = "deviation by tolerance"
+        limit = Curve("1: a larger value is not rounding", [1.0] * len(found["excess"]), "limit")
+        largest = Curve(
+            "largest deviation of a gradient or parameter, relative to its tolerance", found["excess"], "ranks"
+        )
+        by = "deviation relative to tolerance"
         note = done.rounding and (
-            f"The tolerance is what rounding was seen to move in this script, times λ = {done.rounding.margin:.1f}."
+            f"The tolerance is the measured effect of rounding in this script, times λ = {done.rounding.margin:.1f}."
         )
         deviation = draw("deviation", by.capitalize(), by, [largest, limit], logarithmic=True, mark=mark)
         pictures.append({"heading": "Deviation", "svg": deviation, "note": note or ""})

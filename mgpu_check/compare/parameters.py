@@ -1,4 +1,4 @@
-"""Know the parameters of the script's optimizers, in its process: their numbers in the trace, and their groups."""
+"""Record, in the script's process, the parameters of its optimizers: their numbers in the trace, and their groups."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Numbered(NamedTuple):
 
 
 class Parameters:
-    """The parameters that were seen, each noted in the trace when it is first asked for."""
+    """The known parameters, each recorded in the trace on first use."""
 
     def __init__(self, writer: Writer, names: Names) -> None:
         self.placing = Placing(names, None)
         self._writer, self._names = writer, names
         self._number = 0
         self._parts: dict[int, list[Numbered]] = {}  # by the id of a parameter
-        self._held: list[torch.Tensor] = []  # what is known by its id must stay alive
+        self._held: list[torch.Tensor] = []  # keeps objects alive whose ids are keys
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
     def parts(self, optimizer: Any, number: int) -> list[Numbered]:
         """Return the parts of an optimizer's parameters.
 
         Args:
-            number: that of the optimizer.
+            number: the number of the optimizer.
         """
         fresh: dict[int, tuple[torch.Tensor, str]] = {}
         for g, group in enumerate(optimizer.param_groups):
@@ -52,7 +52,7 @@ class Parameters:
             self._held.append(parameter)
             self._parts[id(parameter)] = [self._numbered(parameter, part) for part in parts]
         if fresh:
-            self._names.look_around()  # which holds all modules until then
+            self._names.look_around()  # releases the references to all modules
         return [one for parameter in parameters_of(optimizer) for one in self._parts[id(parameter)]]
 
     def _numbered(self, parameter: torch.Tensor, part: Part) -> Numbered:
@@ -73,7 +73,7 @@ class Parameters:
         return Numbered(self._number - 1, parameter, part)
 
     def note_groups(self, optimizer: Any, number: int) -> None:
-        """Note learning rates and other options of each group, if some have changed since the last step."""
+        """Record learning rates and other options of each group, if any has changed since the last step."""
         groups = [
             {
                 "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)},
@@ -92,7 +92,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 _OF_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "params", "initial_lr")
-"""Options that choose how a step is computed, or that no step reads."""
+"""Options that choose an implementation, or that no step reads."""
 
 
 def _is_plain(key: str, value: object) -> bool:

@@ -1,8 +1,8 @@
-"""Move results in the script's process by a few unit roundoffs, to see how fast rounding errors grow in this script.
+"""Perturb results in the script's process by a few unit roundoffs, to measure how fast its rounding errors grow.
 
-Monte Carlo arithmetic, as in :mod:`mgpu_check.numerics.steps`, at the grain of modules: what each innermost module gives,
-and each gradient, is multiplied by 1 ± size, each element with a random sign of its own. Several ranks add up the same
-numbers in another order, which moves results by as much.
+This is Monte Carlo arithmetic, as in :mod:`mgpu_check.numerics.steps`, applied to modules. Each element of the result of
+each innermost module, and of each gradient, is multiplied by 1 ± size with a random sign. Several ranks sum the same numbers
+in another order, which changes results by a similar amount.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 
 __all__ = ["Perturbation"]
 
-_ROUNDOFFS = 4.0  # what a sum over a batch may be off by, more than what a single rounding is
+_ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
 
 
 class Perturbation:
-    """Draws signs from a generator of its own, so that the script's random numbers stay what they are."""
+    """Perturbs with signs from its own generator, so that the script's random numbers do not change."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)
 
     def output(self, value: Any) -> Any:
-        """Return `value`, the result of a module, with its floating-point tensors moved; in lists, tuples and dicts,
-        too.
+        """Return `value`, the result of a module, with its floating-point and complex tensors perturbed, also in lists,
+        tuples and dicts.
         """
         if isinstance(value, torch.Tensor):
             if not _is_moved(value):
@@ -40,17 +40,17 @@ class Perturbation:
         return value
 
     def gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        """Move each in place."""
+        """Perturb each gradient in place."""
         for gradient in gradients:
             here = gradient.to_local() if gradient is not None and hasattr(gradient, "to_local") else gradient
             if here is not None and _is_moved(here):
                 if here.is_complex():
-                    # Of a tensor that is kept as its conjugate: what is kept.
+                    # A lazily conjugated tensor: perturb the stored values.
                     here = torch.view_as_real(here.conj() if here.is_conj() else here)
                 here.mul_(self._factors(here))
 
     def _factors(self, like: torch.Tensor) -> torch.Tensor:
-        # In the dtype itself: 1 ± 4u are among its numbers.
+        # In the dtype itself, which represents 1 ± 4u exactly.
         size = _ROUNDOFFS * torch.finfo(like.dtype).eps / 2
         signs = torch.randint(0, 2, like.shape, generator=self._generator, dtype=torch.int8, device="cpu")
         return (1 + size * (2 * signs.to(like.dtype) - 1)).to(like.device)

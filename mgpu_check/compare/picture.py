@@ -1,4 +1,4 @@
-"""Curves over optimizer steps as inline SVG: readable without colour, and on dark and light ground."""
+"""Draw curves over optimizer steps as inline SVG, readable without colour and on dark and light backgrounds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mgpu_check import pages
 __all__ = ["Curve", "draw"]
 
 _WIDTH, _HEIGHT = 860, 330
-_MARKED = 80  # up to so many steps each point has a mark
-_POINTS = 2000  # of longer runs every so many steps are drawn
-_LARGEST = 1e200  # what is further off stands here: a scale needs room above it
+_MARKED = 80  # with more steps, marks of points would overlap
+_POINTS = 2000  # longer runs are thinned to about this number: more points would not be visible
+_LARGEST = 1e200  # larger values are drawn here, because the scale needs room above them
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a picture.
+    """A curve of a picture.
 
     Attributes:
         values: one for each step; None leaves a gap.
@@ -43,11 +43,11 @@ def draw(
     """Return the picture of `curves` as an ``<svg>`` element.
 
     Args:
-        name: of the picture in its page; its ids begin with it.
-        title: for those who cannot see it.
-        unit: what the vertical axis shows.
-        logarithmic: scale of the vertical axis; values that are not above 0 are left out.
-        mark: a step, from 1, to be marked.
+        name: name of the picture in its page, and prefix of its ids.
+        title: description for screen readers.
+        unit: label of the vertical axis.
+        logarithmic: use a logarithmic vertical axis, and omit values that are not positive.
+        mark: a step to mark, counted from 1.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -78,7 +78,7 @@ def draw(
 
 
 def _number(value: float | None, logarithmic: bool) -> float:
-    """Return the value, or NaN where there is nothing to draw."""
+    """Return the value within the drawable range, or NaN for a gap."""
     drawn = value is not None and math.isfinite(value) and (value > 0 or not logarithmic)
     if not drawn or value is None:
         return math.nan
@@ -101,7 +101,7 @@ def _look(style: str, points: int) -> Mapping[str, Any]:
 
 
 def _decades(axes: Any, low: float, high: float) -> None:
-    """Scale the vertical axis by logarithms, from one power of ten to another, with at most ten that are named."""
+    """Give the vertical axis a logarithmic scale between powers of ten, with at most ten labels."""
     bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
     top = max(top, bottom + 1)
     powers = range(bottom, top + 1, math.ceil((top - bottom) / 9))

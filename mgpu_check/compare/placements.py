@@ -1,6 +1,6 @@
-"""Keep which slices a rank holds in a file, for the rank of the same number in another run.
+"""Store the slices that a rank holds in a file, for the same rank in another run.
 
-The file is a line of JSON for each slice, followed by its positions.
+For each slice the file has a line of JSON, followed by the positions of the elements.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Files(NamedTuple):
     """File descriptors of a run; None for files that it neither reads nor writes.
 
     Attributes:
-        keep: to write the initial parameters and buffers of this run to.
-        wholes: to read the initial parameters and buffers of another run from, in which slices are looked up.
-        found: to write the slices to that this run places.
-        placed: to read the slices from that another run has placed.
+        keep: receives the initial parameters and buffers of this run.
+        wholes: has the initial parameters and buffers of another run, to find slices in.
+        found: receives the slices that this run places.
+        placed: has the slices that another run placed.
     """
 
     keep: int | None = None
@@ -36,7 +36,7 @@ class Files(NamedTuple):
 
 
 def write_placement(fd: int, label: str, parts: Sequence[Slice]) -> None:
-    """Append the slices that a tensor consists of."""
+    """Append the slices of a tensor to the file."""
     for part in parts:
         count = None if part.at is None else len(part.at)
         head = {"label": label, "whole": part.whole, "shape": part.shape, "within": part.within, "count": count}

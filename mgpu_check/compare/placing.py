@@ -1,7 +1,7 @@
-"""Find, in the script's process, which slices of the tensors of one device its parameters are.
+"""Find, in the script's process, the slices of one device's tensors that its parameters hold.
 
-FullyShardedDataParallel (FSDP1) says it of its flat parameters. Other slices are found by their values before the first
-step, in what the run on one device has left in a file; see `mgpu_check.compare.wholes`.
+FullyShardedDataParallel (FSDP1) declares the slices in its flat parameters. Other slices are found by their values before
+the first step, in a file from the run on one device; see `mgpu_check.compare.wholes`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Part", "Placing"]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the trace: all of a parameter, or what it has of one whole tensor.
+    """A tensor of the trace: a whole parameter, or the part of it that is a slice of one whole tensor.
 
     Attributes:
         label: its name in the trace of this rank.
-        cut: None for a whole tensor.
-        unplaced: why it is not known which slice it is, where that was asked.
-        same_elsewhere: that is because its values are in several places, as those of constants are.
+        cut: the slice; None for a whole tensor.
+        unplaced: why its place is unknown, if a place was searched for; "" otherwise.
+        same_elsewhere: its values, like those of a constant, occur in several places.
     """
 
     label: str
@@ -50,9 +50,9 @@ class Placing:
     """Places the parameters of a rank.
 
     Args:
-        wholes, buffers: the parameters and buffers of one device, where they are known.
-        known: slices that were found in another run, by the name of the tensor here.
-        note: where the slices that are found go.
+        wholes, buffers: the parameters and buffers of one device; None if unknown.
+        known: name of a tensor on this rank -> its slices, as found in another run.
+        note: file descriptor that receives the slices found; None: they are not stored.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Placing:
         """Return the parts of each parameter, before it is trained.
 
         Args:
-            parameters: each with the name that it has where no model has it.
+            parameters: pairs of a parameter and its name if no model contains it.
         """
         found = [self._parts(parameter, otherwise) for parameter, otherwise in parameters]
-        # Neighbours, which are placed by now, may decide where values do not.
+        # If values are ambiguous, the neighbours, which are placed by now, may decide.
         for index, (parameter, _) in enumerate(parameters):
             if found[index] and found[index][0].label in self._open:
                 found[index] = [self._beside(parameter, found[index][0])]
         return found
 
     def buffer(self, name: str, order: int, first: torch.Tensor) -> Part:
-        """Return the part of a buffer, by its values before its model is first called, after parameters are placed."""
+        """Return the part of a buffer, from its values before the first call of its model. Call it after `parts`."""
         whole = Part(name, order, shape_of(first))
         if self._buffers is None or self._buffers.shape(name) == tuple(first.shape):
             return whole
@@ -91,13 +91,13 @@ class Placing:
             return _part(name, order, first, found[0])
         if (near := self._near(name, order, first, self._buffers)) is not None:
             return near
-        # A whole under another name is matched by the modules around it.
+        # A whole tensor under another name is matched later, by the modules around it.
         return whole if isinstance(found, list) else _unplaced(whole, found)
 
     def _find(
         self, wholes: Wholes, value: torch.Tensor, hint: str, key: str, *, trusted: bool
     ) -> list[Slice] | Unplaced:
-        """Look a tensor up by its values, or in what another run has found under `key`."""
+        """Find a tensor by its values, or among the slices that another run found for `key`."""
         found = wholes.find(value, hint, trusted=trusted)
         if found is Unplaced.AMBIGUOUS and key in self._known:
             return self._known[key]
@@ -131,7 +131,7 @@ class Placing:
         return list(self._by_content(parameter, whole))
 
     def _declared(self, parameter: torch.Tensor, name: str) -> Slice | None:
-        """Return the slice that Megatron's attributes declare, if it has the values of the parameter."""
+        """Return the slice that Megatron's attributes declare, if its values equal the parameter; None otherwise."""
         whole = None if self._wholes is None else self._wholes.whole(name)
         found = None if whole is None else by_attributes(parameter, name, tuple(whole.shape), self.coordinates)
         if whole is None or not found or (at := found[0].at) is None or len(at) != parameter.numel():
@@ -145,7 +145,7 @@ class Placing:
     def _by_content(self, parameter: torch.Tensor, whole: Part) -> Iterator[Part]:
         assert self._wholes is not None
         found = self._find(self._wholes, copied(parameter), whole.label, whole.label, trusted=True)
-        # By its name and shape it may be a whole that has begun elsewhere, or one of constants.
+        # A tensor with a known name and shape may be whole: it started from other values, or is constant.
         known = self._wholes.shape(whole.label) == tuple(parameter.shape)
         if isinstance(found, Unplaced):
             if found is Unplaced.AMBIGUOUS:
@@ -154,7 +154,7 @@ class Placing:
             return
         if len(found) == 1 and found[0].at is None:
             if not known and whole.label not in self._known:
-                self._open.add(whole.label)  # zeros, which are another bias, too
+                self._open.add(whole.label)  # other tensors, such as biases, may also be zeros
             yield whole
             return
         for index, part in enumerate(found):
@@ -168,7 +168,7 @@ class Placing:
         return self._near(part.label, part.order, copied(parameter), self._wholes) or part
 
     def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> Part | None:
-        """Place constants by what else of the rank is placed: by neighbours in the module, or along an axis of a mesh."""
+        """Place a constant from other placed tensors: neighbours in its module, or tensors divided along an axis of a mesh."""
         if not value.dim():
             return None
         near = beside(name, value, self._found.get(name.rpartition(".")[0], ()), wholes)
@@ -176,7 +176,7 @@ class Placing:
             return _part(name, order, value, near)
         others = [one for some in self._found.values() for one in some]
         along = along_axes(name, value, wholes, self.coordinates, others)
-        # Rows may lie otherwise, which other values would show.
+        # The rows may be arranged differently, which distinct values would show.
         return None if along is None else replace(_part(name, order, value, along), same_elsewhere=True)
 
 

@@ -1,11 +1,11 @@
-"""One run of the script: its processes, with the variables of torchrun, from their start to their end.
+"""Run the script once: start its processes with the variables of torchrun, wait for them, and end them.
 
-Plain processes and not those of the engine's fork server: that has imported torch already, and a script as it is may set
-what torch reads when it is imported, must be ``__main__`` for the processes that it starts itself, and is not to find a
-process group, or anything else, that it has not made.
+The processes are plain ones, not children of the engine's fork server, which has already imported torch. An unchanged
+script may set variables that torch reads on import. It must be ``__main__`` for the processes that it starts, and must not
+find a process group that it has not made.
 
-Nothing stays behind. Traces, output and stacks are files without a name, which the kernel takes back with their last
-process; each process is a process group of its own that is killed at the end, and dies with this process.
+Nothing is left behind. Traces, output and stacks are unnamed files, which the kernel deletes with their last process. Each
+process has its own process group, which is killed at the end, and each process dies with this one.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from mgpu_check.processes.stacks import Location, location_of
 
 __all__ = ["Ended", "Run", "run"]
 
-_INTERVAL = 0.02  # between two looks at the processes
-_GRACE = 5.0  # for the others, when one has failed: they may have more to say than that their peer is gone
+_INTERVAL = 0.02  # seconds between two checks of the processes
+_GRACE = 5.0  # seconds for the other ranks after a failure: their own errors may explain it
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
 _HERE = Path(__file__).parents[1]
-_WAITING = ("stopped", "alone", "starts")  # events after which a process waits for its end
+_WAITING = ("stopped", "alone", "starts")  # after these events a process waits to be ended
 
 How = Literal["finished", "stopped", "failed", "killed", "hung"]
-"""How a process has come to its end; see `Ended`."""
+"""How a process ended; see `Ended`."""
 
 
 @dataclass
 class Ended:
-    """One process of a run, at its end.
+    """One process of a run after its end.
 
     Attributes:
-        exit_code: as in `subprocess`; None where we have ended it.
-        how: "finished"; "stopped" at the last step that was asked for; "failed", with an exit code of its own; "killed",
-            because another rank had failed; "hung". A signal that ends the interpreter after the script has come to its
-            end is no failure of the script.
-        stdout, stderr: the last lines of them.
-        location: where it was when it hung.
+        exit_code: as in `subprocess`; None if the runner ended the process.
+        how: "finished"; "stopped" at the last requested step; "failed", with its own exit code; "killed", because another
+            rank had failed; "hung". A signal that ends the interpreter after the end of the script does not count as a
+            failure.
+        stdout, stderr: the last lines.
+        location: where the process waited when it hung.
     """
 
     rank: int
@@ -77,11 +77,11 @@ class Ended:
 
     @property
     def crashed_at_exit(self) -> bool:
-        """True if a signal has ended it after the end of the script."""
+        """True if a signal ended the process after the end of the script."""
         return self.how == "finished" and bool(self.exit_code)
 
     def has(self, event: str) -> bool:
-        """Return whether that is in its trace."""
+        """Return whether the trace has an event of this kind."""
         return self.trace is not None and bool(self.trace.of(event))
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Ended:
         if self.how == "failed":
             return f"rank {self.rank} ended with {describe_exit(self.exit_code)} {reached}"
         where = f", in {self.location}" if self.location else ""
-        what = {"killed": "was waiting", "hung": "did not go on", "finished": "finished", "stopped": "was stopped"}
+        what = {"killed": "was waiting", "hung": "made no progress", "finished": "finished", "stopped": "was stopped"}
         return f"rank {self.rank} {what[self.how]} {reached}{where}"
 
 
@@ -98,8 +98,8 @@ class Run:
     """All processes of a run, in rank order.
 
     Attributes:
-        first: the rank that failed, or hung, before the others.
-        directory: the one of its own, gone by now, in which it began; None where that was the current one.
+        first: the rank that failed or hung first; None if all ranks finished or were stopped.
+        directory: the temporary directory of the run, removed by now; None if it ran in the current directory.
     """
 
     label: str
@@ -109,12 +109,12 @@ class Run:
     directory: Path | None = None
 
     def shown(self, file: str) -> str:
-        """Return the name of a file for reports: within a directory of its own, from there."""
+        """Return the name of a file for reports, relative to the directory of the run if it is inside."""
         own = self.directory and self.directory.resolve()  # traces have real paths
         return str(Path(file).relative_to(own)) if own and Path(file).is_relative_to(own) else file
 
     def has(self, event: str) -> bool:
-        """Return whether that is in the trace of a rank."""
+        """Return whether the trace of some rank has an event of this kind."""
         return any(ended.has(event) for ended in self.ranks)
 
     @property
@@ -127,7 +127,7 @@ class Run:
 
 
 class _Process:
-    """A process that is recorded, with the files that it writes."""
+    """A recorded process and the files that it writes."""
 
     def __init__(
         self,
@@ -163,14 +163,14 @@ class _Process:
         return os.fstat(self.trace.fileno()).st_size
 
     def said(self, *events: str) -> bool:
-        """Return whether one of them is among the last events of its trace."""
+        """Return whether one of these kinds is among the last events of its trace."""
         last = os.pread(self.trace.fileno(), 200, max(0, self.size() - 200))
         return any(f'\n{{"event":"{event}"'.encode() in last for event in events)
 
     def failed(self) -> bool:
-        """Return whether it has ended, as far as is known, otherwise than a script does that comes to its end."""
+        """Return whether the process has ended, and the script failed."""
         code = self.process.returncode
-        # Interpreters that end with a process group may abort: torch's threads and destructors race.
+        # An interpreter that exits with a process group may abort, because torch's threads and destructors race.
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
 
     def ask_for_stacks(self) -> None:
@@ -178,11 +178,11 @@ class _Process:
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def held_back(self) -> int:
-        """Count its threads that do not take the signal now: more than before as long as they write their stacks."""
+        """Return the number of its threads that block the signal: it is larger while threads write their stacks."""
         return held_back(self.process.pid, STACKS_SIGNAL)
 
     def where(self) -> Location | None:
-        """Return its location in the code, by its stacks without our own frames."""
+        """Return its location in the code, from its stacks without frames of mgpu-check."""
         lines = _content(self.stacks, 0).decode(errors="replace").splitlines()
         return location_of("\n".join(line for line in lines if f'File "{_HERE}{os.sep}' not in line))
 
@@ -195,12 +195,12 @@ class _Process:
 
     @functools.cached_property
     def recorded(self) -> Trace | None:
-        """Its trace, once it has ended."""
+        """The trace, read once after the process has ended."""
         data = _content(self.trace, 0)
         return read(data) if data else None
 
     def clear(self) -> None:
-        """Remove what it could not, being killed."""
+        """Remove the temporary directories that the process could not remove because it was killed."""
         trace = self.recorded if self.killed else None
         for event in trace.of("temporary") if trace else ():
             shutil.rmtree(event["directory"], ignore_errors=True)
@@ -223,7 +223,7 @@ def _last_lines(written: bytes) -> str:
 
 
 def _content(file: IO[bytes], last: int) -> bytes:
-    """Read what was written to the file; of its end `last` bytes, or all where that is 0."""
+    """Return the last `last` bytes of a file, or all of it if `last` is 0."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, max(0, size - last) if last else 0)
 
@@ -244,11 +244,11 @@ def run(
     """Run `command` in `world` processes, and wait for all of them.
 
     Args:
-        environment: theirs, without the variables of a launcher.
-        timeout: seconds in which at least one rank must get further: start, make an optimizer step, or note an event.
+        environment: the environment of the processes; variables of a launcher in it are replaced.
+        timeout: seconds within which at least one rank must make progress: start, make an optimizer step, or record an event.
         steps, moved, apart: see `mgpu_check.compare.recorder.install`.
-        directory: in which they begin; the current one where it is None.
-        files: file descriptors, one for all processes or one for each, see `mgpu_check.compare.placements.Files`.
+        directory: working directory of the processes; None: the current one.
+        files: file descriptors, one for all processes or one for each; see `mgpu_check.compare.placements.Files`.
     """
     began = time.monotonic()
     told: dict[str, object] = {
@@ -268,7 +268,7 @@ def run(
                 variables = _variables(environment, rank, world, listener.getsockname()[1])
                 own = {name: fd if isinstance(fd, int) else fd[rank] for name, fd in files.items()}
                 processes.append(_Process(rank, command, variables, told, directory, own))
-            # They can connect already, and are served from now on.
+            # The processes can already connect; the store serves them from now on.
             undo.enter_context(_store(listener, world))
             first, hung = _wait(processes, timeout)
         finally:
@@ -285,9 +285,7 @@ def run(
 
 @contextlib.contextmanager
 def _store(listener: socket.socket, world: int) -> Iterator[None]:
-    """Make the store where the ranks meet: torchrun's agent has one, too, so that no rank has to bind a port that may
-    be taken.
-    """
+    """Hold the store where the ranks meet, as torchrun's agent does: then no rank must bind a port, which may be taken."""
     import torch.distributed as dist
 
     port = listener.getsockname()[1]
@@ -299,7 +297,7 @@ def _store(listener: socket.socket, world: int) -> Iterator[None]:
 
 
 def _variables(environment: Mapping[str, str], rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank: as torchrun sets it on one machine."""
+    """Return the environment of a rank, as torchrun sets it on one machine."""
     made = without_launcher(environment)
     made["PYTHONPATH"] = with_startup(made)
     for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
@@ -317,22 +315,22 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int)
         TORCHELASTIC_RUN_ID="mgpu-check",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    made.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it for several ranks; here all runs are to sum up alike
-    # For CUDA's libraries, whatever the script sets: no TF32, and sums in an order that does not depend on the stream.
+    made.setdefault("OMP_NUM_THREADS", "1")  # as torchrun for several ranks; also on one device, to sum alike
+    # For CUDA's libraries, independent of settings in the script: no TF32, and an order of sums that does not depend on the stream.
     made.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    made.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiled kernels round otherwise, and hooks do not see inside
+    made.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiled kernels round differently, and skip hooks
     return made
 
 
 def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bool]:
-    """Wait until all have ended or stopped, or cannot any more; return who failed first, and whether that is a hang."""
+    """Wait until all processes have ended or hang. Return the rank that failed first, and whether it hung."""
     sizes = [0] * len(processes)
     moved_at = time.monotonic()
     failed: tuple[int, float] | None = None
     while True:
         now = time.monotonic()
-        # Before who has failed is asked: a process that ends in between is open still, and is asked again.
+        # Computed before the failures: a process that ends in between still counts as open, and is checked again.
         open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
         if failed is None and (wrong := [process.rank for process in processes if process.failed()]):
             failed = wrong[0], now
@@ -347,15 +345,15 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
 
 
 def _slowest(processes: Sequence[_Process]) -> int:
-    """Return the rank that the others wait for: it is in no collective, or has entered fewest."""
+    """Return the rank that the others wait for: a rank outside collectives, or the rank that entered the fewest."""
     alone = [p for p in processes if p.location is None or p.location.collective is None]
-    # Where collectives return at once nobody is in one.
+    # On real devices collectives return at once, so every rank may be outside.
     counts = {process.rank: entered(process.entered.fileno()) for process in alone or processes}
     return fewest(counts)[0]
 
 
 def _look(processes: Sequence[_Process]) -> None:
-    """Find out where each of them is."""
+    """Set the location of each process from its stacks."""
     waiting = {process: process.held_back() for process in processes}
     for process in processes:
         process.ask_for_stacks()
@@ -363,7 +361,7 @@ def _look(processes: Sequence[_Process]) -> None:
     while waiting and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
         for process, before in list(waiting.items()):
-            written = process.held_back() <= before  # read what it has written after that: it may still have been at it
+            written = process.held_back() <= before  # checked before stacks are read: they may be incomplete
             process.location = process.where()
             if written and process.location is not None:
                 del waiting[process]

@@ -1,6 +1,6 @@
-"""Write the trace in the script's process, by hooks on optimizers, modules and backward. Nothing of the script changes.
+"""Record the trace in the script's process, through hooks on optimizers, modules and backward, without changes to the script.
 
-What is recorded is what the script's own calls show: see `docs/reference/compare.md`.
+The trace covers only calls that the script makes itself; see `docs/reference/compare.md`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["install"]
 
-_CALLS = 100  # of models, in which it is looked whether they draw random numbers
-_COLUMNS = 2**22  # elements of inputs, up to which a batch is looked for in the second dimension, too
+_CALLS = 100  # calls of models that are checked for random draws, to bound the time
+_COLUMNS = 2**22  # larger inputs are not hashed along the second dimension, to bound the time
 
 
 def install(
@@ -55,15 +55,17 @@ def install(
     """Record this process from now on.
 
     Args:
-        fd: file descriptor that the trace goes to.
-        entered: where the number of collectives goes; None where each waits for the others, and shows it so.
-        steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
-        moved: seed of perturbations; None: none.
+        fd: file descriptor that receives the trace.
+        entered: file descriptor that receives the number of entered collectives; None if collectives block, so that
+            stacks show the waiting ranks.
+        steps: number of optimizer steps after which the process waits to be ended; None: the script runs to its end.
+        moved: seed of perturbations; None: no perturbations.
         store, places: see `mgpu_check.compare.meeting.install`.
         apart: make the elements of constant tensors distinct.
+        files: see `mgpu_check.compare.placements.Files`.
     """
     rank, world = watched.rank_and_world()
-    # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.
+    # Defaults that the script may change: TF32 and similar modes round too coarsely, and would mask differences.
     precision.exact()
     torch.backends.cudnn.deterministic = True
     recorder = Recorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
@@ -79,9 +81,7 @@ def install(
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
     patches = Patches()  # for as long as the process lives
-    patches.wrap(
-        torch.optim.Optimizer, "profile_hook_step", recorder.watched_step
-    )  # what calls the hooks around a step
+    patches.wrap(torch.optim.Optimizer, "profile_hook_step", recorder.watched_step)  # it calls the hooks around a step
     patches.wrap(torch.autograd, "backward", recorder.watched_backward)  # Tensor.backward calls it, too
     watched.install(recorder, world)
     meeting.install(recorder.note, store, places)
@@ -98,7 +98,7 @@ def install(
 
 
 class Recorder:
-    """The record of a script between two steps."""
+    """Records the events and tensors of a script, step by step."""
 
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
@@ -107,8 +107,8 @@ class Recorder:
         self.keep: int | None = None
         self.states = States(writer, self.names, self.known, lambda: self.keep)
         self.count: Callable[[], None] = lambda: None  # the collectives that were entered
-        self.flow: Flow | None = None  # on one device gradients flow nowhere
-        self._backwards = 0  # how many are under way, one in another
+        self.flow: Flow | None = None  # None on one device, which reduces no gradients
+        self._backwards = 0  # depth of nested backward passes
         self.done = 0
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
         self._kinds: set[tuple[str, str]] = set()
@@ -116,7 +116,7 @@ class Recorder:
         self._calls = 0
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, int] = {}
-        self._held: list[Any] = []  # what is known by its id must stay alive
+        self._held: list[Any] = []  # keeps objects alive whose ids are keys
         self._losses: list[float] = []
         self._samples: list[list[int]] = []
         self._columns: list[list[int]] = []
@@ -135,14 +135,14 @@ class Recorder:
         return os.getpid() != self.writer.pid
 
     def wait(self, event: str) -> None:
-        """Note it, in a forked process too, and wait until this one is ended, with the others: none misses its peers."""
+        """Record the event, also in a forked process, and wait until the runner ends all processes together."""
         self.writer.pid = os.getpid()
         self.note(event)
         threading.Event().wait()
 
     def at_exit(self) -> None:
-        """Take note that the script has come to its end; what the interpreter does from now on is no part of it."""
-        if getattr(sys, "last_value", None) is None:  # of an exception that nothing has caught
+        """Record that the script has ended; a crash of the interpreter after this is not a failure of the script."""
+        if getattr(sys, "last_value", None) is None:  # set by an uncaught exception
             self.note("ended")
 
     # modules
@@ -167,7 +167,7 @@ class Recorder:
         return self.perturbation.output(output)
 
     def _notice_narrow(self, module: nn.Module, output: Any) -> None:
-        """Note the first module that computes in fewer bits than float32, where rounding hides more."""
+        """Record the first module that computes in a dtype narrower than float32, where rounding masks more."""
         if "narrow" in self._told or not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return
         if output.element_size() < 4 and not hasattr(output, "full_tensor"):
@@ -175,7 +175,7 @@ class Recorder:
             self.note("narrow", dtype=name_of(output.dtype), module=type(module).__name__)
 
     def _notice_draws(self, module: nn.Module) -> None:
-        """Note the first model whose result depends on random numbers that it draws."""
+        """Record the first model that draws random numbers in a call."""
         before, self._here.drawn = getattr(self._here, "drawn", None), None
         self._calls += 1
         if before is None or "random" in self._told or before == watched.generators():
@@ -199,7 +199,7 @@ class Recorder:
         given = inputs_of(args, kwargs)
         if self._waiting and not any(
             tensor.grad_fn is not None for tensor in given
-        ):  # which is computed, and no sample
+        ):  # a computed tensor is not a sample
             self._waiting = False
             with torch.no_grad():
                 inputs = on_host(given)
@@ -217,7 +217,7 @@ class Recorder:
 
     def watched_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._backwards and not is_capturing():  # one within goes back through a checkpointed part
+            if not self._backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
                 roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._losses += [
                     float(root.detach()) for root in roots if root.numel() == 1 and root.is_floating_point()
@@ -238,9 +238,9 @@ class Recorder:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_capturing():
-            return None  # a step that is captured happens when its graph is replayed, and calls no hook then
+            return None  # a captured step runs when its graph is replayed, and calls no hooks then
         if self._stepping is not None and self._stepping is not optimizer:
-            self._within.append(optimizer)  # one that the other uses, as ZeroRedundancyOptimizer does
+            self._within.append(optimizer)  # an inner optimizer, as in ZeroRedundancyOptimizer
             return None
         self._stepping, self._within = optimizer, []
         if id(optimizer) not in self._optimizers:
@@ -258,7 +258,7 @@ class Recorder:
         return (args[0], watched, *args[2:]), kwargs
 
     def _watched_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap `closure`, which computes the gradients within the step: those of its first call are the step's."""
+        """Wrap `closure`, which computes gradients within the step; the step records those of its first call."""
 
         @functools.wraps(closure)
         def watched() -> Any:
@@ -269,7 +269,7 @@ class Recorder:
         return watched
 
     def _take_gradients(self, optimizer: Any) -> None:
-        """Move the gradients, and keep those of the step's first time; not earlier, for the model may not have been called."""
+        """Perturb the gradients, and record the first ones of the step. Not earlier: the model may not have been called."""
         with torch.no_grad():
             parts = self.known.parts(optimizer, self._number_of(optimizer))
             if id(optimizer) not in self._optimizers:
@@ -289,7 +289,7 @@ class Recorder:
         return self._optimizers.get(id(optimizer), len(self._optimizers))
 
     def _start_of(self, one: Numbered) -> Numbers | None:
-        """Return what a part was before the first step of its optimizer: this is called before it changes."""
+        """Return the numbers of a part before the first step of its optimizer; call it before the part changes."""
         if self.keep is not None:
             value = whole(one.parameter.detach())
             write_whole(self.keep, one.part.label, value if one.part.cut is None else one.part.cut.whole_of(value))
@@ -304,7 +304,7 @@ class Recorder:
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer or is_capturing():
             return
-        if self._gradients is None:  # of an optimizer that does not call its closure
+        if self._gradients is None:  # the optimizer did not call its closure
             self._take_gradients(optimizer)
         self._stepping = None
         with torch.no_grad():
@@ -332,13 +332,13 @@ class Recorder:
             self.wait("stopped")
 
     def _calls_of(self, parts: list[Numbered]) -> dict[str, object]:
-        """Return the calls that have left the gradients of this step, where they are noted."""
+        """Return the recorded calls that led to the gradients of this step; empty if there are none."""
         whole = {id(one.parameter): one.number for one in parts if one.part.cut is None}
         calls = [] if self.flow is None else self.flow.taken(whole)
         return {"calls": calls} if calls else {}
 
     def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `hooked`, which has hooks called before and after a step; where the step raises, there is none after it."""
+        """Wrap `hooked`, which adds the hooks around a step: if the step raises, torch calls no hook after it."""
 
         @functools.wraps(hooked)
         def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,20 +357,18 @@ class Recorder:
         return profile_hook_step
 
     def _raised(self, optimizer: Any) -> None:
-        """Take note that the step of `optimizer` did not come to its end: it is none, and what led to it is no later
-        step's.
-        """
+        """Discard the step of `optimizer`, which raised, with its losses and samples."""
         if self._stepping is not optimizer or is_capturing():
             return
         self._stepping = None
         if self._before:
-            # Its first: the next is that.
+            # It was the first step of the optimizer, so the next one counts as the first.
             self._before = {}
             del self._optimizers[id(optimizer)]
         self._forget()
 
     def scaled_step(self, step: Callable[[], Any]) -> Any:
-        """Do a `GradScaler`'s step; where that skips the optimizer's, what led to it is no later step's."""
+        """Run a `GradScaler` step; if it skips the optimizer step, record that, and discard its losses and samples."""
         before = self.done
         result = step()
         if self.done == before:

@@ -1,4 +1,4 @@
-"""End what the processes of a run leave behind, also outside of their process groups."""
+"""End the processes that a run leaves behind, also outside of its process groups."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mgpu_check.processes.leftovers import children
 
 __all__ = ["adopt", "end_orphans"]
 
-_TIMEOUT = 5.0
+_TIMEOUT = 5.0  # seconds; a killed process normally ends at once
 
 
 def adopt() -> set[int]:
-    """Have what the processes leave behind become children of this one; those that it has already."""
+    """Let orphans become children of this process from now on, and return the pids of its present children."""
     prctl.adopt_orphans()
     return set(children())
 
 
 def end_orphans(before: set[int]) -> None:
-    """End every child of this process that is not among `before`; their own children come here in turn."""
+    """End every child of this process that is not in `before`. Their children become orphans, and are ended in turn."""
     deadline = time.monotonic() + _TIMEOUT
     while (left := set(children()) - before) and time.monotonic() < deadline:
         for pid in left:

@@ -1,4 +1,4 @@
-"""The outcome for programs: one JSON object."""
+"""Write the outcome for programs, as one JSON object."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 
 
 def curves(done: Comparison) -> dict[str, list[Any]]:
-    """Step by step: losses; the largest deviation of a gradient or parameter, and that as a part of what may be.
+    """Return losses and largest deviations of gradients and parameters, with one entry per step.
 
-    "one" and "ranks" are the loss on one device and the mean over the ranks, "each" that of each rank; "deviation" is in
-    proportion to the tensor, "excess" in proportion to its tolerance (above 1: not rounding). None where unknown: of both from the step on
-    at which one device has no finite numbers.
+    "one" is the loss on one device, "ranks" the mean over the ranks, and "each" has the loss of each rank. "deviation" is
+    relative to the tensor, and "excess" relative to its tolerance: above 1 it is not rounding. Unknown values are None;
+    both deviations are None from the first step whose values on one device are not finite.
     """
     found: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
     aligned = done.aligned
@@ -52,7 +52,7 @@ def _largest(done: Comparison, aligned: Aligned, step: int) -> tuple[float, floa
 
 
 def write_json(path: Path, done: Comparison) -> None:
-    """Write it; numbers that are not finite, which JSON does not know, are null."""
+    """Write the outcome as JSON. Numbers that are not finite become null, because JSON cannot represent them."""
     verdict = done.verdict
     report = verdict.report
     outcome = {

@@ -1,8 +1,8 @@
-"""Measure on the script itself how far apart two runs may be by rounding alone.
+"""Measure on the script itself how much two runs may differ by rounding alone.
 
-The script runs on one device once more with every module's result and every gradient moved by a few unit roundoffs: how
-far that leads, step after step, is how far sums in another order may lead. What may differ is λ times that; λ is such
-that among all comparisons of a run rounding errors exceed it with probability 1e-9
+The script runs on one device once more, with every module's result and every gradient perturbed by a few unit roundoffs.
+The deviation of this run at each step shows how much sums in another order may change. The tolerance is λ times this
+deviation. λ is chosen so that rounding errors exceed the tolerance in any comparison of a run with probability 1e-9
 (`mgpu_check.numerics.steps.deviations`). There is no other tolerance.
 """
 
@@ -20,16 +20,14 @@ from mgpu_check.processes.rank_lists import few
 
 __all__ = ["Repeat", "Rounding", "repeatability"]
 
-_WINDOW = 8  # steps over which few numbers of a small tensor cannot all happen to be right
-_USELESS = 0.5  # where not even a factor of two would show
+_WINDOW = 8  # steps: the few numbers of a small tensor may agree by chance at one step, but not at all of these
+_USELESS = 0.5  # a wider tolerance would accept even a factor of two
 
 
 @functools.cache
 def roundoff(dtype: str) -> float:
-    """Return the unit roundoff of a dtype by its name, of a complex one that of its parts; of float32 for what does not
-    round.
-    """
-    import torch  # late: while the first processes import it, too
+    """Return the unit roundoff of a dtype, given by name: that of the parts of a complex dtype, that of float32 for an exact dtype."""
+    import torch  # imported late, in parallel with the first processes of the script
 
     from mgpu_check.numerics.bounds import unit_roundoff
 
@@ -39,18 +37,18 @@ def roundoff(dtype: str) -> float:
 
 
 class Rounding:
-    """The tolerance of each tensor of each step, in proportion to the tensor.
+    """The tolerance of each tensor of each step, relative to the tensor.
 
     Args:
-        one: the run on one device.
-        others: runs of the same that differ from it by rounding: moved, and repeated.
+        one: the trace of the run on one device.
+        others: traces of runs on one device that differ only by rounding: the perturbed one and the repeated one.
     """
 
     def __init__(self, one: Trace, others: list[Trace]) -> None:
         from mgpu_check.numerics.steps import deviations
 
         self._one, self._others = one, others
-        # After the first step at which one device has no finite numbers, deviations from it are none of rounding.
+        # After the first non-finite step on one device, deviations do not measure rounding.
         steps = min(one.finite_steps + 1, len(one.steps), *(len(trace.steps) for trace in others))
         comparisons = sum(2 * len(step.parameters) + len(step.states) for step in one.steps) * 13
         self.margin = deviations(comparisons)
@@ -75,9 +73,7 @@ class Rounding:
         return max(deviation(of_kind(t.steps[step], kind).get(name), expected, shape).size for t in self._others)
 
     def tolerance(self, step: int, kind: Kind, name: str) -> float:
-        """Return the tolerance for the deviation of a tensor: infinite where the moved run has parted ways by more than
-        its size.
-        """
+        """Return the tolerance for the deviation of a tensor; infinite if rounding was not measured there, or has no bound."""
         least = max(map(roundoff, self._dtypes(name)))
         if kind == "before":
             return self.margin * least
@@ -87,28 +83,26 @@ class Rounding:
         return self.margin * max(grown[step], self._medians[kind][step], least)
 
     def _dtypes(self, name: str) -> list[str]:
-        """Return the dtypes that round a tensor: of a state also that of its parameter, whose gradients it is made of."""
+        """Return the dtypes that a tensor is rounded to; for a state also that of its parameter, whose gradients it depends on."""
         state = self._one.states.get(name)
         found = [state, self._one.parameters.get(state.of if state else name)]
         return [entry.dtype for entry in found if entry is not None]
 
     def of_loss(self, step: int) -> float:
-        """Return the tolerance for the loss, in proportion to it."""
+        """Return the tolerance for the loss, relative to the loss."""
         return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
 
     def drowned(self, steps: int, kind: Kind, name: str) -> int | None:
-        """Return the first of so many steps at which rounding alone hides a factor of two in a tensor; None where none
-        does.
-        """
+        """Return the first of `steps` steps at which rounding alone hides a factor of two in a tensor; None if no step does."""
         return next((step for step in range(steps) if self.tolerance(step, kind, name) > _USELESS), None)
 
     def leaves_numbers(self, step: int, kind: Kind, name: str) -> bool:
-        """Return whether rounding alone makes a finite tensor of one that is not finite on one device."""
+        """Return whether a tensor that is not finite on one device is finite in a run that differs only by rounding."""
         found = [of_kind(trace.steps[step], kind).get(name) for trace in self._others if step < len(trace.steps)]
         return any(summary is not None and summary.finite for summary in found)
 
     def useful_until(self, steps: int) -> int:
-        """Return the number of steps up to which rounding alone leaves a factor of two to be seen in most gradients."""
+        """Return the number of steps before rounding alone hides a factor of two in half of the gradients."""
         for step in range(steps):
             medians = self._medians.get("gradient", [])
             if step >= len(medians) or self.margin * medians[step] > _USELESS:
@@ -120,9 +114,9 @@ _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 
 
 def _grown(apart: list[float]) -> list[float]:
-    """Return what was reached up to each step, and in any of the first few.
+    """Return, for each step, the largest deviation up to it or within the first `_WINDOW` steps.
 
-    It is over steps and of whole tensors, so it is not what `numerics.envelopes` finds for elements.
+    This maximum is over steps and for whole tensors; `numerics.envelopes` is for elements.
     """
     grown: list[float] = []
     reached = max((x for x in apart[:_WINDOW] if math.isfinite(x)), default=0.0)
@@ -141,36 +135,36 @@ def _relative(got: list[float | None], expected: float | None) -> float:
 
 @dataclass(frozen=True)
 class Repeat:
-    """The first step at which the script, run twice on one device, differed, and in what."""
+    """The first difference between two runs of the script on one device: the step from 0, and a clause."""
 
     step: int
     what: str
 
 
 def repeatability(one: Trace, again: Trace) -> Repeat | None:
-    """Find where two runs on one device part ways by more than rounding; None where they do not.
+    """Return the first difference between two runs on one device that exceeds rounding; None if there is none.
 
-    Samples and first parameters must be the same bits. Later tensors may differ where kernels add up in no fixed order;
-    what differs in the upper half of its digits, where it first differs, does so for another reason.
+    Samples and initial parameters must be equal bit for bit. Later tensors may differ if kernels sum in no fixed order. A
+    first difference in the upper half of the digits has another cause.
     """
     if len(one.steps) != len(again.steps):
         return Repeat(min(len(one.steps), len(again.steps)), f"it made {len(one.steps)} and {len(again.steps)} steps")
     aligned = Aligned(one, [again])
     if aligned.missing or aligned.extra:
-        return Repeat(0, f"it trains other parameters: {few(aligned.missing + aligned.extra, 3)}")
+        return Repeat(0, f"the runs train different parameters: {few(aligned.missing + aligned.extra, 3)}")
     apart = 0.0
     for number, (here, there) in enumerate(zip(one.steps, again.steps, strict=True)):
         for name, summary in here.before.items():
             found = there.before.get(name)
-            # What is no number is not even itself.
+            # The deviation of NaN from NaN is not 0, so equal bits are not sufficient.
             if (
                 found is None
                 or found.bits != summary.bits
                 or deviation(found, summary, one.parameters[name].shape).size
             ):
-                return Repeat(number, f"{name} had other values before the step")
+                return Repeat(number, f"{name} had different values before the step")
         if here.samples != there.samples:
-            return Repeat(number, "the model was given other samples, or in another order")
+            return Repeat(number, "the model received different samples, or in a different order")
         before = apart
         for kind in _KINDS:
             for name in aligned.names:
@@ -178,6 +172,6 @@ def repeatability(one: Trace, again: Trace) -> Repeat | None:
                 size = deviation(*pair, one.parameters[name].shape).size
                 if not before and size > math.sqrt(roundoff(one.parameters[name].dtype)):
                     tensor = f"the gradient of {name}" if kind == "gradient" else name
-                    return Repeat(number, f"{tensor} was another, from the same samples")
+                    return Repeat(number, f"{tensor} differed, although the samples were the same")
                 apart = max(apart, size)
     return None

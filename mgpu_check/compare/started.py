@@ -1,7 +1,7 @@
-"""Processes that the script starts with an interpreter of their own, by "spawn" or "forkserver": which of them are ranks.
+"""Detect ranks among the processes that the script starts by "spawn" or "forkserver".
 
-One that makes a process group is a rank that the script starts itself. It would wait for others, and its parent for it, for
-as long as a run may. Such an interpreter is not recorded; so what it is to run brings the watch along.
+A process that makes a process group is a rank that the script starts itself. It would wait for other ranks, and its parent
+for it, until the timeout. Its new interpreter is not recorded, so the pickled process object installs the watch there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install"]
 
-# What init_process_group calls first, with a store or without one: the script may have a name of its own for that function.
+# init_process_group calls one of these first. They are replaced instead of it, because the script may have imported it by name.
 _IN_MAKING_A_GROUP = ("rendezvous", "_new_process_group_helper")
 _HOME = str(Path(__file__).parents[2])
 
 
 def install(fd: int) -> None:
-    """Have "starts" noted in the trace `fd` by each process that is started from now on and makes a process group."""
+    """Record "starts" in the trace `fd` for each process that is started from now on and makes a process group."""
     for kind in (popen_spawn_posix.Popen, popen_forkserver.Popen):
         Patches().wrap(kind, "_launch", functools.partial(_with_watch, fd=fd))
 
@@ -33,7 +33,7 @@ def install(fd: int) -> None:
 def _with_watch(launch: Any, fd: int) -> Any:
     @functools.wraps(launch)
     def watched(self: Any, process: Any) -> Any:
-        added = _HOME not in sys.path  # the path goes with the process, which must be able to import this module
+        added = _HOME not in sys.path  # sys.path is sent to the process, which must be able to import this module
         if added:
             sys.path.append(_HOME)
         try:
@@ -46,7 +46,7 @@ def _with_watch(launch: Any, fd: int) -> Any:
 
 
 class _Watched:
-    """Stands for a process object while that is sent."""
+    """Replaces a process object while it is pickled."""
 
     def __init__(self, process: Any, fd: int) -> None:
         self._process, self._fd = process, fd
@@ -59,7 +59,7 @@ class _Watched:
 
 
 def _arrived(process: Any, trace: Any) -> Any:
-    """Watch a new process, which has imported what the script imports, and give it what it is to run."""
+    """Install the watch in the new process, after the imports of the script, and return the process object to run."""
     fd = trace.detach()
     os.set_inheritable(fd, False)
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")

@@ -1,7 +1,7 @@
-"""Record, in the script's process, what training changes beside parameters: the state of optimizers, and buffers.
+"""Record, in the script's process, the state of optimizers and the buffers, which training changes besides parameters.
 
-A state that has the shape of its parameter has the placement of its parameter, too. A single number is one value, and all
-ranks must agree on it.
+A state with the shape of its parameter has the placement of its parameter. A single number, such as a step count, is not
+divided, and all ranks must agree on it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["States"]
 
 
 class States:
-    """The states and buffers that were seen, each noted in the trace when it is first seen.
+    """The known states and buffers, each recorded in the trace when first seen.
 
     Args:
-        keep: where buffers go as they begin; None: they are not kept.
+        keep: returns the file descriptor that receives initial buffers; None: they are not stored.
     """
 
     def __init__(self, writer: Writer, names: Names, known: Parameters, keep: Callable[[], int | None]) -> None:
@@ -42,14 +42,14 @@ class States:
         self._versions: dict[int, tuple[int, int]] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Keep the values of a model's buffers from before its first call."""
+        """Copy the buffers of a model before its first call."""
         if model in self._seen:
             return
         for module in model.modules():
             if module in self._seen:
                 continue
             self._seen.add(module)
-            # A buffer that is not saved is a cache, or a count of this rank.
+            # Non-persistent buffers are left out: they are caches, or counts of this rank.
             for key in sorted(module._buffers.keys() - module._non_persistent_buffers_set):
                 value = module._buffers[key]
                 if value is not None and _is_read(value) and not value.is_meta:
@@ -59,8 +59,8 @@ class States:
         """Return the numbers of each state and buffer after a step.
 
         Args:
-            optimizers: the one that has made the step, and those that it uses.
-            called: the modules that were called so far.
+            optimizers: the optimizer of the step, and its inner optimizers.
+            called: the modules called so far.
         """
         found = [*self._of_optimizers(optimizers, parts), *self._of_buffers(called)]
         numbers = summaries([value for _, _, value in found], [cut for _, cut, _ in found])
@@ -154,12 +154,12 @@ class States:
 
 
 def _is_read(value: torch.Tensor) -> bool:
-    """Return whether summaries can read it: a tensor of torch or of the simulated node, and of no other library."""
+    """Return whether summaries can read a tensor: one of torch or of the simulated node, not a subclass from another library."""
     return type(value).__module__.partition(".")[0] in ("torch", "mgpu_check") and not value.is_nested
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """Return a state as a tensor; None for what is neither a tensor nor a number."""
+    """Return a state as a tensor; None if it is neither a readable tensor nor a number."""
     if isinstance(value, (bool, int, float)):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     if isinstance(value, torch.Tensor) and _is_read(value) and not value.is_meta:
@@ -168,6 +168,6 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
-    """Return integers and numbers of eight bits as float64, which can be summed up."""
+    """Convert integers and 8-bit floating-point numbers to float64, so that they can be summed."""
     small = value.is_floating_point() and value.element_size() == 1
     return value.double() if small or not (value.is_floating_point() or value.is_complex()) else value

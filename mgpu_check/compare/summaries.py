@@ -1,4 +1,4 @@
-"""Summarize tensors in the script's process as the few numbers that a trace keeps of them."""
+"""Summarize tensors, in the script's process, as the few numbers that a trace keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 __all__ = ["Cut", "Numbers", "digests", "inputs_of", "on_host", "over", "shape_of", "summaries", "whole"]
 
 Numbers = list[float | None]
-"""Of a summary, as the trace has them; None in place of elements that a slice does not have."""
+"""The numbers of a summary in the trace; None for elements that a slice does not have."""
 
 _kept: dict[int, torch.Tensor] = {}
 _factors: list[torch.Tensor] = []
@@ -23,11 +23,11 @@ _MIX = -7046029254386353131  # an odd number whose bits are mixed, that of split
 
 
 class Cut:
-    """A slice of a whole tensor, as summaries need it.
+    """A slice of a whole tensor, prepared for summaries.
 
     Args:
-        part: the slice; of complex numbers in elements of the tensor itself.
-        pairs: the tensor has complex numbers, which count as two elements each.
+        part: the slice, in elements of the tensor itself.
+        pairs: the tensor is complex, and each of its numbers counts as two elements.
     """
 
     def __init__(self, part: Slice, pairs: bool = False) -> None:
@@ -54,11 +54,11 @@ class Cut:
         return flat[2 * first : 2 * last] if self.pairs else flat[first:last]
 
     def whole_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from a local one that has all of it."""
+        """Return the whole tensor from a local tensor that contains all of it."""
         return self.part.of(local).reshape(self.part.shape)
 
     def numbers(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return norm, sums and samples of these elements, float64; anything in place of samples that are not here."""
+        """Return norm, sums and samples of the elements, in float64; samples of missing elements are arbitrary."""
         if flat.device not in self._there:
             picked = torch.tensor([max(0, i) for i in self._samples], device="cpu")
             self._there[flat.device] = self._chunks.to(flat.device), picked.to(flat.device)
@@ -68,7 +68,7 @@ class Cut:
         return torch.cat([torch.linalg.vector_norm(values).reshape(1), sums, values[picked]])
 
     def told(self, numbers: list[float]) -> Numbers:
-        """Return numbers as a trace has them: without the samples that are not here."""
+        """Return the numbers for the trace, with None for samples of missing elements."""
         start = len(numbers) - len(self._samples)
         return [*numbers[:start], *(None if i < 0 else x for i, x in zip(self._samples, numbers[start:], strict=True))]
 
@@ -79,20 +79,20 @@ def _index_of(at: torch.Tensor, position: int) -> int:
 
 
 def _mark(at: torch.Tensor) -> int:
-    """Return a sum over positions that sets of them have in common only if they are the same."""
+    """Return a hash of a set of positions: the sum of a hash of each, so that disjoint sets add up."""
     mixed = (at + 1) * _MIX
     mixed = (mixed ^ (mixed >> 31)) * _MIX
     return int((mixed ^ (mixed >> 29)).sum())
 
 
 def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None] | None = None) -> list[Numbers | None]:
-    """Return the numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for what is none, or empty.
+    """Return the numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for None, or for an empty tensor.
 
-    All are moved to the CPU at once, so that a device waits once for each step. A DTensor is gathered first: all ranks
-    that hold it must be here.
+    All numbers are moved to the CPU together, so that a device waits only once per step. A DTensor is gathered first, so
+    all ranks that hold it must make this call.
 
     Args:
-        cuts: for each tensor the slice of a whole that it has; None for what is whole.
+        cuts: for each tensor, the slice that it holds; None for a whole tensor.
     """
     cuts = cuts or [None] * len(tensors)
     parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [
@@ -118,13 +118,13 @@ def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a DTensor, of which a rank holds a part; any other tensor itself."""
+    """Return a DTensor gathered from all of its ranks, or any other tensor itself."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
 def over(tensor: Any) -> list[str]:
-    """Return the axes of the mesh that divide a DTensor; an empty list for any other tensor."""
+    """Return the mesh axes along which a DTensor is not replicated; empty for any other tensor."""
     mesh = getattr(tensor, "device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()
     return [
@@ -135,12 +135,12 @@ def over(tensor: Any) -> list[str]:
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
-    """Return the shape of what is summed up: complex numbers are two real ones each, in a last dimension."""
+    """Return the shape of a tensor in summaries: a complex tensor has a last dimension of 2, for real and imaginary parts."""
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 
 def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the sum of its bits, int64; and norm, sums and samples, float64."""
+    """Return the sum of the bits, int64, and norm, sums and samples, float64; None for an empty tensor."""
     if not tensor.numel():
         return None
     if cut is not None:
@@ -165,22 +165,22 @@ def _is_double(tensor: torch.Tensor | None) -> bool:
 
 
 def _short(number: float | None) -> float | None:
-    """Round to twelve digits: far beyond float32, and shorter in the file."""
+    """Round to twelve digits: more than float32 has, and shorter in the file."""
     return float(f"{number:.12g}") if number is not None and math.isfinite(number) else number
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy those tensors to the CPU of which samples can be told apart."""
+    """Copy the tensors whose samples can be separated to the CPU: strided tensors that are not DTensors."""
     return [t.detach().cpu() for t in tensors if not hasattr(t, "full_tensor") and t.layout is torch.strided]
 
 
 def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
-    """Return one number for each sample of a batch: the same for the same values, whatever else is in the batch.
+    """Return one hash for each sample of a batch. Equal samples have equal hashes in every batch.
 
     Args:
-        tensors: the inputs of a model, on the CPU. The samples are the slices of the first of them, and those of all
-            others that have as many.
-        dimension: in which the samples lie.
+        tensors: the inputs of a model, on the CPU. A sample consists of a slice of the first tensor, and of the slices at
+            the same index of all tensors with the same number of slices.
+        dimension: the dimension along which the samples are slices.
     """
     batch = [t.detach().movedim(dimension, 0) for t in tensors if t.dim() > dimension]
     if not batch or not batch[0].numel():
@@ -200,7 +200,7 @@ def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
 
 
 def _multipliers(count: int) -> torch.Tensor:
-    """Draw odd numbers that are the same in each process, by a generator of their own, for the script's is not ours."""
+    """Return random odd numbers, the same in each process. A separate generator leaves that of the script unchanged."""
     if not _factors or len(_factors[0]) < count:
         generator = torch.Generator("cpu").manual_seed(20260101)
         size = 1 << max(count - 1, 1).bit_length()
@@ -211,7 +211,7 @@ def _multipliers(count: int) -> torch.Tensor:
 def inputs_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments of a model, also in lists, tuples and dicts, in order.
 
-    Those of dicts are in the order of their keys, not of the dict, which another process may have built in another order.
+    Entries of dicts are sorted by key, because another process may have built the dict in another order.
     """
     found: list[torch.Tensor] = []
     for value in (*args, *(kwargs[name] for name in sorted(kwargs))):

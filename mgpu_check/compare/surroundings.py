@@ -1,6 +1,6 @@
-"""Find the modules around those that a script calls, in its process, to name modules that are never called.
+"""Find the modules that contain called modules, in the script's process, to name modules that are never called.
 
-Such as an expert that got no token, in a `ModuleDict`. Python's garbage collector lists every module.
+An example is an expert in a `ModuleDict` that received no token. Python's garbage collector lists all modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 class Surroundings:
-    """All modules that there are now."""
+    """The modules that exist now, and their relations."""
 
     def __init__(self) -> None:
         self._parents: dict[int, list[nn.Module]] = defaultdict(list)
@@ -32,10 +32,10 @@ class Surroundings:
                     self._owners.setdefault(id(parameter), module)
 
     def roots(self, called: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return what parameters of called modules are named from, each once.
+        """Return the modules that parameters of called modules are named from, each once.
 
-        It is the highest module that contains several of them. Otherwise it is the list or dict of modules that contains one,
-        or the called module itself.
+        For a called module, this is the highest module that contains several called ones. If there is no such module, it is
+        the outermost `ModuleList` or `ModuleDict` around it, or the called module itself.
         """
         above = [self._ancestors(module) for module in called]
         counts = Counter(number for some in above for number in some)
@@ -47,7 +47,7 @@ class Surroundings:
         return list(found.values())
 
     def top_of(self, parameter: torch.Tensor) -> nn.Module | None:
-        """Return the highest module around the one that has a parameter; None if no module has it."""
+        """Return the highest module that contains a parameter; None if no module has it."""
         owner = self._owners.get(id(parameter))
         return None if owner is None else next(reversed(self._ancestors(owner).values()), owner)
 
@@ -57,7 +57,7 @@ class Surroundings:
         return module
 
     def _ancestors(self, module: nn.Module) -> dict[int, nn.Module]:
-        """Return the modules around one, the nearest first."""
+        """Return the modules that contain a module, nearest first, by id."""
         found: dict[int, nn.Module] = {}
         next_ = list(self._parents.get(id(module), ()))
         while next_:

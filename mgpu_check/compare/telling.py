@@ -1,4 +1,4 @@
-"""Put the verdict of a comparison into words."""
+"""Write the report of a comparison."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _TENSORS = {
 
 
 def refusal(why: str, todo: Sequence[str] = ()) -> Report:
-    """Return the report of runs that are not comparable, for a reason that is no step's."""
+    """Return the report of runs that are not comparable for a reason outside of a step."""
     return Report(f"not comparable: {why}", remarks=_todo(todo))
 
 
 def failed_run(run: Run, failed: Ended, one_device: bool) -> Report:
-    """Return the report of a run that did not come to its end."""
+    """Return the report of a run that failed or hung."""
     where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
     kind = "not comparable" if one_device else "differs"
     verb = "hung" if failed.how == "hung" else "failed"
@@ -54,27 +54,29 @@ def failed_run(run: Run, failed: Ended, one_device: bool) -> Report:
 
 
 def no_steps(run: Run, silent: Sequence[Ended]) -> Report:
-    """Return the report of a run in which `silent` have come to their ends without a step of an optimizer."""
+    """Return the report of a run in which the processes `silent` ended without an optimizer step."""
     where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [
-        "if the script ended with a message of its own, follow it: the script has to train on one device, too",
-        "train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process",
+        "if the script ended with its own message, follow it: the script must also train on one device",
+        "train in the script's own process, with an optimizer of torch.optim or a subclass of torch.optim.Optimizer",
     ]
     loads = silent[0].trace.of("load") if silent[0].trace else []
     if files := list(dict.fromkeys(run.shown(event["file"]) for event in loads if event["file"])):
-        todo.insert(0, f"the script has loaded {few(files, 3)}: if that is a training that has ended, remove it")
+        todo.insert(
+            0, f"the script has loaded {few(files, 3)}: if it is a checkpoint of a finished training, remove it"
+        )
     return Report(
         f"not comparable: no optimizer step was seen {where}", remarks=[*_last_words(silent[0]), *_todo(todo)]
     )
 
 
 def starts_ranks_itself(one_device: bool) -> Report:
-    """Return the report of a script that starts its ranks itself, where each process is one already."""
+    """Return the report of a script that starts ranks itself, although each process already is a rank."""
     return refusal(
-        "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), where "
-        f"compare starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
+        "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), but "
+        f"compare already starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
         [
-            "be one rank where RANK is set, and start ranks only where it is not: if 'RANK' in os.environ: main(int(os.environ['RANK']), "
+            "run as one rank if RANK is set, and start ranks only if it is not set: if 'RANK' in os.environ: main(int(os.environ['RANK']), "
             "int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)"
         ],
     )
@@ -87,23 +89,23 @@ def not_repeatable(repeat: Repeat) -> Report:
         f"{repeat.what}",
         [
             SEEDS,
-            "keep runs apart: none may read what an earlier one has written; --fresh-directory does that",
+            "keep runs separate: no run may read a file of an earlier run; --fresh-directory ensures this",
         ],
     )
 
 
 def starts_without_numbers(aligned: Aligned) -> Report:
-    """Return the report of a script whose first step leaves what is not finite."""
+    """Return the report of a script whose first step has values that are not finite."""
     return refusal(
         f"not a number from the first step on: on one device {_not_finite(aligned)}",
-        ["begin with numbers that stay finite: a smaller learning rate, a loss without division by zero"],
+        ["keep values finite: use a smaller learning rate, or a loss without division by zero"],
     )
 
 
 def names_apart(aligned: Aligned) -> Report:
-    """Return the report of runs that train no parameter in common."""
+    """Return the report of runs that have no trained parameter in common."""
     one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
-    why = "no parameter that one device trains is trained on the ranks under the same name, in the same shape"
+    why = "the ranks train no parameter with the name and shape of a parameter that one device trains"
     remarks = [f"one device trains {one}; rank 0 trains {rank}"]
     remarks += [f"{name}: {reason}" for name, reason in aligned.reasons.items()]
     return Report(f"not comparable: {why}", remarks=remarks)
@@ -111,63 +113,61 @@ def names_apart(aligned: Aligned) -> Report:
 
 def nothing_learned(steps: int) -> Report:
     """Return the report of runs whose gradients are all zero."""
-    why = f"the gradients of all parameters are zero in all {steps} steps, so that any two runs agree"
+    why = f"the gradients of all parameters are zero in all {steps} steps, so any two runs agree"
     return refusal(why, [LOSS])
 
 
 def not_the_same_samples(step: int, common: int, one: int, together: int) -> Report:
-    """Return the report of runs that agree on other samples.
+    """Return the report of runs that agree although their samples differ.
 
     Args:
-        step: from 0.
-        common: how many of the samples are those of both; the others count those of one device, and of all ranks.
+        step: the step, counted from 0.
+        common, one, together: number of samples in both runs, on one device, and on all ranks.
     """
     return refusal(
-        f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together}, of which "
-        f"{common} are among the {one} of one device",
+        f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together} samples; "
+        f"{common} of them are among the {one} samples of one device",
         [
-            "let both see the same global batch at each step, padded to the same length; see "
+            "use the same global batch on one device and on the ranks at each step, padded to the same length; see "
             "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md",
-            "look at whether the gradients depend on the samples at all",
+            "check whether the gradients depend on the samples",
         ],
     )
 
 
 def nothing_tells(aligned: Aligned, useful: int) -> Report:
-    """Return the report of runs that rounding alone moves so far that nothing can be told.
+    """Return the report of runs in which rounding alone masks all differences.
 
     Args:
-        useful: steps before that.
+        useful: number of steps before rounding hides a factor of two.
     """
     what = "gradients" if useful == 0 else "every parameter"
     since = "from the first step on" if useful == 0 else f"within {useful} steps"
     low = narrow(aligned.one)
     return refusal(
-        f"{since}, rounding alone moves {what} so far that not even a factor of two would show"
+        f"{since}, rounding alone changes {what} so much that it would hide even a factor of two"
         + (f": {low}" if low else ""),
         [FLOAT32] if low else ["compare fewer steps, with a smaller learning rate"],
     )
 
 
 def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful: int, lines: Sequence[str]) -> Report:
-    """Return the report of runs that part ways nowhere.
+    """Return the report of runs without a difference.
 
     Args:
-        compared: the parameters that were.
-        useful: steps before rounding moves gradients too far.
-        lines: what was not compared.
+        compared: the compared parameters.
+        useful: number of steps before rounding changes gradients too much.
+        lines: report lines about uncompared parameters, states and buffers.
     """
     steps, said, end = aligned.compared, f"{aligned.compared} steps", ""
     remarks = [*lines, *_agreed(aligned, rounding, useful)]
     if steps < aligned.steps:
         said = f"steps 1 to {steps}" if steps > 1 else "step 1"
-        end = "; after that nothing is a number"
-        remarks.insert(
-            0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: after that step nothing is compared"
-        )
+        end = "; later values are not finite"
+        remarks.insert(0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: later steps are not compared")
     return Report(
         f"equal: {said} on {aligned.where} train{'s' * (said == 'step 1')} the same "
-        f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within what rounding moves{end}",
+        f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within rounding{end}",
         remarks=remarks,
     )
 
@@ -175,12 +175,12 @@ def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful:
 def undecided(
     aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], left: str, idle: Sequence[str]
 ) -> Report:
-    """Return the report of runs that part ways nowhere, though not all that is trained was compared.
+    """Return the report of runs without a difference, if some trained tensors were not compared.
 
     Args:
         useful, lines: see `equal`.
-        left: how much was not compared; "" if nothing was left.
-        idle: patterns of --unjudged that match none of them.
+        left: a clause about the number of uncompared tensors; "" if all were compared or accepted.
+        idle: patterns of --unjudged that match no uncompared tensor.
     """
     why = left
     todo = (
@@ -189,18 +189,18 @@ def undecided(
     )
     if not left:
         why = f"--unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was not compared"
-        todo = "take it out, so that it hides nothing later"
+        todo = "remove the pattern, so that it hides nothing later"
     return Report(f"undecided: {why}", remarks=[*lines, *_agreed(aligned, rounding, useful), *_todo([todo])])
 
 
 def step_counts_apart(aligned: Aligned, counts: Sequence[int]) -> Report:
-    """Return the report of ranks that make other numbers of steps than one device."""
+    """Return the report of ranks whose number of steps differs from one device."""
     one = len(aligned.one.steps)
     numbers = sorted(set(counts))
     said = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    equal = f"the {aligned.steps} that they share are equal"
+    equal = f"the {aligned.steps} common steps are equal"
     if aligned.compared < aligned.steps:
-        equal = f"of those that they share the first {aligned.compared} are equal, and after that nothing is a number"
+        equal = f"the first {aligned.compared} common steps are equal, and later values are not finite"
     return Report(f"differs: one device makes {one} optimizer steps, the ranks {said}; {equal}")
 
 
@@ -208,7 +208,7 @@ def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) 
     """Return the report of the first difference.
 
     Args:
-        ratio: of the norm of what is furthest off, by that on one device.
+        ratio: the norm of the most wrong tensor, relative to one device.
     """
     kind = "differs" if found.comparable else "not comparable"
     headline = (
@@ -220,23 +220,23 @@ def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) 
         remarks += [f"the gradients are right, and {one}" for one in other_options(difference.aligned, difference.step)]
     if found.why and difference.main:
         remarks.append(f"first to differ: {_said(difference, ratio)}")
-    observables = difference.observables() if found.comparable else []  # of other samples they say nothing
+    observables = difference.observables() if found.comparable else []  # other samples explain them
     remarks += [*_trained_on_one_side(difference.aligned), *found.failed]
     return Report(headline, {}, observables, found.findings, remarks, axes=found.axes)
 
 
 def _last_words(ended: Ended) -> list[str]:
-    """Return what a rank wrote last: why it has left may stand there, in a message of its own."""
+    """Return the last lines that a rank wrote: they may explain why it ended."""
     found: list[str] = []
     for stream, text in (("stderr", ended.stderr), ("stdout", ended.stdout)):
         if text and (not found or ended.how == "finished"):
-            found.append(f"the last lines of what rank {ended.rank} wrote to {stream}:")
+            found.append(f"the last lines of {stream} of rank {ended.rank}:")
             found += [f"  {line}" for line in text.splitlines()]
     return found
 
 
 def _not_finite(aligned: Aligned) -> str:
-    """Return what first is no finite number on one device."""
+    """Name the first tensor that is not finite on one device."""
     step = aligned.one.steps[aligned.compared]
     return next(
         f"{_TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
@@ -247,18 +247,18 @@ def _not_finite(aligned: Aligned) -> str:
 
 
 def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
-    """Name the tensors that count as equal because anything would, within so many steps."""
+    """Return lines about tensors that rounding masks within the first `steps` steps."""
     remarks = []
     kinds: tuple[tuple[TensorKind, str], ...] = (
         ("gradient", "the gradients of"),
-        ("parameter", "what the updates make of"),
+        ("parameter", "the updated values of"),
     )
     for kind, said in kinds:
         since = {name: rounding.drowned(steps, kind, name) for name in aligned.held}
         names = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
         if names:
             remarks.append(
-                f"rounding alone moves {said} {few(names, 5)} so far that not even a factor of two would show: not compared"
+                f"rounding alone changes {said} {few(names, 5)} so much that it would hide even a factor of two: not compared"
             )
     return remarks
 
@@ -270,12 +270,12 @@ def _of(part: int, total: int) -> str:
 def _said(difference: FirstDifference, ratio: float | None) -> str:
     main, world = difference.main, difference.aligned.world
     if difference.kind is None:
-        return f"all {world} ranks do the work of one device: each sees its whole batch"
+        return f"all {world} ranks do the work of one device: each rank sees the whole batch"
     tensor = _TENSORS[difference.kind]
     if main is None:
         return f"{tensor.format(difference.apart[difference.kind][0])} differs between ranks"
     where = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where
-    times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "another"
+    times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "different"
     agree = "" if len(main.ranks) < 2 else (
         "; the ranks disagree" if main.name in difference.apart[difference.kind] else "; the ranks agree with each other"
     )  # fmt: skip
@@ -292,24 +292,24 @@ def _trained_on_one_side(aligned: Aligned) -> list[str]:
 
 
 def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
-    """Return what else there is to know of runs that agree."""
+    """Return remarks about runs that agree."""
     remarks = []
     if useful < aligned.compared:
         remarks.append(
-            f"after step {useful} rounding alone moves gradients so far that not even a factor of two would show"
+            f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
         )
     remarks += _drowned(aligned, rounding, useful)
     for step in range(aligned.compared):
         if options := other_options(aligned, step):
-            remarks.append(f"at step {step + 1} {options[0]}, though gradients and parameters agree")
+            remarks.append(f"at step {step + 1} {options[0]}, although gradients and parameters agree")
             break
     for step in range(aligned.compared):
         samples = aligned.samples(step)
         alike = samples.same or samples.hidden
         if samples.known and not alike and any(part != samples.one for part in samples.ranks):
             remarks.append(
-                f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are those of the "
-                "ranks, though what they lead to is the same: are some padded, or counted twice?"
+                f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are also on "
+                "the ranks, although gradients and parameters agree: are some samples padded, or counted twice?"
             )
             break
     for step in range(aligned.compared):
@@ -322,8 +322,8 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
         if any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):
             continue
         remarks.append(
-            f"the mean over ranks of their losses is not the loss of one device from step {step + 1} on ({mean:.7g} "
-            f"instead of {one:.7g}), though gradients and parameters agree: the logged loss is scaled differently"
+            f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} instead of "
+            f"{one:.7g}), although gradients and parameters agree: the logged loss is scaled differently"
         )
         break
     return remarks

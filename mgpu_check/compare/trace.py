@@ -1,8 +1,7 @@
 """Read and write the trace of a script's run: a file of JSON lines for each rank, one line for each event.
 
-The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. A line of another event carries the
-number of optimizer steps that were complete when it happened as ``"after"``. A tensor is kept as a *summary*, a list of
-numbers: see `Summary`.
+The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. In the line of another event, ``"after"`` is
+the number of optimizer steps before it. A tensor is stored as a *summary*, a list of numbers: see `Summary`.
 """
 
 from __future__ import annotations
@@ -34,62 +33,62 @@ FORMAT = "mgpu-check trace"
 VERSION = 1
 
 CHUNKS = 4
-"""Parts of a flattened tensor that are summed on their own."""
+"""Number of parts of a flattened tensor with separate sums: a wrong region shows in one of them."""
 SAMPLES = 8
-"""Elements of a tensor that are kept."""
+"""Number of elements of a tensor that are stored."""
 
 
 class TraceError(ValueError):
-    """A file is no trace, or one of another version."""
+    """A file is not a trace, or has another version."""
 
 
 def positions(count: int) -> list[int]:
-    """Return the elements of a flattened tensor of `count` that are kept: the first, the last, and some between."""
+    """Return the positions of the stored elements in a flattened tensor of `count`: the first, the last, and some between."""
     kept = min(SAMPLES, count)
     return [i * (count - 1) // max(kept - 1, 1) for i in range(kept)]
 
 
 def chunk_sizes(count: int) -> list[int]:
-    """Return how many elements each part has, as `torch.tensor_split` cuts them."""
+    """Return the sizes of the parts that `torch.tensor_split` makes."""
     parts = min(CHUNKS, count)
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers that are kept of a tensor.
+    """The numbers that a trace stores for a tensor.
 
     Attributes:
-        bits: the sum of its elements' bits as integers, modulo 2^64: equal tensors have equal ones.
-        norm: the 2-norm, summed up in float64.
-        sums: of `chunk_sizes` consecutive elements each, in float64.
+        bits: the sum of the bits of the elements as integers, modulo 2^64: the same for equal tensors.
+        norm: the 2-norm, computed in float64.
+        sums: the sums of `chunk_sizes` consecutive elements, in float64.
         samples: the elements at `positions`.
 
-    Of complex numbers, real and imaginary parts count as elements. The summary of a slice has its share of each number: a sum
-    over the elements that are there, and None for elements at `positions` that are not. So summaries of slices add up.
+    In complex tensors, real and imaginary parts count as elements. The summary of a slice has sums over its own elements,
+    and None for elements at `positions` that it does not have. So summaries of slices can be added.
     """
 
     bits: int
     norm: float
     sums: tuple[float, ...]
     samples: tuple[float, ...]
-    """None in place of an element that a slice does not have."""
+    """None for an element that a slice does not have."""
 
     @property
     def finite(self) -> bool:
-        """True if all of its elements are finite, and their norm: that of float64 overflows beyond 1e154."""
+        """True if all elements are finite, and so is the norm, which overflows in float64 beyond 1e154."""
         return math.isfinite(self.norm)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Summary:
-        """Read it from its form in the file: bits, norm, sums, samples, one after the other."""
+        """Make a summary from its numbers in the file: bits, norm, sums, samples."""
         parts = _parts(len(numbers) - 2)
         return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + parts]), tuple(numbers[2 + parts :]))
 
     def entries(self, count: int) -> list[tuple[float, float]]:
-        """Return each number that is compared, with the size that it has in a tensor of `count` elements of this norm.
+        """Return each compared number with its typical size in a tensor of `count` elements and this norm.
 
-        Rounding errors are in proportion to that, and not to the number itself, which may have cancelled.
+        Rounding errors are proportional to that size, not to the number itself, which may be small by cancellation.
         """
         sizes = [self.norm]
         sizes += [self.norm * math.sqrt(part / count) for part in chunk_sizes(count)]
@@ -99,7 +98,7 @@ class Summary:
 
 
 def joined(parts: Sequence[Summary]) -> Summary:
-    """Return the summary of a whole tensor, from those of slices that cover it once."""
+    """Return the summary of a whole tensor from the summaries of slices that cover it exactly once."""
     bits = (sum(part.bits for part in parts) + 2**63) % 2**64 - 2**63
     sums = tuple(
         math.fsum(some) if all(map(math.isfinite, some)) else sum(some)
@@ -110,11 +109,11 @@ def joined(parts: Sequence[Summary]) -> Summary:
 
 
 def _parts(numbers: int) -> int:
-    """Return how many of so many numbers are sums: n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples."""
+    """Return how many of the numbers are sums: n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples."""
     for count in range(1, SAMPLES + 1):
         if min(count, CHUNKS) + min(count, SAMPLES) == numbers:
             return min(count, CHUNKS)
-    raise TraceError(f"a summary of {numbers + 2} numbers cannot be")
+    raise TraceError(f"a summary cannot have {numbers + 2} numbers")
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ class Held:
     Attributes:
         whole: name of the tensor on one device.
         count: number of elements.
-        mark: a sum over the positions of the elements, modulo 2^64: slices that cover a tensor once add up to `all`.
-        told: words for the slice: "dim 0: 4 to 7 of 16".
+        mark: a hash of the positions, modulo 2^64: the marks of slices that cover a tensor once add up to `all`.
+        told: the slice in words: "dim 0: 4 to 7 of 16".
     """
 
     whole: str
@@ -136,21 +135,21 @@ class Held:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The same for the same elements."""
+        """A key that is equal for slices with the same elements."""
         return self.count, self.mark
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that an optimizer has.
+    """A parameter of an optimizer.
 
     Attributes:
-        shape: of the whole; of complex numbers with a last dimension of 2, their real and imaginary parts.
-        order: its place among those of the model.
-        sharded: it is a DTensor, of which each rank may hold a part.
-        held: the slice that the trace summarizes; None for the whole.
-        unplaced: why its slice is not known, if it was looked for.
-        same_elsewhere: the reason is that its values are in several places.
+        shape: shape of the whole tensor; with a last dimension of 2 for the real and imaginary parts of complex numbers.
+        order: its place among the parameters of the model.
+        sharded: it is a DTensor, and each rank may hold a part.
+        held: the slice that the trace summarizes; None for the whole tensor.
+        unplaced: why its slice is unknown, if a place was searched for; "" otherwise.
+        same_elsewhere: its values occur in several places.
         over: the axes of the mesh that divide a DTensor.
     """
 
@@ -173,7 +172,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class State(Parameter):
-    """Something that training changes beside parameters: a state of an optimizer, or a buffer.
+    """A state of an optimizer, or a buffer: training changes them besides parameters.
 
     Attributes:
         of: name of the parameter that has the state, or of the buffer.
@@ -186,7 +185,7 @@ class State(Parameter):
     constant: bool = False
 
     def moved_to(self, of: str, order: int) -> State:
-        """Return the same of another owner."""
+        """Return the same state for another owner."""
         return replace(self, name=named_state(self.key, of), of=of, order=order)
 
 
@@ -200,17 +199,17 @@ class Step:
     """One step of an optimizer.
 
     Attributes:
-        optimizer: 0 for the first that has made a step, and so on.
-        losses: what `backward` was called on since the step before, where it was one number.
-        samples: a digest of each sample that went into the model, for each of those calls of `backward`.
-        columns: the same along the second dimension of its inputs, where a batch may lie, too.
-        before: the parameters before this step; of an optimizer's first step only.
-        gradients: before this step, by parameter; None where it has none.
-        parameters: after this step.
-        idle: parameters without a gradient, whose modules were not called so far.
-        options: of each parameter those of its group, such as "lr"; and "optimizer", the class of the optimizer.
-        states: states of the optimizer, and all buffers, after this step.
-        calls: backward and reductions before this step, each with its line, and the norms of the gradients that it leaves.
+        optimizer: number of the optimizer, in the order of their first steps.
+        losses: the scalars that `backward` was called on since the previous step.
+        samples: for each of these calls of `backward`, a hash of each sample that the model received.
+        columns: the same along the second dimension of the inputs, which may also be the batch dimension.
+        before: parameter -> its value before this step; empty unless it is the first step of the optimizer.
+        gradients: parameter -> its gradient before this step; None if it has no gradient.
+        parameters: parameter -> its value after this step.
+        idle: parameters without a gradient whose modules have not been called so far.
+        options: parameter -> the options of its group, such as "lr", and "optimizer", the class of the optimizer.
+        states: states of the optimizer and all buffers after this step.
+        calls: backward and reductions before this step, each with its line and the norms of the gradients after it.
     """
 
     optimizer: int
@@ -227,12 +226,12 @@ class Step:
 
     @property
     def loss(self) -> float | None:
-        """The sum over the step's micro-batches."""
+        """The sum over the micro-batches of the step; None if there are no losses, or one is not finite."""
         return math.fsum(self.losses) if self.losses and all(map(math.isfinite, self.losses)) else None
 
     @property
     def finite(self) -> bool:
-        """True if all of its tensors are finite."""
+        """True if all parameters and gradients of the step are finite."""
         found = (*self.before.values(), *self.gradients.values(), *self.parameters.values())
         return all(summary is None or summary.finite for summary in found)
 
@@ -256,40 +255,40 @@ class Trace:
     states: dict[str, State] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """All else: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led", "group", "starts",
+    """The other events: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led", "group", "starts",
     "alone", "skipped", "stopped", "ended"."""
 
     @property
     def finite_steps(self) -> int:
-        """Number of steps that it made before the first that has to do with a tensor that is not finite."""
+        """Number of steps before the first step with a parameter or gradient that is not finite."""
         return next((number for number, step in enumerate(self.steps) if not step.finite), len(self.steps))
 
     def entry(self, name: str) -> Parameter | None:
-        """Return the parameter, state or buffer of this name; None if there is none."""
+        """Return the parameter, state or buffer with this name; None if it does not exist."""
         return self.parameters.get(name) or self.states.get(name)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of that kind, in order."""
+        """Return the events of one kind, in order."""
         return [event for event in self.events if event["event"] == kind]
 
 
 class Writer:
-    """Writes a trace to a file descriptor, a line at once, so that whoever reads sees how far the run has come."""
+    """Writes a trace to a file descriptor, each line in one write, so that the runner can follow the progress."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.pid = fd, os.getpid()
 
     def write(self, event: str, **what: object) -> None:
-        """Append a line; do nothing in a process that was forked from the recorded one."""
+        """Append a line; do nothing in a forked child of the recorded process."""
         if os.getpid() == self.pid:
             os.write(self.fd, json.dumps({"event": event, **what}, separators=(",", ":")).encode() + b"\n")
 
 
 def read(data: bytes) -> Trace:
-    """Return the trace in `data`; a last line that was not finished is left out.
+    """Return the trace in `data`, without an incomplete last line.
 
     Raises:
-        TraceError: it is no trace, or of another version.
+        TraceError: `data` is not a trace, or has another version.
     """
     lines = data.split(b"\n")[:-1]
     try:
@@ -297,9 +296,9 @@ def read(data: bytes) -> Trace:
     except ValueError:
         head = {}
     if head.get("format") != FORMAT:
-        raise TraceError(f"no {FORMAT}: it does not start with the line that one starts with")
+        raise TraceError(f"the data is not an {FORMAT}: its first line is not the start event of this format")
     if head["version"] != VERSION:
-        raise TraceError(f"a {FORMAT} of version {head['version']}; this is version {VERSION}")
+        raise TraceError(f"the {FORMAT} has version {head['version']}, but only version {VERSION} can be read")
     trace = Trace(head["rank"], head["world"])
     names: list[str] = []
     states = _States(trace)
@@ -327,7 +326,7 @@ def read(data: bytes) -> Trace:
 
 
 class _States:
-    """The states and buffers of a trace, as it is read."""
+    """Collects the states and buffers of a trace while it is read."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -343,13 +342,13 @@ class _States:
             self._starts[made.name] = event["start"] and Summary.of(event["start"])
 
     def after(self, numbers: Mapping[str, Any]) -> dict[str, Summary]:
-        """Return states and buffers after a step: a buffer that is not among `numbers` is as it was."""
+        """Return states and buffers after a step. A buffer that is missing in `numbers` has not changed."""
         found = {self._names[int(index)]: Summary.of(own) for index, own in numbers.items()}
         self._buffers.update((name, summary) for name, summary in found.items() if name in self._starts)
         return found | self._buffers
 
     def finish(self) -> None:
-        """Know which buffers never change."""
+        """Mark the buffers that never changed as constant."""
         for name, start in self._starts.items():
             after = [step.states[name] for step in self._trace.steps if name in step.states]
             constant = start is None or all(summary.bits == start.bits for summary in after)
@@ -357,7 +356,7 @@ class _States:
 
 
 def _described(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Parameter` that an event has."""
+    """Return the fields of a `Parameter` from an event."""
     keys = "name", "dtype", "device", "order", "sharded", "unplaced", "same_elsewhere"
     held = Held(**event["held"]) if event["held"] else None
     return {

@@ -1,4 +1,4 @@
-"""Decide the verdict: equal, differs, not comparable, or undecided. `telling` has its words."""
+"""Decide the verdict: equal, differs, not comparable, or undecided. `telling` writes the report."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Verdict:
     """The outcome of a comparison.
 
     Attributes:
-        step: the first that parts ways, from 1.
-        parameter, tensor: what is furthest off at it: "before", "gradient" or "parameter" (after the step).
-        ranks: on which it is.
-        ratio: its norm by that on one device.
-        compared: how many steps were.
-        not_compared: trained parameters that were not, with the reason of each.
+        step: the first step that differs, counted from 1.
+        parameter: name of the most wrong tensor at this step.
+        tensor: its kind: "before", "gradient", "parameter" or "state" (the last two after the step).
+        ranks: the ranks on which it is wrong.
+        ratio: its norm relative to one device.
+        compared: number of steps that were compared and are equal.
+        not_compared: trained parameter, state or buffer that was not compared -> the reason.
     """
 
     kind: Kind
@@ -46,7 +47,7 @@ class Verdict:
 
 
 def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> Verdict:
-    """Return "not comparable", for a reason that is no step's."""
+    """Return the verdict "not comparable" for a reason outside of a step."""
     return _refused(telling.refusal(why, todo), compared)
 
 
@@ -55,7 +56,7 @@ def _refused(report: Report, compared: int = 0) -> Verdict:
 
 
 def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
-    """Return the verdict on a run that did not come to its end."""
+    """Return the verdict on a run that failed or hung."""
     reached = min(ended.steps for ended in run.ranks)
     report = telling.failed_run(run, failed, one_device)
     if one_device:
@@ -64,12 +65,12 @@ def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
 
 
 def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
-    """Return the verdict on a run in which `silent` have come to their ends without a step of an optimizer."""
+    """Return the verdict on a run in which the processes `silent` ended without an optimizer step."""
     return _refused(telling.no_steps(run, silent))
 
 
 def starts_its_own(one_device: bool) -> Verdict:
-    """Return the verdict on a script that starts its ranks itself, where each process is one already."""
+    """Return the verdict on a script that starts ranks itself, although each process already is a rank."""
     return _refused(telling.starts_ranks_itself(one_device))
 
 
@@ -79,12 +80,12 @@ def verdict_of(
     repeat: Repeat | None,
     unjudged: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdict:
-    """Judge runs that all came to their ends.
+    """Judge runs that all reached their ends.
 
     Args:
-        rounding: None where the script is not repeatable before it could be measured.
-        repeat: where the script, run twice on one device, parted ways with itself.
-        unjudged: parameters that need not be compared, by pattern, with the reason of each.
+        rounding: None if the script is not repeatable from the first step on, so that rounding was not measured.
+        repeat: the first difference between two runs on one device; None if there is none.
+        unjudged: pattern of parameters that need not be compared -> the reason.
     """
     if repeat is not None and (rounding is None or repeat.step == 0):
         return _refused(telling.not_repeatable(repeat), repeat.step)
@@ -109,7 +110,7 @@ def verdict_of(
 
 
 def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> Verdict:
-    """Judge runs that part ways nowhere: whether that says something, and of what."""
+    """Judge runs without a difference: whether the comparison was significant, and complete."""
     steps = aligned.compared
     if not aligned.held:
         return _refused(telling.names_apart(aligned))
@@ -130,9 +131,7 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
 
 
 def _says_nothing(aligned: Aligned) -> Verdict | None:
-    """Return the verdict on runs that agree for no merit, because nothing was learned, or what they were given is not the
-    same; None on others.
-    """
+    """Return a refusal if the agreement proves nothing, because all gradients are zero or the samples differ; else None."""
     steps = range(aligned.compared)
     gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
     if not any(gradient is not None and gradient.norm for gradient in gradients):

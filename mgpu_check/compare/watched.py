@@ -1,8 +1,8 @@
-"""Note calls in the script's process that explain a difference, each as it happens; they are otherwise left alone.
+"""Record calls in the script's process that may explain a difference. The calls otherwise behave as before.
 
-Gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that the script starts, and
-the directory that those leave behind. The functions are replaced as soon as torch is imported, before the script can take them by name,
-and under all names that torch has for them.
+Recorded are gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that the
+script starts, and the temporary directory of these processes. The functions are replaced as soon as torch is imported, under
+all of their names in torch, before the script can import them by name.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Note(Protocol):
 
 
 class Witness(Protocol):
-    """The receiver of the calls that are watched."""
+    """The receiver of watched calls."""
 
     @property
     def note(self) -> Note:
-        """Note an event."""
+        """Record an event."""
 
     def forked(self) -> bool:
         """Return whether this process was forked from the recorded one."""
 
     def wait(self, event: str) -> None:
-        """Note it, and wait until this process is ended."""
+        """Record the event, and wait until this process is ended."""
 
     def scaled_step(self, step: Callable[[], Any]) -> Any:
-        """Do a step of a `GradScaler`, which may skip the optimizer's."""
+        """Run a step of a `GradScaler`, which may skip the optimizer step."""
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return rank and world size, by the variables of the launcher."""
+    """Return rank and world size from the variables of the launcher."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -55,7 +55,7 @@ def in_a_group() -> bool:
 
 
 def generators() -> tuple[list[int], ...]:
-    """Return the states of the random number generators: of the CPU's, and of the current device's."""
+    """Return the states of the random number generators of the CPU and of the current GPU."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -63,7 +63,7 @@ def generators() -> tuple[list[int], ...]:
 
 
 def install(witness: Witness, world: int) -> Patches:
-    """Have `witness` told of each of those calls, in a world of `world` ranks. Returns what would undo that."""
+    """Report watched calls to `witness`, in a run with `world` ranks. Return the patches, which can undo this."""
     note = witness.note
     patches = Patches(among="torch")
     _clipping(patches, note)
@@ -88,7 +88,7 @@ def install(witness: Witness, world: int) -> Patches:
 
 
 def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
-    """Wrap `original` so that `told(result, *args, **kwargs)` follows it."""
+    """Wrap `original` so that each call is followed by one of `told` with the result and the arguments."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def _clipping(patches: Patches, note: Note) -> None:
 
 
 def _path(file: Any) -> str | None:
-    """Return the path of a file that was given by name, or open; None of what is no file."""
+    """Return the real path of a file name or an open file; None for other objects."""
     try:
         return os.path.realpath(os.fspath(file) if isinstance(file, (str, os.PathLike)) else file.name)
     except (AttributeError, TypeError):
@@ -118,7 +118,7 @@ def _checkpoints(patches: Patches, note: Note) -> None:
     def loaded(result: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
         note("load", file=_path(f))
 
-    missed: set[str] = set()  # files that the script has asked for, and that were not there
+    missed: set[str] = set()  # files that the script checked for, and that did not exist
 
     def asked(there: bool, path: Any) -> None:
         if not there and (file := _path(path)) is not None:
@@ -143,7 +143,7 @@ def _checkpoints(patches: Patches, note: Note) -> None:
 def _samplers(patches: Patches, note: Note, world: int) -> None:
     iterations: dict[int, int] = {}
     told: set[int] = set()
-    kept: list[Any] = []  # what is known by its id must stay alive
+    kept: list[Any] = []  # keeps samplers alive whose ids are keys
     iterate, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
 
     @functools.wraps(set_epoch)
@@ -157,7 +157,7 @@ def _samplers(patches: Patches, note: Note, world: int) -> None:
             kept.append(self)
         number = iterations[id(self)] = iterations.get(id(self), 0) + 1
         if world == 1 and number > 1 and self.shuffle and id(self) not in told:
-            # What stands for it on one device is a loader that shuffles, anew for each epoch.
+            # A loader on one device would shuffle anew in each epoch, so the reference must do the same.
             set_epoch(self, self.epoch + 1)
         note(
             "sampler",
@@ -188,9 +188,9 @@ def _seeds(patches: Patches, note: Note) -> None:
 
 
 def _groups(patches: Patches, witness: Witness) -> None:
-    """Watch the default process group: a script that never makes one has one process, whatever it was launched with.
+    """Watch the default process group: a script that never makes it does not use several ranks, even if launched as several.
 
-    A process that was forked by the script and makes one is a rank that the script has started itself.
+    A forked child of the script that makes a process group is a rank that the script started itself.
     """
     if not torch.distributed.is_available():
         return
@@ -209,7 +209,7 @@ def _groups(patches: Patches, witness: Witness) -> None:
 
 
 def _starts(patches: Patches, witness: Witness) -> None:
-    """Watch `torch.multiprocessing.spawn`, by which a script starts its ranks itself."""
+    """Watch `torch.multiprocessing.spawn`: a script that calls it starts its ranks itself."""
     from torch.multiprocessing.spawn import spawn, start_processes
 
     def starting(*args: Any, **kwargs: Any) -> None:
@@ -220,9 +220,7 @@ def _starts(patches: Patches, witness: Witness) -> None:
 
 
 def _temporary(patches: Patches, note: Note) -> None:
-    """Watch the directory of `multiprocessing`, which it removes at the end of a process, but not of one that was
-    killed.
-    """
+    """Record the temporary directory of `multiprocessing`, because a killed process does not remove it."""
     made: list[str] = []
 
     def told(directory: str) -> None:

@@ -1,6 +1,6 @@
-"""Keep the parameters and buffers that one device begins with in a file, for ranks that hold slices of them.
+"""Store the initial parameters and buffers of one device in a file, for ranks that hold slices of them.
 
-The file is a line of JSON for each tensor, followed by its elements.
+For each tensor the file has a line of JSON, followed by the elements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _write(fd: int, name: str, tensor: torch.Tensor, kind: str) -> None:
 
 
 def read_wholes(fd: int) -> tuple[Wholes, Wholes]:
-    """Return the parameters and the buffers in a file, of which each is read when it is looked at."""
+    """Return the parameters and the buffers in a file."""
     size = os.fstat(fd).st_size
     if not size:
         return Wholes({}), Wholes({})
@@ -55,8 +55,7 @@ def read_wholes(fd: int) -> tuple[Wholes, Wholes]:
                 if count
                 else torch.empty(0, dtype=torch.uint8)
             )
-        found[head["kind"]][head["name"]] = (
-            value.clone().view(dtype).view(head["shape"])
-        )  # aligned, as views of a dtype must be
+        # Cloned, because a view as another dtype must be aligned.
+        found[head["kind"]][head["name"]] = value.clone().view(dtype).view(head["shape"])
         data.seek(start + count * dtype.itemsize)
     return Wholes(found["parameter"]), Wholes(found["buffer"])

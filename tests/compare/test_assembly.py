@@ -168,7 +168,7 @@ def test_slices_of_other_tensors_under_one_name_are_not_put_together():
 
     ranks = [trace(rank, 4, {"net.weight": shard(rank, rank // 2)}) for rank in range(4)]
     found = assembled(ONE, ranks)
-    assert found.reasons == {"net.weight": "ranks that hold the same slice of it begin with other values"}
+    assert found.reasons == {"net.weight": "ranks that hold the same slice of it start with different values"}
 
 
 def test_a_rank_that_begins_elsewhere_is_compared_by_name():
@@ -240,7 +240,7 @@ def test_the_optimizer_is_named_where_gradients_are_right():
     )
     lost = [trace(r, 2, {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - 0.3 * GRADIENT.roll(1))}) for r in range(2)]
     found = verdict(one, lost)
-    assert found.report.mistakes == ("optimizer-differs",) and "look at its update rule" in str(found.report)
+    assert found.report.mistakes == ("optimizer-differs",) and "check its update rule" in str(found.report)
 
 
 def placed(local: nn.Module, wholes: Wholes, coordinates=None, **options):

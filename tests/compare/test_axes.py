@@ -117,7 +117,7 @@ NORM = float(GRADIENT.norm())
         ([(BACKWARD, 2)], f"{BACKWARD} leaves it so"),  # a wrong loss, and hooks that reduce
         ([(SUM, 2), (BACKWARD, 2)], f"{SUM} leaves it so"),  # a hook of the script
         ([(BACKWARD, 2), (BACKWARD, 1), (SUM, 2)], f"{SUM} leaves it so"),
-        ([(BACKWARD, 0.7), (SUM, 1)], f"{SUM} leaves what one device has, and what comes after it changes that"),
+        ([(BACKWARD, 0.7), (SUM, 1)], f"{SUM} leaves the gradient of one device, and a later operation changes it"),
         (
             [(BACKWARD, 0.7), (SUM, None)],
             f"{SUM} runs between {BACKWARD} and the step of the optimizer",

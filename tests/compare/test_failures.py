@@ -53,7 +53,7 @@ def test_a_rank_that_is_killed_when_the_script_is_over(compare, by_hand):
     dies = "import atexit, os, signal\nif os.environ['RANK'] == '1': atexit.register(os.kill, os.getpid(), signal.SIGABRT)\n"
     outcome = compare(dies + by_hand, code=0)
     assert outcome.json["headline"].startswith("equal: 3 steps on 2 ranks")
-    assert "rank 1 of the run “2 ranks” ended with signal SIGABRT when the script was over" in outcome.text
+    assert "rank 1 of the run “2 ranks” ended with signal SIGABRT after the script had ended" in outcome.text
     ends = [(rank["end"], rank["exit_code"]) for rank in outcome.json["runs"][1]["ranks"]]
     assert ends == [("finished", 0), ("finished", -signal.SIGABRT)]
     fails = "\nif rank == 1: raise RuntimeError('out of paper')\n"
@@ -74,8 +74,8 @@ def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
     outcome = compare(
         changed(by_hand, ("    optimizer.zero_grad()\n", wait + "    optimizer.zero_grad()\n")), "--timeout=15", code=1
     )
-    assert "on 2 ranks the script hung: rank 1 did not go on after step 1, in wait (train.py:20)" in outcome.text
-    assert "rank 0 did not go on after step 1, in all_reduce (train.py:" in outcome.text
+    assert "on 2 ranks the script hung: rank 1 made no progress after step 1, in wait (train.py:20)" in outcome.text
+    assert "rank 0 made no progress after step 1, in all_reduce (train.py:" in outcome.text
     assert [rank["end"] for rank in outcome.json["runs"][1]["ranks"]] == ["hung", "hung"]
 
 
@@ -109,7 +109,7 @@ def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand,
         (["--simulate=tpu", "a.py"], "'tpu' is not a backing device"),
         (["--steps=0", "a.py"], "'0' is not a number of steps"),
         (["--timeout=never", "a.py"], "'never' is not a time"),
-        (["--unjudged=head", "a.py"], "'head' is no pattern of parameters with a reason; give PATTERN=reason"),
+        (["--unjudged=head", "a.py"], "'head' lacks a pattern or a reason; give PATTERN=reason"),
         (["--html=/no/such/folder/o.html", "a.py"], "there is no directory /no/such/folder"),
         (["--", "-m"], "-m needs the name of a module"),
         (["nowhere.py"], "no such script: nowhere.py"),

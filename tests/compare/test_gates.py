@@ -29,9 +29,9 @@ def test_all_that_stands_in_the_way_is_said_at_once(compare, tmp_path):
     assert len(outcome.json["runs"]) == 2
     for words in (
         "--fresh-directory",
-        "also: Dropout(p=0.1, inplace=False) drops other elements on ranks than on one device",
+        "also: Dropout(p=0.1, inplace=False) drops different elements on ranks than on one device",
         "also: torch.manual_seed was never called on one device",
-        "also: each rank takes a batch as large as one device does (8)",
+        "also: each rank has a batch as large as that of one device (8)",
         "--batch-size={8/W}",
     ):
         assert any(words in remark for remark in outcome.json["remarks"]), words
@@ -80,11 +80,14 @@ def test_arguments_by_world_size(word, world, value):
 @pytest.mark.parametrize(
     ("word", "words"),
     [
-        ("--b={64/W}", "{64/W} is no integer for W = 3; choose a number of ranks that divides it, or write {64//W}"),
-        ("{W/0}", "{W/0} is no expression for W = 1"),
-        ("{W W}", "{W W} is no expression for W = 1"),
-        ("{W**2}", "{W**2} is no expression for W = 1"),
-        ("{W(2)}", "{W(2)} is no expression for W = 1"),
+        (
+            "--b={64/W}",
+            "{64/W} is not an integer for W = 3; choose a number of ranks that divides it, or write {64//W}",
+        ),
+        ("{W/0}", "{W/0} is not a valid expression for W = 1"),
+        ("{W W}", "{W W} is not a valid expression for W = 1"),
+        ("{W**2}", "{W**2} is not a valid expression for W = 1"),
+        ("{W(2)}", "{W(2)} is not a valid expression for W = 1"),
     ],
 )
 def test_arguments_that_have_no_value_are_wrong_usage(word, words, tmp_path, capsys):

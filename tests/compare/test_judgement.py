@@ -281,7 +281,7 @@ def test_random_numbers_that_forward_draws_are_no_dropout():
     found = verdict(noisy)
     assert found.kind == "not comparable"
     assert found.report.headline.endswith(
-        "step 1: Net.forward (model.py:12) draws random numbers, and others on ranks than on one device"
+        "step 1: Net.forward (model.py:12) draws random numbers, which differ between ranks and one device"
     )
     assert f"do: {NUMBERS}" in found.report.remarks and "dropout" not in str(found.report.remarks)
 
@@ -404,8 +404,8 @@ def test_parameters_that_no_rank_holds_whole_are_not_called_equal():
     found = verdict(one_part)
     assert (found.kind, found.compared) == ("undecided", 3)
     assert "1 of 2 trained parameters were not compared" in found.report.headline
-    assert found.not_compared == {"net.weight": "ranks hold shape [15] of it, and one device [6, 5]"}
-    assert found.report.remarks[0] == "not compared: net.weight: ranks hold shape [15] of it, and one device [6, 5]"
+    assert found.not_compared == {"net.weight": "its shape is [15] on ranks, and [6, 5] on one device"}
+    assert found.report.remarks[0] == "not compared: net.weight: its shape is [15] on ranks, and [6, 5] on one device"
 
     def renamed(training):
         training.change = lambda made: made.parameters.update(
@@ -442,7 +442,7 @@ def test_a_parameter_that_one_side_alone_trains_is_not_called_equal():
 def test_what_need_not_be_compared_is_repeated():
     found = verdict(one_part, unjudged={"*.weight": "a buffer of its own"})
     assert found.kind == "equal" and "train the same 1 of 2 parameters" in found.report.headline
-    assert found.report.remarks[0] == "not compared, as --unjudged accepts: net.weight: a buffer of its own"
+    assert found.report.remarks[0] == "not compared, accepted by --unjudged: net.weight: a buffer of its own"
     found = verdict(one_part, unjudged={"*.weight": "a buffer of its own", "head.*": "not there"})
     assert (
         found.report.headline == "undecided: --unjudged has 'head.*', which matches no parameter that was not compared"
@@ -456,7 +456,7 @@ def test_steps_that_a_scaler_skips():
 
     found = verdict(on_all)
     assert (found.kind, found.report.mistakes) == ("not comparable", ())
-    assert "GradScaler has skipped 0 steps on one device, and 1 on each rank" in found.report.headline
+    assert "GradScaler skipped 0 steps on one device, and 1 on each rank" in found.report.headline
 
     def on_one(training):
         other(training)
@@ -477,7 +477,7 @@ def test_padding():
 
     found = verdict(change)
     assert (found.kind, found.report.mistakes) == ("not comparable", ("padding-counted",))
-    assert "the ranks together saw 10 samples, of which 8 are those of one device" in found.report.headline
+    assert "the ranks together saw 10 samples; 8 of them are among the 8 samples of one device" in found.report.headline
 
 
 def test_other_samples():
@@ -487,7 +487,7 @@ def test_other_samples():
 
     found = verdict(change)
     assert found.kind == "not comparable"
-    assert "the ranks together saw 8 samples, of which 0 are those of one device" in found.report.headline
+    assert "the ranks together saw 8 samples; 0 of them are among the 8 samples of one device" in found.report.headline
 
 
 def test_a_batch_in_another_dimension():
@@ -506,9 +506,12 @@ def test_a_batch_in_another_dimension():
     [
         (
             lambda rank: range(rank * 8, rank * 8 + 8),
-            "16 samples, of which 8 are those of one device",
+            "16 samples; 8 of them are among the 8 samples of one device",
         ),  # 8 for each rank
-        (lambda rank: [rank, 90 + rank, 80 + rank, 70 + rank], "8 samples, of which 2 are those of one device"),
+        (
+            lambda rank: [rank, 90 + rank, 80 + rank, 70 + rank],
+            "8 samples; 2 of them are among the 8 samples of one device",
+        ),
         (lambda rank: [rank, 2 + rank, 4 + rank, 90], None),  # most are shared: what follows has to tell
         (lambda rank: range(8), None),  # a difference
         (lambda rank: range(rank, 8, 2), None),
@@ -537,7 +540,7 @@ def test_another_start_and_other_samples_are_named_at_once():
     for training in ranks:
         change(training)
     found = others_from_the_start(Aligned(Training().trace(), [training.trace() for training in ranks]))
-    assert "the ranks together saw 8 samples, of which 0" in found[0].why and found[-1] is OTHER_START
+    assert "the ranks together saw 8 samples; 0 of them" in found[0].why and found[-1] is OTHER_START
 
     later = verdict(change)
     assert later.kind == "not comparable" and later.report.headline.count(" and step 1: the ranks together saw 8") == 1
@@ -550,7 +553,7 @@ def test_samples_that_came_again_are_counted():
         training.samples = lambda number: [8 * number + i for i in (0, 1, 2 + training.rank, 5)]
 
     headline = verdict(change).report.headline
-    assert "of which 5 are those of one device, which saw 8; 3 of those on ranks came a second time" in headline
+    assert "5 of them are among the 8 samples of one device; 3 came a second time" in headline
     assert "3 are on no rank" in headline
 
 
@@ -560,7 +563,7 @@ def test_agreement_on_other_samples_is_none():
 
     found = verdict(change)
     assert (found.kind, found.compared) == ("not comparable", 3)
-    assert "the ranks together saw 8, of which 1 are among the 8 of one device" in found.report.headline
+    assert "the ranks together saw 8 samples; 1 of them are among the 8 samples of one device" in found.report.headline
 
 
 def test_a_sample_that_is_padded_otherwise_is_a_remark():
@@ -570,7 +573,7 @@ def test_a_sample_that_is_padded_otherwise_is_a_remark():
 
     found = verdict(change)
     assert found.kind == "equal"
-    assert any("6 of the 8 samples of one device are those of the ranks" in remark for remark in found.report.remarks)
+    assert any("6 of the 8 samples of one device are also on the ranks" in remark for remark in found.report.remarks)
 
 
 def test_agreement_without_gradients_is_none():
@@ -621,7 +624,9 @@ def test_bfloat16_is_refused_with_advice():
     rough(single)
     reference = single.trace()
     found = verdict_of(Aligned(reference, [rank.trace()]), Rounding(reference, [moved.trace()]), None)
-    assert found.kind == "not comparable" and found.report.headline.endswith("would show: Linear gives bfloat16")
+    assert found.kind == "not comparable" and found.report.headline.endswith(
+        "hide even a factor of two: Linear returns bfloat16"
+    )
     assert found.report.remarks == [f"do: {FLOAT32}"]
 
 
@@ -680,7 +685,7 @@ def test_where_numbers_end_equality_ends(value):
     found = verdict(one=no_numbers(2, value))
     assert (found.kind, found.compared) == ("equal", 2)
     assert found.report.headline.startswith("equal: steps 1 to 2 on 2 ranks")
-    assert found.report.headline.endswith("; after that nothing is a number")
+    assert found.report.headline.endswith("; later values are not finite")
     assert "at step 3, on one device, the gradient of net.weight is not finite" in found.report.remarks[0]
 
 
@@ -742,7 +747,7 @@ def test_another_number_of_steps_after_the_last_numbers():
 
     found = verdict(change, one=no_numbers(1))
     assert (found.kind, found.compared) == ("differs", 1)
-    assert "the first 1 are equal, and after that nothing is a number" in found.report.headline
+    assert "the first 1 common steps are equal, and later values are not finite" in found.report.headline
 
 
 def test_a_start_without_numbers_repeats_itself():
@@ -773,7 +778,7 @@ def test_repeatability():
     assert repeatability(first.trace(), again.trace()).step == 1
     again = Training()
     again.samples = lambda number: [7 - i for i in range(8)]
-    assert "other samples" in repeatability(first.trace(), again.trace()).what
+    assert "different samples" in repeatability(first.trace(), again.trace()).what
 
 
 def test_where_rounding_has_taken_over():
@@ -813,7 +818,7 @@ def test_a_tensor_that_rounding_alone_hides_does_not_count_as_equal(value):
     found = of_three(drown)
     assert found.kind == "equal"
     assert "train the same 2 of 3 parameters" in found.report.headline
-    assert any("what the updates make of net.bias (from step " in remark for remark in found.report.remarks)
+    assert any("the updated values of net.bias (from step " in remark for remark in found.report.remarks)
     right = of_three(lambda made: None)
     assert "train the same 3 parameters" in right.report.headline and right.report.remarks == []
 
@@ -837,7 +842,7 @@ def test_parameters_that_rounding_alone_hides_are_not_called_equal():
                 step.parameters[name] = summary(torch.ones(6, 5))
 
     found = of_three(drown)
-    assert found.kind == "not comparable" and "rounding alone moves every parameter" in found.report.headline
+    assert found.kind == "not comparable" and "rounding alone changes every parameter" in found.report.headline
 
 
 @pytest.mark.parametrize(
@@ -871,7 +876,7 @@ def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_rem
         ended = Ended(0, 0, "finished", trace, "going on after epoch 2", "")
         return "\n".join(without_steps(Run("one device", [ended], 1.0, None), [ended]).report.remarks)
 
-    advice = "do: the script has loaded /runs/last.pt: if that is a training that has ended, remove it"
+    advice = "do: the script has loaded /runs/last.pt: if it is a checkpoint of a finished training, remove it"
     assert f"  going on after epoch 2\n{advice}" in todo("/runs/last.pt")
     assert "do: the script has loaded a, b:" in todo("a", "b", "a", None)
     assert "has loaded" not in todo() and "has loaded" not in todo(None)

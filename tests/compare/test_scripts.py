@@ -75,7 +75,7 @@ def test_clipping_before_the_average(compare, by_hand, changed):
     outcome = compare(changed(by_hand, (AVERAGE + CLIP, CLIP + AVERAGE)), code=1)
     assert outcome.json["mistakes"] == ["clipped-before-synchronization"]
     assert (outcome.json["step"], outcome.json["tensor"]) == (1, "gradient")
-    assert re.search(r"found the norms [\d.]+ on rank 0, [\d.]+ on rank 1", outcome.text)
+    assert re.search(r"returned the norms [\d.]+ on rank 0, [\d.]+ on rank 1", outcome.text)
 
 
 def test_a_checkpoint_that_rank_0_alone_loads(compare, tutorial, changed):
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_rank_0_alone_loads(compare, tutorial, changed):
 def test_a_batch_per_rank_as_large_as_the_global_one(compare, tutorial, changed):
     outcome = compare(changed(tutorial, ("batch_size=8 // world", "batch_size=8")), *SIMULATED, code=2)
     assert outcome.json["verdict"] == "not comparable"
-    said = "step 1: the ranks together saw 16 samples, of which 8 are those of one device, which saw 8"
+    said = "step 1: the ranks together saw 16 samples; 8 of them are among the 8 samples of one device"
     assert said in outcome.text
     assert "batch_size=global_batch // world_size" in outcome.text
 
@@ -131,7 +131,7 @@ def test_a_script_that_diverges(compare, by_hand, changed):
     )
     outcome = compare(script, code=0)
     assert "equal: step 1 on 2 ranks trains the same 4 parameters" in outcome.json["headline"]
-    assert outcome.json["headline"].endswith("; after that nothing is a number")
+    assert outcome.json["headline"].endswith("; later values are not finite")
     assert outcome.json["steps_equal"] == 1
     assert outcome.json["curves"]["excess"][1:] == outcome.json["curves"]["deviation"][1:] == [None, None]
     outcome = compare(changed(by_hand, ("y = x", "y = float('nan') * x")), code=2)
@@ -175,7 +175,7 @@ def test_ranks_meet_where_the_script_has_an_address_of_its_own(compare, by_hand,
     script = changed(by_hand, (INIT, FREE_PORT + own))
     outcome = compare(script, "--timeout=60", code=0)
     line = 1 + script[: script.index(own)].count("\n")
-    assert f"train.py:{line} {said}: the ranks met at the store of compare, in place of " in outcome.text
+    assert f"train.py:{line} {said}: the ranks met at the store of compare instead of " in outcome.text
     assert "do: leave the address to the launcher" in outcome.text
     assert outcome.text.count("the ranks met") == 1
 

@@ -59,7 +59,7 @@ def test_states_of_slices_are_judged_as_a_whole():
         ({"step": (STEPS, None)}, "no rank keeps it"),
         (
             {"step": (STEPS, None), "exp_avg": (GRADIENT[:4], None)},
-            "ranks hold shape [4, 5] of it, and one device [8, 5]",
+            "its shape is [4, 5] on ranks, and [8, 5] on one device",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_state_that_one_device_lacks_is_undecided():
     found = verdict(keeping(ONE), ranks)
     assert (found.kind, found.not_compared) == (
         "undecided",
-        {"own of net.weight": "one device keeps none of its name"},
+        {"own of net.weight": "one device keeps no state or buffer of this name"},
     )
 
 

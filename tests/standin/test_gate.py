@@ -165,4 +165,4 @@ def test_compare_blames_who_has_entered_fewest(machine, pytester):
     machine.has(2)
     result = machine.command("mgpu_check", "compare", "--gpus=2", "--timeout=30", "--", str(script))
     assert result.ret == 1, result.stdout.str()
-    result.stdout.fnmatch_lines(["*the script hung: rank 1 did not go on after step 2, in wait (train.py:12)*"])
+    result.stdout.fnmatch_lines(["*the script hung: rank 1 made no progress after step 2, in wait (train.py:12)*"])
