@@ -1,6 +1,6 @@
-"""Record what a gate has seen: what runs have left and called, and what one device gives.
+"""Hold the observations of a gate: results and calls of the ranks, and results of one device.
 
-Plain data, without torch of its own.
+These are plain data classes, and the module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Piece:
-    """A result of which a rank holds a slice.
+    """A slice of a result that a rank holds.
 
     Attributes:
-        name: of the whole result.
-        value: the local tensor that has it.
+        name: name of the whole result.
+        slice: the place of the slice in the whole result.
+        value: the local tensor with the slice.
     """
 
     name: Result
@@ -58,35 +59,37 @@ class Piece:
 
 @dataclass
 class Observation:
-    """The results that one run leaves on one rank. Tensors are on the CPU.
+    """The results of one run on one rank. Tensors are on the CPU.
 
     Attributes:
         digests: checksums of the values.
-        initial: parameters and buffers as they were built, by their names in the model.
-        others: what was returned and is no number or tensor, in text.
+        initial: name in the model -> initial parameter or buffer.
+        others: returned values that are neither numbers nor tensors, as text.
         batch: checksum of the batches.
-        rng: checksum of the state of torch's CPU generator at the end; and whether the step has drawn from it.
-        optimizer_steps: how often an optimizer has stepped.
-        optimizers: how many have.
-        nonlinear: one has whose step is not linear in the gradient, as far as is known: any but SGD.
-        touched: kinds of which something was changed.
+        rng: checksum of the state of torch's CPU generator at the end.
+        draws: the step drew random numbers from this generator.
+        optimizer_steps: number of optimizer steps.
+        optimizers: number of optimizers that made a step.
+        nonlinear: some optimizer is not known to be linear in the gradient: any but SGD.
+        touched: the kinds of results that the run changed.
         broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
         normalized: modules that normalize by statistics of the batch.
-        snapshots: after each optimizer step, gradients and parameters, where asked for.
-        stepped: what an optimizer found when it first stepped, by the name of the parameter: checksums of its values and of
-            the gradient. Of parameters that are not the model's own, and of all where a reference may say nothing of them, or a failure is looked into.
-        built: the seeds that were set while the model was built, where that was traced.
-        settings: of each parameter that an optimizer steps, the numbers and texts of its group: learning rate, weight decay.
-        groups: parameter groups of all optimizers that have stepped.
-        trained: names of the parameters that have a gradient, or have changed.
-        pieces: slices of results that this rank holds, where the model is divided; `gates.assembly` makes wholes of them.
-        pieces_of_steps: the same after each optimizer step, where asked for.
-        unplaced: parameters whose placement is not known, and why.
+        snapshots: gradients and parameters after each optimizer step, if requested.
+        stepped: parameter -> checksums of its value and of its gradient before the first optimizer step. It covers
+            parameters outside of the model. It covers all parameters if a reference may not cover them, or if a failure
+            is investigated.
+        built: the seeds set while the model was built, if that was traced.
+        settings: parameter -> the numbers and texts of its optimizer group, such as learning rate and weight decay.
+        groups: number of parameter groups of all optimizers that made a step.
+        trained: names of the parameters that have a gradient or have changed.
+        pieces: slices of results that this rank holds, if the model is divided; `gates.assembly` assembles them.
+        pieces_of_steps: the same after each optimizer step, if requested.
+        unplaced: parameter with unknown placement -> the reason.
         unused: parameters and buffers that the run did not use.
-        idle: parameters that no optimizer of this rank steps, where they step others.
-        own: of results that were assembled, which elements this rank holds, bool, in the shape of the whole.
-        placements: of the same, the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
-        gaps: of the same, the elements that no rank holds, in words.
+        idle: parameters that no optimizer of this rank updates, although optimizers update others.
+        own: assembled result -> the elements that this rank holds, bool, in the shape of the whole result.
+        placements: assembled result -> the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
+        gaps: assembled result -> the elements that no rank holds, in words.
     """
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -126,19 +129,19 @@ class Expected:
     """The results of one device.
 
     Attributes:
-        single: the run in the precision of the step: of the reference, or of the step itself.
-        own: that of the step, where `single` is that of a reference; None if the step cannot run alone.
-        by_reference: whether `single` is that of a reference.
-        exact: floating-point results, in float64.
-        tolerance: for each element of `exact`.
-        undetermined: names of results that rounding changes in a way that is not to be measured.
-        narrow: the narrow dtypes in which the step computes.
-        drawn: the shapes in which the step draws random numbers.
-        snapshots, allowances: exact values and tolerances after each optimizer step, where asked for.
-        remarks: what could not be measured.
-        provisional: `exact` are the results of `single`, and `tolerance` is what is granted at the least: what is within it
-            is right, and what is not is to be measured in full.
-        widened: and what rounding within operators brings, too.
+        single: the run of the reference, or else of the step itself, in the precision of the step.
+        own: the run of the step on one device, if `single` is the run of a reference; None if the step cannot run alone.
+        by_reference: `single` is the run of a reference.
+        exact: the floating-point results, in float64.
+        tolerance: the tolerance of each element of `exact`.
+        undetermined: names of results that rounding changes by an amount that cannot be measured.
+        narrow: the narrow dtypes that the step computes in.
+        drawn: the shapes of the random numbers that the step draws.
+        snapshots, allowances: exact values and tolerances after each optimizer step, if requested.
+        remarks: a line for each measurement that was not possible.
+        provisional: `exact` has the results of `single`, and `tolerance` is a lower bound: a result within it is right, and
+            any other result needs the full measurement.
+        widened: `tolerance` includes the rounding within operators.
     """
 
     single: Observation
@@ -156,7 +159,7 @@ class Expected:
     widened: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is provisional has no exact values of its own to send.
+        # Provisional exact values are copies of `single`, so they are not sent twice.
         exact = None if self.provisional else Parcel(self.exact)
         return self.__dict__ | {"exact": exact, "tolerance": Parcel(self.tolerance)}
 
@@ -173,18 +176,18 @@ class Expected:
 
 @dataclass
 class Relations:
-    """The relations that hold for each observable.
+    """The relations that hold for each result.
 
     Attributes:
-        held: result -> relation -> whether it holds; None where it does not apply or cannot be told.
-        details: result -> element, values and ratio, of what is wrong.
-        wrong: result -> the ranks whose value is not that of one device.
-        split: what ranks do not agree on.
+        held: result -> relation -> whether it holds; None if the relation does not apply or is unknown.
+        details: wrong result -> an element, its values and their ratio.
+        wrong: result -> the ranks whose value differs from one device.
+        split: the results that differ between ranks.
         skipped: result -> why it is not judged.
-        left_out: kind of which nothing is judged -> why.
-        unjudged: parameter that is trained -> why neither its gradient nor its value is judged.
+        left_out: kind of result that is not judged at all -> the reason.
+        unjudged: trained parameter -> why neither its gradient nor its value is judged.
         placements: divided parameter -> the slices of each rank in words.
-        streams: the ranks whose CPU generators end in the same state, each group of them.
+        streams: groups of ranks whose CPU generators end in the same state.
     """
 
     held: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
@@ -199,7 +202,7 @@ class Relations:
 
     @property
     def broken(self) -> list[Result]:
-        """The results that are wrong or not the same on all ranks; where there are none, those that do not repeat."""
+        """The results that are wrong or differ between ranks; if there are no such results, those with any broken relation."""
         return [name for name in self.held if name in self.wrong or name in self.split] or [
             name for name, held in self.held.items() if False in held.values()
         ]
@@ -216,9 +219,9 @@ class Event:
     Attributes:
         kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler", "epoch",
             "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
-        name: of the function or class.
-        site: "train.py:40", where the code under test called it.
-        details: what it was given, in plain values.
+        name: name of the function or class.
+        site: the line of the code under test that made the call: "train.py:40".
+        details: the arguments, as plain values.
     """
 
     kind: str
@@ -228,12 +231,12 @@ class Event:
 
     @property
     def where(self) -> str:
-        """What was called, and where: "all_reduce (train.py:40)"."""
+        """The call and its line: "all_reduce (train.py:40)"."""
         return f"{self.name} ({self.site})"
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """The facts about each tensor that a collective was given, one by one and in lists."""
+        """The descriptions of all tensors among the arguments of a collective, also of those in lists."""
         return [*self.details.get("tensors", []), *self.details.get("list", [])]
 
 
@@ -242,9 +245,9 @@ class Labels:
     """The labels that a loss was computed from.
 
     Attributes:
-        site: the line that computes it: "train.py:40".
-        values: one after the other, sample by sample.
-        ignored: the label that does not count; None where all do.
+        site: the line that computes the loss: "train.py:40".
+        values: the labels, sample by sample.
+        ignored: the label that does not count; None if all count.
     """
 
     site: str
@@ -254,13 +257,14 @@ class Labels:
 
 @dataclass
 class Trace:
-    """All events of one rank, in order, and the shapes in which it has drawn random numbers.
+    """All events of one rank, in order, and its random draws.
 
     Attributes:
-        labels: those of each loss, in order.
-        numbers: the sum of what was drawn each time; None where it depends on more than the generator.
-        groups: the ranks of each group that this rank is in, in the order in which they were made; the world first.
-        outputs, gradients: of each module by name, its first output, and the gradient of that.
+        labels: the labels of each loss, in order.
+        drawn: the shapes of the random numbers drawn.
+        numbers: the sum of the numbers of each draw; None if it depends on more than the generator.
+        groups: the ranks of each group of this rank, in the order of creation; the world first.
+        outputs, gradients: name of a module -> its first output, and the gradient of this output.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -280,10 +284,10 @@ class Term:
     """A term of a loss.
 
     Attributes:
-        backward: the line that goes back from the loss: "train.py:42".
-        paths: of operands, from the loss through the graph of autograd; several of a term that layers add in several places.
-        line: which computes it, "" where that is not known.
-        parameters: those that it depends on.
+        backward: the line that calls backward on the loss: "train.py:42".
+        paths: the indices of operands from the loss to the term in autograd's graph; several if layers add parts of the term.
+        line: the line that computes the term; "" if it is unknown.
+        parameters: the parameters that the term depends on.
     """
 
     backward: str
@@ -294,20 +298,20 @@ class Term:
 
 @dataclass(frozen=True)
 class Change:
-    """A change to the calls of one line, tried on a step that is wrong.
+    """A change to the calls of one line, tried on a wrong step.
 
     Attributes:
-        kind: the collective runs in another "group", with another "op", its result is divided or multiplied by the size of
-            the group ("divide", "multiply"), it is left out ("skip"), gets only what is new since its last call ("new"), or
-            gives its rows in another order ("reorder"); a range of numbers goes on where that of the ranks before ends
-            ("shift"); or a term of the loss is divided or multiplied by the size of a group ("term").
-        name: of the collective; "arange" for a range; "backward" for a term.
-        site: "train.py:40".
-        value: index of the group; name of the operation; how many calls come before the same one again; into how many parts
-            each rank's rows are cut; into how many parts the range is divided, and whether neighbours have parts that follow
-            each other ("inner") or not ("outer"); the term, and by what it is multiplied.
-        was, now: ranks of each group before and after, where the group is changed.
-        holds: whether the step is right with it.
+        kind: the change. The collective uses another "group" or another "op". Its result is divided or multiplied by the
+            size of the group ("divide", "multiply"), or has its rows in another order ("reorder"). It is left out ("skip"), or
+            receives only the part that is new since its last call ("new"). A range of numbers continues the range of the
+            previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group ("term").
+        name: name of the collective; "arange" for a range; "backward" for a term.
+        site: the line: "train.py:40".
+        value: index of the group; name of the operation; or the number of calls before the same call again. For "reorder",
+            the number of pieces of each rank's rows. For "shift", the number of parts of the range, and whether neighbours
+            have consecutive parts ("inner") or not ("outer"). For "term", the term and its factor.
+        was, now: ranks of each group before and after the change, if the group changes.
+        holds: the step is right with the change.
     """
 
     kind: Literal["group", "op", "divide", "multiply", "skip", "new", "reorder", "shift", "term"]
@@ -328,20 +332,20 @@ class Change:
 Other = Literal[
     "truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor", "biases-several-times"
 ]
-"""What mistakes make of a batch: without the last samples, with the first ones again, the first part alone, or one of its
-tensors with its first part in place of every part; and of a model: some biases times the world size."""
+"""Wrong batches or models that mistakes lead to. A batch lacks its last samples, repeats its first samples, or consists of
+its first part only; or one of its tensors repeats its first part. A model has some biases multiplied by the world size."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """One way to divide the batch over ranks, and what one device gives for each part alone.
+    """A division of the batch over ranks, and the results of one device for each part alone.
 
     Attributes:
-        name: "every 2nd sample", …
-        along: the dimension that is divided.
-        windows: into how many micro-batches each part is divided again; 1 for none.
-        parts: for each rank, for each of its windows, the results; not a number where a part cannot be computed.
-        counts: samples (or positions) in the part of each rank.
+        name: name of the division: "every 2nd sample".
+        along: the divided dimension.
+        windows: number of micro-batches of each part; 1 if a part is not divided again.
+        parts: for each rank and each of its micro-batches, the results; NaN if a part cannot be computed.
+        counts: number of samples (or positions) in the part of each rank.
     """
 
     name: str
@@ -352,17 +356,17 @@ class Division:
 
     @property
     def even(self) -> bool:
-        """True if all ranks have as many."""
+        """True if all ranks have the same number of samples."""
         return len(set(self.counts)) == 1
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another batch, or model, that ranks may have taken together, and what one device gives for it.
+    """A wrong batch or model that the ranks together may have used, and the results of one device with it.
 
     Attributes:
-        index: of "first-part-of-a-tensor": which tensor of the batch that is; of "biases-several-times": which of the groups.
-        names: of the parameters.
+        index: for "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the group.
+        names: names of the parameters.
     """
 
     kind: Other
@@ -373,8 +377,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """Hypotheses about what ranks have done with the batch; and whether it has padding, so that parts of one size may
-    count unlike.
+    """Hypotheses about the division of the batch over ranks.
+
+    Attributes:
+        padded: the batch has padding, so parts of the same size may have different weights.
     """
 
     divisions: list[Division]
