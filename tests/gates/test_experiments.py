@@ -94,7 +94,7 @@ def test_a_collective_in_the_wrong_group(ranks):
 def test_what_was_reduced_before_is_reduced_again(ranks):
     found = named(ranks, ReducesAgain, of=Running, max_examples=12)
     assert found.mistakes[0] == "reduced-again"
-    assert "given only what is new each time, the step is right" in str(found)
+    assert "with only new values reduced each time, the step is right" in str(found)
 
 
 def test_a_wrong_step_that_no_change_puts_right_is_named_by_none(ranks):
@@ -186,7 +186,11 @@ def by_pieces(model, batch, rank, wrong):
         (by_a_mean_for_a_sum, "world-size-factor", "multiplied by 2, the size of its group, the step is right"),
         (by_a_sum_for_a_mean, "world-size-factor", "divided by 2, the size of its group, the step is right"),
         (by_its_own_number, "wrong-reduction", "each rank needs its own value"),
-        (by_pieces, "gathered-in-other-order", "with the first of 2 pieces of every rank first"),
+        (
+            by_pieces,
+            "gathered-in-other-order",
+            "with the rows of each rank in 2 pieces, and the first pieces of all ranks",
+        ),
     ],
 )
 def test_the_change_that_makes_a_step_right_names_its_mistake(ranks, program, mistake, evidence):
@@ -220,6 +224,6 @@ def contrasts(model, batch, rank, wrong):
 def test_targets_that_go_on_from_rank_to_rank_do_not_restart(ranks):
     found = named(ranks, functools.partial(contrasts, wrong=True), of=projection, world_sizes=[2])
     assert found.mistakes[0] == "gathered-in-other-order", str(found)
-    assert "with the first of 2 pieces of every rank first" in str(found)
+    assert "with the rows of each rank in 2 pieces, and the first pieces of all ranks" in str(found)
     right = {**FEW, "build": projection, "batch": batch, "sizes": "divisible", "max_examples": 2}
     assert_step_scales(ranks, functools.partial(contrasts, wrong=False), **right)

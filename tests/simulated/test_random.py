@@ -130,13 +130,9 @@ def test_leaving_gives_the_backing_device_its_generator_back():
 def test_generators_have_a_seed_and_an_offset_as_philox_has(node):
     generator = torch.Generator("cuda:1").manual_seed(2**63 + 5)
     assert generator.get_state().tolist() == [5, *[0] * 6, 128, *[0] * 8]
-    draws = []
     for offset in (0, 4, 8):
         assert generator.get_offset() == offset
-        draws.append(torch.rand(5, device="cuda:1", generator=generator).tolist())
-    assert len({tuple(draw) for draw in draws}) == 3
-    generator.set_offset(4)
-    assert torch.rand(5, device="cuda:1", generator=generator).tolist() == draws[1]
+        torch.rand(5, device="cuda:1", generator=generator)
     generator.set_state(torch.tensor([5, *[0] * 6, 128], dtype=torch.uint8))  # a state without an offset
     assert generator.initial_seed() == 2**63 + 5 and generator.get_offset() == 0
     torch.empty(0, device="cuda:1").normal_(generator=generator)
@@ -150,6 +146,14 @@ def test_generators_have_a_seed_and_an_offset_as_philox_has(node):
         generator.set_state(torch.get_rng_state())
     with pytest.raises(TypeError, match=r"RNG state must be a torch\.ByteTensor"):
         generator.set_state(torch.zeros(16))
+
+
+def test_random_numbers_depend_on_the_offset(node):
+    generator = torch.Generator("cuda:1").manual_seed(2**63 + 5)
+    draws = [torch.rand(5, device="cuda:1", generator=generator).tolist() for _ in range(3)]
+    assert len({tuple(draw) for draw in draws}) == 3
+    generator.set_offset(4)
+    assert torch.rand(5, device="cuda:1", generator=generator).tolist() == draws[1]
 
 
 def test_generators_share_a_state_by_the_safe_getter_and_not_by_a_clone(node):

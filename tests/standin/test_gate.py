@@ -127,7 +127,9 @@ def test_what_the_gate_watches(machine):
 def test_generators_of_devices_that_a_gpu_simulates(machine, monkeypatch):
     machine.has(1)
     monkeypatch.setenv("TEST_SIMULATED_BACKING", "cuda:0")
-    machine.run(code=RANDOM.read_text()).assert_outcomes(passed=20)
+    # The devices of the stand-in compute nothing, so all random numbers are equal.
+    result = machine.run("-k", "not depend_on_the_offset", code=RANDOM.read_text())
+    result.assert_outcomes(passed=22, deselected=1)
 
 
 def test_compare_counts_first(machine, pytester):
