@@ -176,8 +176,10 @@ class StepRecorder:
         seen = self._seen
         seen.optimizers = len(self._optimizers)
         partly = self._states_of_some_ranks(held)
+        order = {identity: number for number, identity in enumerate(held)}
         for number, optimizer in enumerate(self._optimizers.values()):
             which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
+            states: list[tuple[Held, torch.Tensor]] = []
             for index, group in enumerate(optimizer.param_groups):
                 if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
@@ -186,12 +188,16 @@ class StepRecorder:
                 settings = {key: one for key, one in group.items() if isinstance(one, (bool, int, float, str))}
                 for position, parameter in enumerate(group["params"]):
                     one = held.get(id(parameter)) or Held("params", _unnamed(position, index), parameter)
-                    for name in one.wholes:
-                        seen.settings[name] = settings
-                    for key, value in optimizer.state.get(parameter, {}).items():
-                        if isinstance(value, torch.Tensor) and id(parameter) not in partly:
-                            copy = one.copy_of(value)
-                            put(seen.values, seen.pieces, "optimizer", f"{key} of {{}}{which}", one, copy)
+                    seen.settings |= dict.fromkeys(one.wholes, settings)
+                    if id(parameter) not in partly:
+                        states.append((one, parameter))
+            # Copies of DTensors are gathered: in the order of the model, because groups may differ between ranks.
+            states.sort(key=lambda state: order.get(id(state[1]), len(order)))
+            for one, parameter in states:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        copy = one.copy_of(value)
+                        put(seen.values, seen.pieces, "optimizer", f"{key} of {{}}{which}", one, copy)
         self._optimizers.clear()
 
     def _states_of_some_ranks(self, held: dict[int, Held]) -> set[int]:

@@ -175,6 +175,18 @@ class OneRankNeverSteps(ShardedCopy):
         return model
 
 
+class OtherOrderOnSomeRanks(ShardedCopy):
+    """The optimizers of ranks have the same parameters in another order: states of DTensors are gathered all the same."""
+
+    def taken(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        super().__init__(model, rank)
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.Adam(parameters[::-1] if rank.index else parameters, lr=0.1)
+
+
 STAGES = {"meshes": [{"pp": 2, "tp": 2}]}
 
 
@@ -191,8 +203,9 @@ def test_its_twin_is_refuted(ranks: Any, step: Any, options: dict[str, Any]) -> 
         assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
 
 
-def test_a_copy_that_a_library_divides_passes(ranks: Any) -> None:
-    assert_step_scales(ranks, ShardedCopy, build=layers, batch=rows, sizes="divisible", max_examples=8)
+@pytest.mark.parametrize("step", [ShardedCopy, OtherOrderOnSomeRanks])
+def test_a_copy_that_a_library_divides_passes(ranks: Any, step: Any) -> None:
+    assert_step_scales(ranks, step, build=layers, batch=rows, sizes="divisible", max_examples=8)
 
 
 @pytest.mark.parametrize("step", [OneRankOfACopyNeverSteps, OneRankNeverSteps])
