@@ -77,8 +77,10 @@ class Pauses:
         """Look at the ranks that the others wait for, and return whether they may still answer."""
         before, self._seen = self._seen, {}
         for rank in waiting:
-            if rank not in self._paused:
-                self._seen[rank] = self._processes[rank].record()
+            process = self._processes[rank]
+            # While no rank pauses, a look is not worth a message to another host, which may not answer.
+            if rank not in self._paused and (self._paused or process.on_this_host):
+                self._seen[rank] = process.record()
         still = {rank: record for rank, record in self._seen.items() if before.get(rank) == record}
         self.crossed = _are_crossed(still)
         if self.crossed:

@@ -26,9 +26,11 @@ class Process:
         exit_code: as in `subprocess`: None while no exit is known, and the negative signal number if a signal ended it.
         server_end: how the fork server ended, if the process ended with it; otherwise empty.
         killed: whether `kill` was called. The process may take a while to end.
+        on_this_host: whether its files can be read without asking an agent.
         lost: how the agent that held the process was lost; None if it was not, and always None on one machine.
     """
 
+    on_this_host = True
     lost: str | None = None
     server_end: str = ""
     killed: bool = False

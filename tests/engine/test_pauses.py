@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mgpu_check.engine.failures import Who
+from mgpu_check.engine.pauses import Pauses
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.processes.matching import ahead, uneven
 from mgpu_check.processes.protocol import Group
@@ -40,6 +42,35 @@ def test_a_collective_that_a_rank_skips_does_not_pair_with_a_later_one(pool):
         headline(info),
     )
     assert info.value.ranks == (0,)
+
+
+class Waiting:
+    """A process that waits in a collective."""
+
+    def __init__(self, name: str, on_this_host: bool) -> None:
+        self.on_this_host = on_this_host
+        self.looks = 0
+        self._record = Record((Entered(name, 1, "", "", "float32[4]", "", "", "train.py", 3, "inside"),), 1)
+
+    def record(self) -> Record:
+        self.looks += 1
+        return self._record
+
+
+@pytest.mark.parametrize(
+    ("names", "on_this_host", "may_answer", "looks"),
+    [
+        (("all_gather", "all_reduce"), True, [True, False], 2),
+        (("all_reduce", "all_reduce"), True, [True, True], 2),
+        (("all_gather", "all_reduce"), False, [True, True], 0),
+    ],
+)
+def test_only_ranks_of_this_host_are_looked_at_while_none_pauses(names, on_this_host, may_answer, looks):
+    processes = {rank: Waiting(name, on_this_host) for rank, name in enumerate(names)}
+    pauses = Pauses(processes, Who(2))  # type: ignore[arg-type]  # as much of a process as a look needs
+    assert [pauses.look((0, 1)) for _ in range(2)] == may_answer
+    assert pauses.crossed is not may_answer[-1]
+    assert {process.looks for process in processes.values()} == {looks}
 
 
 def test_a_collective_that_nobody_waits_for_is_found_after_its_step(pool):

@@ -22,6 +22,8 @@ _NOBODY_KNOWS = 75  # stands for the unknown exit code of a process whose agent 
 class RemoteProcess(Process):
     """A process of another host. Its agent answers the requests that `Process` answers from local files."""
 
+    on_this_host = False
+
     def __init__(
         self, connections: Connections, agent: RemoteAgent, number: int, pid: int, connection: Channel
     ) -> None:
