@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,11 @@ def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
         counts: tensors with a count each; all ranks of a mesh pass the same DTensors in the same order.
     """
     found = [count for _, count in counts]
-    by_mesh: dict[int, list[int]] = {}
+    by_mesh: dict[int, tuple[Any, list[int]]] = {}
     for place, (tensor, _) in enumerate(counts):
         if (mesh := getattr(tensor, "device_mesh", None)) is not None:
-            by_mesh.setdefault(id(mesh), []).append(place)
-    for places in by_mesh.values():
-        mesh = counts[places[0]][0].device_mesh  # type: ignore[attr-defined]
+            by_mesh.setdefault(id(mesh), (mesh, []))[1].append(place)
+    for mesh, places in by_mesh.values():
         least = torch.tensor([found[place] for place in places], device=mesh.device_type)
         for dim in range(mesh.ndim):
             dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(dim))

@@ -86,7 +86,7 @@ def _all_multiplied(times: float) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _around_backward(look: Callable[[str, Sequence[Any]], list[RemovableHandle]]) -> Iterator[None]:
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # imported, not exported
     inside = 0
 
     def watched(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

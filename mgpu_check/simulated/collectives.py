@@ -8,7 +8,7 @@ the group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ from mgpu_check.simulated.late import LateWork, Staging, is_channels_last
 from mgpu_check.simulated.nccl import UNTYPED
 from mgpu_check.simulated.parsing import parser_of
 from mgpu_check.simulated.state import active_node, device_index
-from mgpu_check.simulated.tensor import SimulatedTensor
+from mgpu_check.simulated.tensor import SimulatedTensor, tensors_in
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.table import METHODS
 
@@ -37,15 +37,6 @@ _c10d = torch._C._distributed_c10d
 
 # Calls that are queued until their process group ends coalescing, by the name of the group.
 _coalescing: dict[str, list[Call]] = {}
-
-
-def _leaves(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors among arguments, in lists and tuples too: methods written in C++ take no other containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
 
 
 def _refuse(call: Call, group: NcclGroup) -> None:
@@ -119,7 +110,7 @@ def _run(pg: dist.ProcessGroup, asked: list[Call]) -> LateWork | None:
 def _method(original: Callable[..., object], parse: Callable[..., list[Call]]) -> Callable[..., object]:
     @functools.wraps(original)
     def method(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> object:
-        tensors = list(_leaves([*args, *kwargs.values()]))
+        tensors = list(tensors_in([*args, *kwargs.values()]))
         if active_node() is None:
             return original(self, *args, **kwargs)
         group = nccl_of(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from mgpu_check.simulated import functional, hardware, kernels, mismatch, unwritten
 from mgpu_check.simulated.generators import device_of, drawing, owner_of
 from mgpu_check.simulated.state import active_node
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in
 
 __all__ = ["on_sync", "run"]
 
@@ -98,7 +98,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     below = hardware.present
     given: list[torch.Tensor] = []
     if below is not None:
-        given = list(_tensors([args, tuple(kwargs.values())]))
+        given = list(tensors_in([args, tuple(kwargs.values())]))
         below.touch(device)
         below.read(device, given)
     if operator.random:
@@ -153,15 +153,7 @@ def _counts(args: tuple[object, ...]) -> bool:
     value = args[2] if len(args) > 2 else None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return False
-    return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
 
 
 def _spoil(
@@ -174,9 +166,9 @@ def _spoil(
     out: object,
 ) -> None:
     """Pass the operator with its inputs and outputs to the simulated hardware, which may spoil the outputs."""
-    changed = list(_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
+    changed = list(tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
     with _no_dispatch(), torch.no_grad():
-        written = list(_tensors(out)) if operator.fresh else []
+        written = list(tensors_in(out)) if operator.fresh else []
         below.operated(device, operator.name, given, [raw(t) for t in written or changed])
         below.read(device, changed)
 
@@ -202,13 +194,13 @@ def _run_random(
         given = kwargs.get("generator")
         if given is None:
             kwargs = {**kwargs, "generator": generator}
-        elif (owner := device_of(given)).type != "cuda":  # type: ignore[arg-type]
+        elif (owner := device_of(given)).type != "cuda":  # type: ignore[arg-type]  # the schema says a generator
             raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{owner.type}'")
         else:
-            generator = owner_of(given)  # type: ignore[arg-type]
+            generator = owner_of(given)  # type: ignore[arg-type]  # see above
     with drawing(generator, None if operator.takes_generator else node.ambient) as drawn, _no_dispatch():
         out = operator.call(*args, **kwargs)
-        drawn.extend(_tensors(out))
+        drawn.extend(tensors_in(out))
     return out
 
 

@@ -113,7 +113,7 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
     if generator is None:
         made = make(*args, device=node.backing, **kwargs)
     else:
-        with drawing(generator) as drawn:  # type: ignore[arg-type]
+        with drawing(generator) as drawn:  # type: ignore[arg-type]  # `make` refuses any other type
             made = make(*args, device=node.backing, **kwargs)
             drawn.append(made)
     if hardware.present is not None and make.__name__ not in EMPTY:

@@ -58,7 +58,7 @@ class DeviceGenerator(_base):
     state: _State
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute in the stubs
         return self._dev
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
@@ -126,7 +126,7 @@ _own: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDicti
 
 def made_on(device: torch.device, backing: torch.device, state: _State | None = None) -> DeviceGenerator:
     """Make a generator of a simulated device."""
-    generator: DeviceGenerator = DeviceGenerator.__new__(DeviceGenerator, device=backing)  # type: ignore[call-arg]
+    generator: DeviceGenerator = DeviceGenerator.__new__(DeviceGenerator, device=backing)  # type: ignore[call-arg]  # not in the stubs
     generator._dev = device
     generator.state = state or _State(_base.initial_seed(generator) & _MASK)
     _own[_address(generator)] = generator

@@ -11,7 +11,7 @@ collectives that it sends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from mgpu_check.simulated.functional import wait_pending
 from mgpu_check.simulated.generators import Draws
 from mgpu_check.simulated.memory import BLOCK
 from mgpu_check.simulated.streams import current_stream, is_capturing
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
-from mgpu_check.simulated.unwritten import EMPTY, never_written
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
+from mgpu_check.simulated.unwritten import EMPTY, bytes_of, never_written
 
 __all__ = ["Node", "Recorder", "abandon", "recorder_of"]
 
@@ -60,14 +60,6 @@ class Node:
                 self.after(next(iter(self.targets), None))
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _storage(t: torch.Tensor) -> int:
     return int(t.untyped_storage()._cdata) if t.layout is torch.strided else -1
 
@@ -75,7 +67,7 @@ def _storage(t: torch.Tensor) -> int:
 def _made(result: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors of a result with new memory: no wrappers, and none that share memory with ``given``."""
     known = set(map(_storage, given))
-    return [t for t in _tensors(result) if _storage(t) not in known and not _wraps(type(t))]
+    return [t for t in tensors_in(result) if _storage(t) not in known and not _wraps(type(t))]
 
 
 def _wraps(kind: Any) -> bool:
@@ -173,12 +165,12 @@ class Recorder(TorchDispatchMode):
         if not effects.makes and not effects.written:
             return func(*args, **kwargs)
         device = next(
-            (t._dev for t in _tensors([args, tuple(kwargs.values())]) if isinstance(t, SimulatedTensor)), None
+            (t._dev for t in tensors_in([args, tuple(kwargs.values())]) if isinstance(t, SimulatedTensor)), None
         )
         if device is not None and not is_capturing(device.index):
             return func(*args, **kwargs)
         given = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
-        written = list(_tensors(given))
+        written = list(tensors_in(given))
         if device is not None:
             self._there.update((_storage(t), device) for t in written)
         held = self._tagged if device is not None else _bare
@@ -213,7 +205,7 @@ class Recorder(TorchDispatchMode):
         for t in written:
             self._keep(t)
         given, named = _mapped(args, held), {name: _mapped(value, held) for name, value in kwargs.items()}
-        reads = list(_tensors([given, tuple(named.values())]))
+        reads = list(tensors_in([given, tuple(named.values())]))
         paused, self.paused = self.paused, True
         draws = Draws()
         try:
@@ -250,9 +242,7 @@ class Recorder(TorchDispatchMode):
         if key in self._before or key in self._memory or t.layout is not torch.strided:
             return
         with _no_dispatch(), torch.no_grad():
-            storage = t.untyped_storage()
-            home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]
-            whole = torch.empty(0, dtype=torch.uint8, device=home).set_(storage, 0, (storage.nbytes(),), (1,))
+            whole = bytes_of(t.untyped_storage())
             self._before[key] = whole, whole.clone()
 
     def finish(self) -> list[Node]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -19,7 +19,18 @@ from mgpu_check.simulated.state import active_node
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["CLASS", "TYPE_NAMES", "SimulatedTensor", "is_simulated", "raw", "set_runner", "tag", "to_real", "type_name"]
+__all__ = [
+    "CLASS",
+    "TYPE_NAMES",
+    "SimulatedTensor",
+    "is_simulated",
+    "raw",
+    "set_runner",
+    "tag",
+    "tensors_in",
+    "to_real",
+    "type_name",
+]
 
 CLASS = "_mgpu_check_class"  # the user's class of a tensor on the host
 _no_dispatch = torch._C._DisableTorchDispatch
@@ -48,6 +59,15 @@ def set_runner(run: Runner) -> None:
     """Set the function that runs the operators of simulated tensors: ``dispatch`` imports this module, not vice versa."""
     global _run
     _run = run
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments, in lists and tuples too: functions written in C++ take no other containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 class SimulatedTensor(torch.Tensor):

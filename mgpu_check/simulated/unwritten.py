@@ -16,7 +16,7 @@ from mgpu_check.simulated.delivery import poison
 from mgpu_check.simulated.memory import block_of
 from mgpu_check.simulated.state import active_node
 
-__all__ = ["EMPTY", "never_written", "never_written_bytes", "operator", "refuse_oversized", "require"]
+__all__ = ["EMPTY", "bytes_of", "never_written", "never_written_bytes", "operator", "refuse_oversized", "require"]
 
 # Functions and methods of torch that return uninitialized memory.
 EMPTY = frozenset(["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"])
@@ -52,9 +52,15 @@ def never_written(t: torch.Tensor) -> None:
 def never_written_bytes(storage: torch.UntypedStorage, start: int) -> None:
     """Set all bits of a storage from byte ``start``: this is NaN in every floating dtype."""
     with _no_dispatch(), torch.no_grad():
-        home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]
+        bytes_of(storage, start).fill_(255)
+
+
+def bytes_of(storage: torch.UntypedStorage, start: int = 0) -> torch.Tensor:
+    """Return the bytes of a storage from byte ``start``, as a tensor on its real device that shares the memory."""
+    with _no_dispatch(), torch.no_grad():
+        home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]  # not in the stubs
         count = storage.nbytes() - start
-        torch.empty(0, dtype=torch.uint8, device=home).set_(storage, start, (count,), (1,)).fill_(255)
+        return torch.empty(0, dtype=torch.uint8, device=home).set_(storage, start, (count,), (1,))
 
 
 def _magnitude(values: Iterable[object]) -> float:

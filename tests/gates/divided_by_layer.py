@@ -196,4 +196,4 @@ class MegatronExperts(SlimExperts):
         super().divide()
         self.own = self.model.experts = copy.deepcopy(self.model.experts)
         for parameter in self.own.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False  # type: ignore[attr-defined]  # as Megatron sets it

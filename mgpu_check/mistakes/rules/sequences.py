@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.report import Finding
@@ -47,7 +47,7 @@ def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
     return None
 
 
-def _layouts(size: int) -> Iterator[tuple[int, Callable[[int], tuple[int, ...]]]]:
+def _layouts(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
     """Yield layouts of a sequence: the number of parts, and a function from rank to the chunks that the rank holds.
 
     A rank holds one chunk, or one from each end, which balances causal attention. With fewer parts than ranks, groups of
@@ -59,15 +59,15 @@ def _layouts(size: int) -> Iterator[tuple[int, Callable[[int], tuple[int, ...]]]
         for index in dict.fromkeys(
             (tuple(r % parts for r in range(size)), tuple(r // (size // parts) for r in range(size)))
         ):
-            yield parts, lambda rank, index=index: (index[rank],)  # type: ignore[misc]
-            yield parts, lambda rank, index=index, parts=parts: (index[rank], 2 * parts - 1 - index[rank])  # type: ignore[misc]
+            yield parts, [(part,) for part in index]
+            yield parts, [(part, 2 * parts - 1 - part) for part in index]
 
 
 def _shifted_within(
     rows: _Rows,
     of_ranks: Sequence[Labels],
     parts: int,
-    chunks_of: Callable[[int], tuple[int, ...]],
+    chunks_of: Sequence[tuple[int, ...]],
     samples: int,
 ) -> tuple[int, str, int] | None:
     """Return the first wrong label as rank, label and right label; None if labels do not fit the layout, or none is wrong.
@@ -77,7 +77,7 @@ def _shifted_within(
     size = len(of_ranks)
     found, bits, counts = None, 0.0, Counter(label for row in rows for label in row)
     for rank, labels in enumerate(of_ranks):
-        chunks = chunks_of(rank)
+        chunks = chunks_of[rank]
         mine = _rows(labels, samples * parts // size) if samples * parts % size == 0 else None
         if mine is None:
             return None
