@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 import mgpu_check.acceptance
+from mgpu_check.acceptance.faults import HardwareFault, all_hardware_faults, planted_from
 from mgpu_check.cli.suite import run as run_suite
-from mgpu_check.faults.hardware.registry import HardwareFault, all_hardware_faults, planted_from
 
 LEVELS = ("quick", "standard", "long")
 
@@ -93,7 +93,7 @@ class Repeated:
 
         from mgpu_check.acceptance.conftest import RUN, _check_of
         from mgpu_check.acceptance.run import Run
-        from mgpu_check.pytest_plugin.stash import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         config = session.config
         core.global_force_seed = seed

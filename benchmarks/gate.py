@@ -17,6 +17,7 @@ from typing import Any
 
 from programs import PROGRAMS, Program
 
+from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.gates import observing
 from mgpu_check.gates.expectations import Effort
 from mgpu_check.gates.measuring import measure, measure_provisionally
@@ -24,7 +25,6 @@ from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import CHANGES, Scenario
 from mgpu_check.gates.trial import Trials
-from mgpu_check.mistakes.results import KINDS
 
 HERE = Path(__file__).parent
 WORLD_SIZES = (2, 3, 4)

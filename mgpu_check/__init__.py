@@ -11,11 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgpu_check.checks.allreduce import assert_allreduce_matches as assert_allreduce_matches
-    from mgpu_check.checks.gradients import assert_gradients_agree as assert_gradients_agree
-    from mgpu_check.checks.mismatch import raises_device_mismatch as raises_device_mismatch
-    from mgpu_check.checks.replicas import assert_replicas_agree as assert_replicas_agree
-    from mgpu_check.checks.scatter import assert_shards_cover as assert_shards_cover
+    from mgpu_check.asserts.allreduce import assert_allreduce_matches as assert_allreduce_matches
+    from mgpu_check.asserts.gradients import assert_gradients_agree as assert_gradients_agree
+    from mgpu_check.asserts.mismatch import raises_device_mismatch as raises_device_mismatch
+    from mgpu_check.asserts.replicas import assert_replicas_agree as assert_replicas_agree
+    from mgpu_check.asserts.scatter import assert_shards_cover as assert_shards_cover
+    from mgpu_check.engine.rank_side.rank import Rank as Rank
+    from mgpu_check.engine.rank_side.rank import current_rank as current_rank
     from mgpu_check.errors import NotCompared as NotCompared
     from mgpu_check.errors import RankDied as RankDied
     from mgpu_check.errors import RankFailure as RankFailure
@@ -26,30 +28,28 @@ if TYPE_CHECKING:
     from mgpu_check.gates.resuming import assert_resume_continues as assert_resume_continues
     from mgpu_check.gates.scaling import assert_metric_scales as assert_metric_scales
     from mgpu_check.gates.scaling import assert_step_scales as assert_step_scales
-    from mgpu_check.pytest_plugin.ranks import Ranks as Ranks
-    from mgpu_check.rank_side.rank import Rank as Rank
-    from mgpu_check.rank_side.rank import current_rank as current_rank
+    from mgpu_check.plugin.ranks import Ranks as Ranks
     from mgpu_check.simulated import simulated_node as simulated_node
 
 _HOMES = {
     "NotCompared": "mgpu_check.errors",
-    "Rank": "mgpu_check.rank_side.rank",
+    "Rank": "mgpu_check.engine.rank_side.rank",
     "RankDied": "mgpu_check.errors",
     "RankFailure": "mgpu_check.errors",
     "RankHang": "mgpu_check.errors",
-    "Ranks": "mgpu_check.pytest_plugin.ranks",
+    "Ranks": "mgpu_check.plugin.ranks",
     "ScalingMismatch": "mgpu_check.errors",
-    "assert_allreduce_matches": "mgpu_check.checks.allreduce",
+    "assert_allreduce_matches": "mgpu_check.asserts.allreduce",
     "assert_evaluation_agrees": "mgpu_check.gates.evaluating",
-    "assert_gradients_agree": "mgpu_check.checks.gradients",
+    "assert_gradients_agree": "mgpu_check.asserts.gradients",
     "assert_loader_covers": "mgpu_check.gates.loading",
     "assert_metric_scales": "mgpu_check.gates.scaling",
-    "assert_replicas_agree": "mgpu_check.checks.replicas",
+    "assert_replicas_agree": "mgpu_check.asserts.replicas",
     "assert_resume_continues": "mgpu_check.gates.resuming",
-    "assert_shards_cover": "mgpu_check.checks.scatter",
+    "assert_shards_cover": "mgpu_check.asserts.scatter",
     "assert_step_scales": "mgpu_check.gates.scaling",
-    "current_rank": "mgpu_check.rank_side.rank",
-    "raises_device_mismatch": "mgpu_check.checks.mismatch",
+    "current_rank": "mgpu_check.engine.rank_side.rank",
+    "raises_device_mismatch": "mgpu_check.asserts.mismatch",
     "simulated_node": "mgpu_check.simulated",
 }
 

@@ -42,7 +42,7 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
     return found
 
 
-os.environ.setdefault("_MGPU_CHECK_RAISE", "1")  # our tests must see an error of a diagnosis: `mistakes/attempts.py`
+os.environ.setdefault("_MGPU_CHECK_RAISE", "1")  # our tests must see an error of a diagnosis: `diagnosis/attempts.py`
 
 INI = Path(__file__).parents[1] / "pytest.ini"
 ENVIRONMENT = dict(os.environ)  # of now, and not of the test that is the first to ask for the template
@@ -120,7 +120,7 @@ def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest
     monkeypatch.setattr(pytester, "popen", popen)
 
 
-_LONGEST = ("matrix", "gates", "compare", "remote", "pytest_plugin")
+_LONGEST = ("matrix", "gates", "compare", "remote", "plugin")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The shape of the package: which room may import which, and what importing costs."""
+"""The shape of the project: which package may import which, and what importing costs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from pathlib import Path
 import pytest
 
 import mgpu_check
+from mgpu_check.suite.common.faults.registry import PROPERTIES
 
 HERE = Path(__file__).parent
 PACKAGE = Path(mgpu_check.__file__).parent
 
-# The floors, from the ground up. A room may import those on lower floors, and itself; never one on its own floor.
-FLOORS = [
-    {"errors", "option_values", "pages", "version", "devices", "processes", "recipes"},
+# The layers, from the lowest up. A package may import those in lower layers, and itself; never one in its own layer.
+LAYERS = [
+    {"errors", "option_values", "pages", "version", "devices", "processes"},
     {"settings", "torch_hooks"},
     {"numerics", "simulated"},
-    {"mistakes", "rank_side", "specs"},
-    {"checks", "engine", "faults", "strategies"},
-    {"compare", "gates", "pytest_plugin", "suite"},
-    {"acceptance"},
-    {"cli", "startup"},
+    {"diagnosis", "engine"},
+    {"asserts"},
+    {"compare", "gates", "plugin"},
+    {"suite"},
+    {"acceptance", "strategies"},
+    {"cli"},
 ]
-LOOSE = {"__init__", "__main__", "errors", "option_values", "pages", "settings", "version"}
+LOOSE = {"__init__", "__main__", "errors", "option_values", "pages", "settings", "strategies", "version"}
 
 
 @functools.cache
-def rooms_and_imports() -> list[tuple[str, str, str]]:
+def packages_and_imports() -> list[tuple[str, str, str]]:
     found = []
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -52,37 +54,96 @@ def rooms_and_imports() -> list[tuple[str, str, str]]:
     return found
 
 
-def floor(room: str) -> int:
-    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+def layer(package: str) -> int:
+    return next(number for number, packages in enumerate(LAYERS) if package in packages)
 
 
 def test_imports_point_down():
     wrong = []
-    for room, path, name in rooms_and_imports():
-        if not name.startswith("mgpu_check.") or room == "__main__":
+    for package, path, name in packages_and_imports():
+        if not name.startswith("mgpu_check.") or package == "__main__":
             continue
         other = name.split(".")[1]
-        if other in mgpu_check.__all__:
+        if other in mgpu_check.__all__ or other == "strategies":
             continue  # a public name, wherever it is at home
-        if other != room and floor(other) >= floor(room):
+        if other != package and layer(other) >= layer(package):
             wrong.append(f"{path} imports {name}")
     assert wrong == []
 
 
-def test_the_house_is_as_its_plan_says():
-    """Layers and tree have the same packages, no more than 20, and the page on architecture lists each of them."""
+def test_the_layers_are_as_the_page_says():
+    """Layers and tree have the same packages, no more than 14, and the page on architecture lists each of them."""
     directories = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*.py")}
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert set.union(*FLOORS) | LOOSE == directories | files
+    assert set.union(*LAYERS) | LOOSE == directories | files
     assert files == LOOSE
-    assert len(directories) <= 20
+    assert len(directories) <= 14
     page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
     plan = page[page.index("## Packages and layers") : page.index("## The engine")]
-    assert {room for room in set.union(*FLOORS) if not re.search(rf"\b{room}\b", plan)} == set()
+    assert {package for package in set.union(*LAYERS) if not re.search(rf"\b{package}\b", plan)} == set()
+
+
+CORE = set.union(*LAYERS[:6]) | {"__init__"}
+
+
+def used_modules(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports, also those that it imports from their package by name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("mgpu_check."):
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}".split(".")[1:]
+                is_module = PACKAGE.joinpath(*module).is_dir() or PACKAGE.joinpath(*module).with_suffix(".py").exists()
+                found.add(".".join(module if is_module else module[:-1]))
+    return found
+
+
+def test_the_suite_and_the_acceptance_use_what_the_page_says_of_the_core():
+    page = (HERE.parent / "docs" / "architecture.md").read_text()
+    table = page[page.index("### What the suite and the acceptance use") : page.index("### The way of a test")]
+    rows = dict(re.findall(r"^\| `?([a-z_ ]+)`? \| (.*) \|$", table, re.MULTILINE))
+    allowed = {"asserts"}
+    for package, names in rows.items():
+        prefix = "" if package == "top level" else f"{package}."
+        allowed |= {prefix + name for name in re.findall(r"`([a-z_.]+)`", names)}
+    used = {
+        module
+        for package in ("suite", "acceptance")
+        for path in PACKAGE.joinpath(package).rglob("*.py")
+        for module in used_modules(path)
+        if module.partition(".")[0] in CORE
+    }
+    used = {"simulated.simulated_node" if module == "simulated" else module for module in used}
+    assert {module for module in used if not within(module, allowed)} == set()
+    assert {module for module in allowed if not any(within(one, {module}) for one in used)} == set()
+
+
+def within(module: str, packages: set[str]) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def test_each_property_has_a_folder_of_its_own():
+    """It has the tests and the faults of the property, and imports no other property."""
+    folders = {path.parent.name for path in PACKAGE.glob("suite/*/test_*.py")}
+    assert folders == set(PROPERTIES)
+    for name in folders:
+        folder = PACKAGE / "suite" / name
+        assert [path.stem for path in folder.glob("test_*.py")] == [f"test_{name}"]
+        assert folder.joinpath("faults.py").exists() or folder.joinpath("faults", "__init__.py").exists()
+        own = set().union(*map(used_modules, folder.rglob("*.py")))
+        others = {module for module in own if module.startswith("suite.")}
+        strangers = {module for module in others if module.split(".")[1] not in {name, "common", "recipes"}}
+        assert strangers == set(), name
+
+
+def test_the_acceptance_uses_no_tests_and_no_faults_of_the_suite():
+    used = set().union(*map(used_modules, PACKAGE.joinpath("acceptance").rglob("*.py")))
+    wrong = [module for module in used if re.match(r"suite\..*\b(test_\w+|faults)\b", module)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
-    "room",
+    "package",
     [
         "errors",
         "settings",
@@ -90,27 +151,24 @@ def test_the_house_is_as_its_plan_says():
         "processes",
         "simulated",
         "torch_hooks",
-        "rank_side",
         "engine",
         "numerics",
-        "recipes",
-        "strategies",
-        "checks",
-        "faults",
-        "mistakes",
+        "asserts",
+        "diagnosis",
     ],
 )
-def test_the_lower_rooms_know_nothing_of_pytest(room):
-    wrong = [path for r, path, name in rooms_and_imports() if r == room and name.split(".")[0] in ("pytest", "_pytest")]
+def test_the_lower_packages_know_nothing_of_pytest(package):
+    wrong = [
+        path for r, path, name in packages_and_imports() if r == package and name.split(".")[0] in ("pytest", "_pytest")
+    ]
     assert wrong == []
 
 
 def test_ranks_know_nothing_of_hypothesis():
     wrong = [
         path
-        for r, path, name in rooms_and_imports()
-        if r in ("processes", "simulated", "torch_hooks", "rank_side", "engine", "checks")
-        and name.split(".")[0] == "hypothesis"
+        for r, path, name in packages_and_imports()
+        if r in ("processes", "simulated", "torch_hooks", "engine", "asserts") and name.split(".")[0] == "hypothesis"
     ]
     assert wrong == []
 
@@ -143,28 +201,28 @@ def imported_by_tests_of_ranks(path: Path) -> set[str]:
 
 
 def test_the_pytest_process_does_without_torch():
-    suite = sorted(PACKAGE.glob("suite/test_*.py"))
+    suite = sorted(PACKAGE.glob("suite/*/test_*.py"))
     called = set().union(*map(imported_by_tests_of_ranks, suite))
-    assert "mgpu_check.checks.seeded_ranks" in called  # or nothing is found
+    assert "mgpu_check.suite.devices.seeded_ranks" in called  # or nothing is found
     modules = (
         "mgpu_check",
-        "mgpu_check.pytest_plugin.plugin",
-        "mgpu_check.pytest_plugin.execution",
-        "mgpu_check.pytest_plugin.session",
+        "mgpu_check.plugin.plugin",
+        "mgpu_check.plugin.execution",
+        "mgpu_check.plugin.session",
         "mgpu_check.engine.pool",
         "mgpu_check.strategies",
-        *(f"mgpu_check.suite.{path.stem}" for path in suite),
+        *(f"mgpu_check.suite.{path.parent.name}.{path.stem}" for path in suite),
         *sorted(called),
     )
     assert first_to_import("torch", *modules) == ""
 
 
 def test_the_plugin_does_without_hypothesis():
-    assert first_to_import("hypothesis", "mgpu_check", "mgpu_check.pytest_plugin.plugin") == ""
+    assert first_to_import("hypothesis", "mgpu_check", "mgpu_check.plugin.plugin") == ""
 
 
 def test_real_ranks_do_without_the_simulator():
-    modules = ("mgpu_check.rank_side.worker", "mgpu_check.numerics.perturbation")
+    modules = ("mgpu_check.engine.rank_side.worker", "mgpu_check.numerics.perturbation")
     assert first_to_import("mgpu_check.simulated", *modules) == ""
 
 

@@ -16,8 +16,8 @@ from mgpu_check.acceptance.report.live import Live
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run import Run
 from mgpu_check.devices.observations import Observation
-from mgpu_check.pytest_plugin.ranks import Ranks
-from mgpu_check.pytest_plugin.stash import INVOCATION, SESSION
+from mgpu_check.plugin.ranks import Ranks
+from mgpu_check.plugin.stash import INVOCATION, SESSION
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 ACCOUNT: pytest.StashKey[Account] = pytest.StashKey()
@@ -114,7 +114,7 @@ def _seed(config: pytest.Config) -> int | None:
 
 def _command(config: pytest.Config) -> str:
     """Return the user's command line without the options that select checks."""
-    from mgpu_check.pytest_plugin.report.replay import Invocation
+    from mgpu_check.plugin.report.replay import Invocation
 
     invocation = config.stash.get(INVOCATION, None) or Invocation.of(config)
     return shlex.join([*invocation.program, *invocation.suite_options])

@@ -19,7 +19,7 @@ from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.baseline import Baseline, Recorded, baseline_from
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, UNUSABLE, amount
 from mgpu_check.acceptance.documents import read_document
-from mgpu_check.acceptance.performance import judge
+from mgpu_check.acceptance.performance.checks import judge
 from mgpu_check.acceptance.skus import Floor, Floors, Sku, floors_from, packaged_floors
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.devices.pcie import TRANSFERS, bytes_per_second

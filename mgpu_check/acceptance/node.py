@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mgpu_check.acceptance.answering import answers
 from mgpu_check.acceptance.ledger import Call
 from mgpu_check.acceptance.levels import seconds_for_a_call
-from mgpu_check.acceptance.troubles import observations_of
-from mgpu_check.checks.answering import answers
+from mgpu_check.acceptance.verdict.troubles import observations_of
 from mgpu_check.devices.observations import Entry, Measurement, Observation
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.errors import RankHang, StartupFailure

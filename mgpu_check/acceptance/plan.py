@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_check.acceptance.baseline import Baseline, read_baseline
+from mgpu_check.acceptance.faults import Planted, planted_from
 from mgpu_check.acceptance.report.files import check_paths, check_place
-from mgpu_check.faults.hardware.registry import Planted, planted_from
 from mgpu_check.settings import OPTIONS, Settings
 
 __all__ = ["DEFAULT_SOAK", "Plan", "soak_of"]

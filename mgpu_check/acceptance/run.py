@@ -13,24 +13,25 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance import floors
 from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Verdict
-from mgpu_check.acceptance.advice import advice_for
 from mgpu_check.acceptance.checklist import CHECKS
+from mgpu_check.acceptance.faults import PLANTER, hardware_text
 from mgpu_check.acceptance.ledger import Ledger
-from mgpu_check.acceptance.localisation import Look, look_again
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files
-from mgpu_check.acceptance.verdict import explain
+from mgpu_check.acceptance.verdict.advice import advice_for
+from mgpu_check.acceptance.verdict.localisation import Look, look_again
+from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
-from mgpu_check.faults.hardware.registry import hardware_text
+from mgpu_check.plugin.planting import Planting
 from mgpu_check.version import version
 
 if TYPE_CHECKING:
-    from mgpu_check.pytest_plugin.session import GpuSession
+    from mgpu_check.plugin.session import GpuSession
 
 __all__ = ["Run"]
 
@@ -79,7 +80,7 @@ class Run:
         plan = self.plan
         files.clear(plan.reports)
         if plan.simulate == "cpu" or plan.planted:
-            self.session.fault = hardware_text(plan.planted)
+            self.session.fault = Planting(PLANTER, hardware_text(plan.planted))
         with self.leased("acceptance: first look at the GPUs"):
             gpus = self._gpus()
         self.node = Node(

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.account import Gpu
-from mgpu_check.checks.inventory import is_under_load
-from mgpu_check.checks.load import keep_busy
+from mgpu_check.acceptance.inventory.checks import is_under_load
+from mgpu_check.acceptance.load import keep_busy
 from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
@@ -23,7 +23,7 @@ from mgpu_check.errors import RankFailure, RankHang
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
     from mgpu_check.engine.pool import RankPool
-    from mgpu_check.rank_side.rank import Rank
+    from mgpu_check.engine.rank_side.rank import Rank
 
 __all__ = ["Watch"]
 

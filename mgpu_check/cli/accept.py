@@ -110,7 +110,7 @@ class _Ending:
 
 
 def _list_faults() -> int:
-    from mgpu_check.faults.hardware.registry import all_hardware_faults
+    from mgpu_check.acceptance.faults import all_hardware_faults
 
     for name, fault in sorted(all_hardware_faults().items()):
         parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())

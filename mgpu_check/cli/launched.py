@@ -20,7 +20,7 @@ import pytest
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.remote.variables import launched_process_of
-from mgpu_check.pytest_plugin.session import PRELOAD
+from mgpu_check.plugin.session import PRELOAD
 from mgpu_check.settings import OPTIONS, Settings, resolve
 
 if TYPE_CHECKING:

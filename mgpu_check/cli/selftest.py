@@ -16,9 +16,10 @@ from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, ERROR, PASSED, SKIPPED, of_properties
 from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files, misuse, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
-from mgpu_check.pytest_plugin.session import FirstFailure
+from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.session import FirstFailure
 from mgpu_check.settings import active
+from mgpu_check.suite.common.faults.registry import PLANTER, PROPERTIES, Fault, all_faults
 
 __all__ = ["Selftest", "main"]
 
@@ -149,7 +150,7 @@ class Selftest:
         metafunc.parametrize(_PARAMETER, tries, ids=map(str, tries))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        foreign = [item for item in items if item.path.parent != Path(mgpu_check.suite.__path__[0])]
+        foreign = [item for item in items if Path(mgpu_check.suite.__path__[0]) not in item.path.parents]
         if foreign:
             items.clear()  # because hooks after the error still process them
             raise pytest.UsageError(
@@ -175,12 +176,12 @@ class Selftest:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        from mgpu_check.pytest_plugin.stash import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         tried = _try_of(item)
         assert tried is not None
         session = item.config.stash[SESSION]
-        session.fault = tried.fault
+        session.fault = None if tried.fault is None else Planting(PLANTER, tried.fault)
         session.first_failure = tried.fault is not None
         self._draw(item, tried)
 
@@ -188,7 +189,7 @@ class Selftest:
         """Set the number of examples and the seed of a check for this try."""
         from hypothesis import Phase, settings
 
-        from mgpu_check.suite import budget
+        from mgpu_check.suite.common import budget
 
         function: Any = getattr(item, "function", None)
         made = self._settings.setdefault(function, getattr(function, "_hypothesis_internal_use_settings", None))
@@ -218,7 +219,7 @@ class Selftest:
             report.sections.clear()
             report.user_properties.append((_CELL, outcome))
             if report.when == "call" and isinstance(call.excinfo.value, FirstFailure):
-                from mgpu_check.pytest_plugin.stash import FAILED
+                from mgpu_check.plugin.stash import FAILED
 
                 item.stash[FAILED] = False  # the ranks can be reused, unless they are broken
         elif report.when == "call":

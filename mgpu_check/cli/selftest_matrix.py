@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mgpu_check.faults.registry import Fault
+from mgpu_check.suite.common.faults.registry import Fault
 
 __all__ = ["ALONE", "CAUGHT", "ERROR", "PASSED", "SKIPPED", "Matrix", "of_properties"]
 

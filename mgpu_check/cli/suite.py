@@ -17,9 +17,9 @@ import pytest
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.remote import current
+from mgpu_check.plugin.report.progress import Progress
+from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.processes.scratch import Scratch
-from mgpu_check.pytest_plugin.report.progress import Progress
-from mgpu_check.pytest_plugin.report.replay import CommandLine
 from mgpu_check.settings import OPTIONS
 
 _HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
@@ -100,7 +100,12 @@ def names_a_check(argument: str, package: ModuleType = mgpu_check.suite) -> bool
 
 def files(package: ModuleType = mgpu_check.suite) -> list[str]:
     """Return the names of the test files of a package."""
-    return sorted(path.name for path in _directory(package).glob("test_*.py"))
+    return sorted(_paths(package))
+
+
+def _paths(package: ModuleType) -> dict[str, Path]:
+    """Return the path of each test file by its name."""
+    return {path.name: path for path in _directory(package).glob("*/test_*.py")}
 
 
 def _directory(package: ModuleType) -> Path:
@@ -112,8 +117,11 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
     ini = _directory(package) / "pytest.ini"
     # The plugin is named explicitly, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set.
     ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider"]
+    paths = _paths(package)
     chosen = [
-        str(ini.with_name(word)) if names_a_check(word, package) and before != "-k" else word
+        word.replace(file, str(paths[file]), 1)
+        if (file := word.partition("::")[0]) in paths and before != "-k"
+        else word
         for before, word in zip(["", *arguments], arguments, strict=False)
     ]
     if chosen == list(arguments):

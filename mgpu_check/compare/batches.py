@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.evidence import of_samples
 from mgpu_check.compare.obstacles import OTHER_START, Obstacle, divided
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import Evidence
-from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.rules.order import findings_of
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules.order import findings_of
 
 __all__ = ["other_samples", "others_from_the_start"]
 

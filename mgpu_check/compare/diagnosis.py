@@ -7,10 +7,10 @@ from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.obstacles import OTHER_START, Obstacle, drawing
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import Evidence
-from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.rules.order import findings_of
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules.order import findings_of
 
 __all__ = ["diagnose"]
 

@@ -21,8 +21,8 @@ def install(fd: int) -> Callable[[], None]:
     Returns:
         A function that also records the operations that the C++ reducer of DistributedDataParallel has entered so far.
     """
+    from mgpu_check.engine.rank_side.state import operations
     from mgpu_check.processes import record
-    from mgpu_check.rank_side.state import operations
     from mgpu_check.torch_hooks import collectives
 
     collectives.recorder.attach(fd)

@@ -15,8 +15,8 @@ from mgpu_check.compare.first_difference import FirstDifference, updates
 from mgpu_check.compare.obstacles import drawing
 from mgpu_check.compare.options import UPDATE_RULE, other_options
 from mgpu_check.compare.trace import Trace
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Sampler, Start
 from mgpu_check.numerics.factors import common_factor
 from mgpu_check.processes.rank_lists import few, grouped, named
 

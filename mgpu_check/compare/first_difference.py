@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mgpu_check.compare.alignment import Aligned, Deviation, Kind, Samples, deviation, of_kind
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Summary
-from mgpu_check.mistakes.report import Finding, Observable
+from mgpu_check.diagnosis.report import Finding, Observable
 
 __all__ = ["KINDS", "Diagnosis", "FirstDifference", "Wrong", "first_difference", "ratio_of", "updates"]
 

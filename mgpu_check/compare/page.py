@@ -8,8 +8,8 @@ from mgpu_check import pages
 from mgpu_check.compare.comparison import Comparison
 from mgpu_check.compare.picture import Curve, draw
 from mgpu_check.compare.result import curves
-from mgpu_check.mistakes.catalogue import CLASSES
-from mgpu_check.mistakes.report import Report
+from mgpu_check.diagnosis.catalogue import CLASSES
+from mgpu_check.diagnosis.report import Report
 from mgpu_check.version import __version__
 
 __all__ = ["write_page"]

@@ -11,7 +11,7 @@ from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.options import other_options
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
-from mgpu_check.mistakes.report import Report
+from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few, named
 
 __all__ = [

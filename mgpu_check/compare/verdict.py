@@ -14,7 +14,7 @@ from mgpu_check.compare.first_difference import FirstDifference, first_differenc
 from mgpu_check.compare.judged import account, left_over, not_compared, unread
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
-from mgpu_check.mistakes.report import Report
+from mgpu_check.diagnosis.report import Report
 
 __all__ = ["Kind", "Verdict", "of_failure", "refused", "starts_its_own", "verdict_of", "without_steps"]
 

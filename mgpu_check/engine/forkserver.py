@@ -187,7 +187,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         os.dup2(stderr, 2)
         os.close(stdout)
         os.close(stderr)
-        from mgpu_check.rank_side import worker
+        from mgpu_check.engine.rank_side import worker
 
         code = worker.main(connection, stacks, record, server.directory)
     except BaseException:

@@ -38,7 +38,7 @@ PRELOAD = (
     "torch.nn.parallel",
     "torch._dynamo",  # the first DistributedDataParallel imports it, which takes more than a second
     "mgpu_check.torch_hooks.collectives:install",  # before any module imports the functions by name
-    "mgpu_check.rank_side.worker",
+    "mgpu_check.engine.rank_side.worker",
 )
 
 SIMULATION = ("mgpu_check.simulated.collectives:record", "mgpu_check.simulated")
@@ -72,7 +72,7 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 class Launcher(Protocol):
-    """Starts processes that run `mgpu_check.rank_side.worker.main`, and reports how they end."""
+    """Starts processes that run `mgpu_check.engine.rank_side.worker.main`, and reports how they end."""
 
     def start(self) -> None:
         """Begin to start up in the background."""

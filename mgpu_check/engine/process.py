@@ -20,7 +20,7 @@ STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in millisec
 
 
 class Process:
-    """A process that runs `mgpu_check.rank_side.worker.main`.
+    """A process that runs `mgpu_check.engine.rank_side.worker.main`.
 
     Attributes:
         exit_code: as in `subprocess`: None while no exit is known, and the negative signal number if a signal ended it.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from mgpu_check.rank_side.pausing import pause
+from mgpu_check.engine.rank_side.pausing import pause
 
 __all__ = ["after_step"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mgpu_check.mistakes.observed import Observation, Piece
-from mgpu_check.mistakes.results import Result
+from mgpu_check.diagnosis.observed import Observation, Piece
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.numerics.placement.slices import Slice, indexed
 from mgpu_check.numerics.placement.slices import assembled as joined
 from mgpu_check.processes.rank_lists import named

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from mgpu_check.diagnosis.observed import Alternative, Division, Hypotheses, Other
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.batches import has_padding, samples_in
 from mgpu_check.gates.holdings import parameters_of
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.observed import Alternative, Division, Hypotheses, Other
-from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.threads import one_thread

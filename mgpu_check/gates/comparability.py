@@ -6,11 +6,11 @@ import fnmatch
 from collections import defaultdict
 from collections.abc import Mapping
 
+from mgpu_check.diagnosis.observed import Expected, Relations
 from mgpu_check.errors import NotCompared
 from mgpu_check.gates.meshes import Mesh, where_is
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.observed import Expected, Relations
 
 __all__ = ["Coverage", "check_unjudged"]
 

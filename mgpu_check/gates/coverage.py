@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mgpu_check.mistakes.samples import Accepted, EpochSamples
+from mgpu_check.diagnosis.samples import Accepted, EpochSamples
 
 __all__ = ["Coverage", "Epoch", "Visits", "coverage_of", "same_orders", "samples_of"]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import Evidence, Start
+from mgpu_check.diagnosis.report import Observable, Report
+from mgpu_check.diagnosis.rules.order import findings_of
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, sizes_of, world_sizes_of
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import Evidence, Start
-from mgpu_check.mistakes.report import Observable, Report
-from mgpu_check.mistakes.rules.order import findings_of
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.processes.scratch import Scratch
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu_check.engine.rank_side.pausing import pause
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.gates.program import bound
 from mgpu_check.gates.states import digest_of_value, is_real
@@ -20,8 +22,6 @@ from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
-from mgpu_check.rank_side.pausing import pause
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, name_of, plain_copy

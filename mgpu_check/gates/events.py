@@ -27,12 +27,12 @@ from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
+from mgpu_check.diagnosis.observed import Event, Trace
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.operands import Rows, arrived, contents, facts, in_function, layout, site, sums_of
 from mgpu_check.gates.program import modules_of
 from mgpu_check.gates.seeds_set import generator_seeded
-from mgpu_check.mistakes.observed import Event, Trace
-from mgpu_check.mistakes.results import Result
 from mgpu_check.torch_hooks.arguments import group_of, option
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form

@@ -7,12 +7,12 @@ import itertools
 import signal
 from collections.abc import Sequence
 
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
+from mgpu_check.diagnosis.observed import Event, Trace
+from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
-from mgpu_check.mistakes.observed import Event, Trace
-from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.processes.rank_lists import few, named
 
 __all__ = ["calls_of", "evidence_of"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
 
+from mgpu_check.diagnosis.observed import Expected
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.gates.measuring import (
     measure,
@@ -19,7 +20,6 @@ from mgpu_check.gates.rounding import RUNS, rounding_seen
 from mgpu_check.gates.runs import LARGE
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
-from mgpu_check.mistakes.observed import Expected
 from mgpu_check.numerics.steps import granted_with
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import digest_of

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mgpu_check.diagnosis.observed import Change, Event, Expected, Relations, Trace
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.errors import CheckFailure, RankHang
 from mgpu_check.gates.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
-from mgpu_check.mistakes.observed import Change, Event, Expected, Relations, Trace
-from mgpu_check.mistakes.results import Result
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
 __all__ = ["changes_tried"]

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mgpu_check.mistakes.report import Finding
+from mgpu_check.diagnosis.report import Finding
 
 if TYPE_CHECKING:
+    from mgpu_check.diagnosis.modules import WrongModule
+    from mgpu_check.diagnosis.observed import Expected, Relations
+    from mgpu_check.diagnosis.parting import Parting
+    from mgpu_check.diagnosis.results import Result
     from mgpu_check.engine.failures import Account
-    from mgpu_check.mistakes.modules import WrongModule
-    from mgpu_check.mistakes.observed import Expected, Relations
-    from mgpu_check.mistakes.parting import Parting
-    from mgpu_check.mistakes.results import Result
 
 __all__ = ["Axes", "Failure", "FirstWrong", "Mismatch", "NoReturn"]
 

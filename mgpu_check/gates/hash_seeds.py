@@ -9,13 +9,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from mgpu_check.diagnosis.evidence import HashSeeds
+from mgpu_check.diagnosis.report import Report
+from mgpu_check.diagnosis.rules.order import findings_of_hash_seeds
 from mgpu_check.engine import hash_seeds
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.sets_used import sets_used
 from mgpu_check.gates.worlds import RanksFixture
-from mgpu_check.mistakes.evidence import HashSeeds
-from mgpu_check.mistakes.report import Report
-from mgpu_check.mistakes.rules.order import findings_of_hash_seeds
 from mgpu_check.processes.rank_lists import few
 
 __all__ = ["with_seeds_apart"]

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
+from mgpu_check.diagnosis.observed import Change, Observation, Term
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.operands import site
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.terms import Paths, noting_terms, scaling_term
-from mgpu_check.mistakes.observed import Change, Observation, Term
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.arguments import group_of
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form

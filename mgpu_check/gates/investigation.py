@@ -5,6 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import Calls
+from mgpu_check.diagnosis.modules import first_wrong_module
+from mgpu_check.diagnosis.parting import first_parting
+from mgpu_check.diagnosis.rules.order import findings_of, findings_of_calls
+from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import account_of
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.gates.evidence import calls_of, evidence_of
@@ -13,12 +19,6 @@ from mgpu_check.gates.relations import close
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.second_look import SecondLook, as_seen
 from mgpu_check.gates.trial import Trial, Trials
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import Calls
-from mgpu_check.mistakes.modules import first_wrong_module
-from mgpu_check.mistakes.parting import first_parting
-from mgpu_check.mistakes.rules.order import findings_of, findings_of_calls
-from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.numerics.diagnosis import diagnose
 
 __all__ = ["failure_of", "no_return_of"]

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mgpu_check.mistakes.observed import PARITY, Expected, Observation, Relations
-from mgpu_check.mistakes.results import Result
+from mgpu_check.diagnosis.observed import PARITY, Expected, Observation, Relations
+from mgpu_check.diagnosis.results import Result
 
 __all__ = ["unjudged"]
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from mgpu_check.diagnosis.observed import Expected, Observation
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import Notes, entered
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
@@ -19,12 +22,9 @@ from mgpu_check.gates.rounding import (
 )
 from mgpu_check.gates.runs import Part, Provisional
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.observed import Expected, Observation
-from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.envelopes import root_mean_square
 from mgpu_check.numerics.steps import Measurement, full_precision
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
 

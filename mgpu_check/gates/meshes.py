@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.placement.declared import Coordinates
-from mgpu_check.rank_side.rank import Rank
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from mgpu_check.mistakes.observed import Trace
+from mgpu_check.diagnosis.observed import Trace
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import copied
 

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu_check.diagnosis.observed import Event, Observation
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.after_step import after_step
 from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
@@ -24,9 +27,6 @@ from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, 
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.seeds_set import noting_seeds
 from mgpu_check.gates.step_recorder import Nudge, StepRecorder, put
-from mgpu_check.mistakes.observed import Event, Observation
-from mgpu_check.mistakes.results import Result
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy

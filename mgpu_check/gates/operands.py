@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.batches import samples_in
-from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.placement.declared import Placement
-from mgpu_check.rank_side.rank import Rank
 
 __all__ = [
     "Program",

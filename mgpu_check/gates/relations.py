@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, REPEATS, Expected, Observation, Relations
+from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.gates.judged import unjudged
-from mgpu_check.mistakes.observed import AGREE, FINITE, PARITY, REPEATS, Expected, Observation, Relations
-from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import Restored
-from mgpu_check.mistakes.report import Finding, Observable
-from mgpu_check.mistakes.rules.order import findings_of_checkpoint
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import Restored
+from mgpu_check.diagnosis.report import Finding, Observable
+from mgpu_check.diagnosis.rules.order import findings_of_checkpoint
 from mgpu_check.processes.rank_lists import by_ranks, named
 
 if TYPE_CHECKING:

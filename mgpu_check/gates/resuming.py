@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.report import Report
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.restored import Entries, explained
 from mgpu_check.gates.worlds import RanksFixture, check_count, check_tolerance, noting, world_sizes_of
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.report import Report
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.scratch import Scratch
 
 if TYPE_CHECKING:
-    from mgpu_check.rank_side.rank import Rank
+    from mgpu_check.engine.rank_side.rank import Rank
 
 __all__ = ["assert_resume_continues"]
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mgpu_check.diagnosis.observed import Observation
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.perturbing import ROUNDOFF
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.runs import Measured, Part, Provisional, Runs, alike, left_alike, wide
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.observed import Observation
-from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import PAIRS, deviations, errors_seen, granted_at_least
-from mgpu_check.rank_side.rank import Rank
 
 __all__ = [
     "RUNS",

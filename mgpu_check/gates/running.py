@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from mgpu_check.diagnosis.observed import Observation, Trace
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.events import traced
 from mgpu_check.gates.module_outputs import noting_outputs
 from mgpu_check.gates.observing import observe
@@ -14,9 +16,7 @@ from mgpu_check.gates.operands import Rows
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.targets import NotingLabels
-from mgpu_check.mistakes.observed import Observation, Trace
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["run_step", "run_traced", "run_traced_alone"]
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from mgpu_check.diagnosis.observed import Observation
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.observing import Around, observe
 from mgpu_check.gates.perturbing import ROUNDOFF, generator_of, moved, perturbed
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.step_recorder import Nudge
-from mgpu_check.mistakes.observed import Observation
-from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import Measurement, assess, deviations, granted_at_least
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 

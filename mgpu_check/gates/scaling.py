@@ -13,6 +13,7 @@ from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.reporting import with_reporter
 from torch import nn
 
+from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gates.axes import shrunk_to_axes
 from mgpu_check.gates.comparability import check_unjudged
@@ -25,7 +26,6 @@ from mgpu_check.gates.step_seeds import try_seeds
 from mgpu_check.gates.telling import report_of
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import RanksFixture, check_tolerance, world_sizes_of
-from mgpu_check.mistakes.results import KINDS
 from mgpu_check.numerics.placement.declared import Placement, check_placement
 
 __all__ = ["assert_metric_scales", "assert_step_scales"]

@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.observed import Expected, Hypotheses, Observation, Relations, Trace
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.errors import CheckFailure, RankHang
 from mgpu_check.gates.batch_parts import run_hypotheses
 from mgpu_check.gates.experiments import changes_tried
@@ -15,10 +19,6 @@ from mgpu_check.gates.relations import RANDOM, allowed_for, close, repeats
 from mgpu_check.gates.running import run_traced, run_traced_alone
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Relations, Trace
-from mgpu_check.mistakes.results import Result
-from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.numerics.compare import difference
 
 __all__ = ["SecondLook", "as_seen"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from mgpu_check.diagnosis.observed import Event
 from mgpu_check.gates.operands import is_under_test, line_of, site
-from mgpu_check.mistakes.observed import Event
 
 __all__ = ["generator_seeded", "noting_seeds"]
 

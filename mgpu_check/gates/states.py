@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
+from mgpu_check.engine.rank_side.pausing import pause
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
-from mgpu_check.rank_side.pausing import pause
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, digest_of

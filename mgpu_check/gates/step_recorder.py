@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mgpu_check.diagnosis.observed import Observation, Piece
+from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.gates.captured_steps import CapturedSteps
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
 from mgpu_check.gates.presence import least_anywhere
-from mgpu_check.mistakes.observed import Observation, Piece
-from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mgpu_check.diagnosis.observed import Labels
 from mgpu_check.gates.operands import site
-from mgpu_check.mistakes.observed import Labels
 from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["NotingLabels"]

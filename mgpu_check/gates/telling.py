@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import singledispatch
 
+from mgpu_check.diagnosis.modules import WrongModule
+from mgpu_check.diagnosis.observed import PARITY
+from mgpu_check.diagnosis.parting import Parting
+from mgpu_check.diagnosis.report import Observable, Report
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.failure import Axes, Failure, Mismatch, NoReturn
-from mgpu_check.mistakes.modules import WrongModule
-from mgpu_check.mistakes.observed import PARITY
-from mgpu_check.mistakes.parting import Parting
-from mgpu_check.mistakes.report import Observable, Report
-from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.rank_lists import few, grouped, named
 
 __all__ = ["report_of"]

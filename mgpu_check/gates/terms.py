@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from mgpu_check.diagnosis.observed import Term
 from mgpu_check.gates.operands import site, upstream
 from mgpu_check.gates.program import modules_of
-from mgpu_check.mistakes.observed import Term
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.patches import replaced

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mgpu_check.diagnosis.observed import Expected, Observation, Relations
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.gates.assembly import assembled, holders_of
 from mgpu_check.gates.comparability import Coverage
@@ -21,8 +23,6 @@ from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
-from mgpu_check.mistakes.observed import Expected, Observation, Relations
-from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.placement.slices import Unplaced
 from mgpu_check.torch_hooks.threads import some_threads
 

@@ -11,8 +11,8 @@ __all__ = ["calling_line", "is_engine", "is_installed"]
 
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(
-    r"/mgpu_check/((processes|torch_hooks|rank_side|engine(/remote)?|gates|simulated|compare)/\w+"
-    r"|pytest_plugin/(in_rank|serialization|forwarding))\.py$"
+    r"/mgpu_check/((processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|compare)/\w+"
+    r"|plugin/(in_rank|serialization|forwarding))\.py$"
 )
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
 _OURS = "/mgpu_check/"

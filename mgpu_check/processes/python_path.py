@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["with_startup", "with_this_package"]
 
-_STARTUP = str(Path(__file__).parents[1] / "startup")
+_STARTUP = str(Path(__file__).parents[1] / "cli" / "startup")
 _HOME = str(Path(__file__).parents[2])
 
 
@@ -24,6 +24,6 @@ def with_this_package(statement: str) -> str:
 
 
 def with_startup(environment: Mapping[str, str]) -> str:
-    """Return a PYTHONPATH that makes a Python run ``startup/sitecustomize.py`` at its start, before the present entries."""
+    """Return a PYTHONPATH that makes a Python run ``cli/startup/sitecustomize.py`` at its start, before the present entries."""
     inherited = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _STARTUP]
     return os.pathsep.join([_STARTUP, *inherited])

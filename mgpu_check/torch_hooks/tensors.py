@@ -17,6 +17,7 @@ __all__ = [
     "bytes_of",
     "copied",
     "digest_of",
+    "indices_of",
     "memory_of",
     "name_of",
     "plain",
@@ -100,3 +101,8 @@ def memory_of(here: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
     memory = (ctypes.c_char * size).from_address(here.data_ptr() or ctypes.addressof(_NOTHING))
     memory.of = here  # type: ignore[attr-defined]  # a new attribute, which keeps the tensor alive
     return memory
+
+
+def indices_of(*devices: torch.device) -> list[int]:
+    """Return the distinct indices of the devices that have one, in order: the ranks of an error about all of them."""
+    return sorted({device.index for device in devices if device.index is not None})

@@ -8,7 +8,7 @@ import torch
 
 from mgpu_check.acceptance.account import Gpu
 from mgpu_check.devices.observations import Entry, Observation
-from mgpu_check.rank_side.rank import Rank
+from mgpu_check.engine.rank_side.rank import Rank
 
 
 class Node:

@@ -14,7 +14,7 @@ import pytest
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run import Run
 from mgpu_check.devices.placement import Slot
-from mgpu_check.pytest_plugin.report.replay import CommandLine
+from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import resolve
 
 Command = Callable[..., str]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance.verdict import explain
-from mgpu_check.checks.health import allowed_growth, examine_growth, examine_health, examine_troubles
-from mgpu_check.checks.inventory import examine_inventory, examine_pcie
+from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
+from mgpu_check.acceptance.health.checks import allowed_growth, examine_growth, examine_health, examine_troubles
+from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie
+from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.devices.telemetry.values import Snapshot, Trouble
-from mgpu_check.faults.hardware.registry import all_hardware_faults, planted_from
 from tests.acceptance.watching import GPUS, Run, watched
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.ledger import Ledger
-from mgpu_check.acceptance.localisation import look_again
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
-from mgpu_check.acceptance.verdict import explain
+from mgpu_check.acceptance.verdict.localisation import look_again
+from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.account import Account, Gpu, Host, Verdict
 from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
-from mgpu_check.acceptance.performance import judge, link_classes, unmeasured
+from mgpu_check.acceptance.performance.checks import judge, link_classes, unmeasured
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.skus import Floors, packaged_floors

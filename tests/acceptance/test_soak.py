@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from mgpu_check.acceptance.account import Gpu
-from mgpu_check.acceptance.soaking import Rate, Soak, slower
+from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
+from mgpu_check.acceptance.soak.rounds import Rate, Soak, slower
+from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.devices.observations import Measurement, Observation, Subject
-from mgpu_check.specs.soak import Loaded, SoakCase
-from mgpu_check.specs.transformer import Trained, TransformerCase
 
 MODEL = dict.fromkeys(range(4), "G")
 
@@ -149,13 +149,13 @@ LOAD = SoakCase(TransformerCase("autocast", batch=4, steps=2), 1, 0.1, 1 << 10, 
 
 
 def loaded(rank, faults):
-    from mgpu_check.acceptance.soaking import _examine_load
-    from mgpu_check.faults.hardware.registry import hardware_text, planted_from
-    from mgpu_check.faults.registry import planted
+    from mgpu_check.acceptance.faults import hardware_text, planted_from
+    from mgpu_check.acceptance.planting import hardware_planted
+    from mgpu_check.acceptance.soak.rounds import _examine_load
 
     seen = []
     for fault in faults:
-        with planted(hardware_text([planted_from(name) for name in fault.split()])):
+        with hardware_planted(hardware_text([planted_from(name) for name in fault.split()])):
             *failed, said = _examine_load(rank, LOAD)
         kinds = {one.subject.kind + (" memory" if "memory under" in one.seen else "") for one in failed}
         seen.append((sorted(kinds), said.reduced, sorted(said.exchanged), said.trained.digests, said.bytes > 10**6))

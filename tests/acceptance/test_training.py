@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.acceptance.departures import Departure, Divided, departures, elements_that_differ, judge
-from mgpu_check.acceptance.training import train_alike
-from mgpu_check.checks import parallel_training
-from mgpu_check.checks.digests import digests
+from mgpu_check.acceptance.faults import hardware_text, planted_from
+from mgpu_check.acceptance.planting import hardware_planted
+from mgpu_check.acceptance.training import parallel as parallel_training
+from mgpu_check.acceptance.training.cases import PRECISIONS, Trained, TransformerCase
+from mgpu_check.acceptance.training.checks import train_alike
+from mgpu_check.acceptance.training.departures import Departure, Divided, departures, elements_that_differ, judge
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
-from mgpu_check.faults.hardware.registry import hardware_text, planted_from
-from mgpu_check.faults.registry import planted
-from mgpu_check.rank_side.rank import Rank
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.hardware import Defect, Hardware, cells
 from mgpu_check.simulated.hardware import planted as on_hardware
-from mgpu_check.specs.models import TrainingSpec
-from mgpu_check.specs.transformer import PRECISIONS, Trained, TransformerCase
+from mgpu_check.suite.common.digests import digests
+from mgpu_check.suite.gradients.cases import TrainingSpec
 from tests.acceptance.nodes import Node
 
 CASE = TransformerCase(steps=3)
@@ -115,7 +115,7 @@ def _node():
 
 
 def hardware(*faults: str):
-    return planted(hardware_text([planted_from(fault) for fault in faults]))
+    return hardware_planted(hardware_text([planted_from(fault) for fault in faults]))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance.troubles import Trouble, observations_of
+from mgpu_check.acceptance.verdict.troubles import Trouble, observations_of
 from mgpu_check.devices.observations import Subject
 from mgpu_check.engine.failures import NODE, Account, Died, Finished, Interrupted, Raised, Who
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure

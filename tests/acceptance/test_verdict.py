@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.verdict import explain
+from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject, SubjectKind
 
 UP: SubjectKind = "upload"

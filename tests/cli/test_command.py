@@ -15,12 +15,12 @@ import pytest
 from mgpu_check.cli import accept, selftest
 from mgpu_check.cli.selftest import Selftest
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, Matrix
-from mgpu_check.faults.registry import all_faults
-from mgpu_check.pytest_plugin.report.progress import Progress
-from mgpu_check.pytest_plugin.session import GpuSession
-from mgpu_check.pytest_plugin.stash import SESSION
+from mgpu_check.plugin.report.progress import Progress
+from mgpu_check.plugin.session import GpuSession
+from mgpu_check.plugin.stash import SESSION
 from mgpu_check.settings import resolve
-from mgpu_check.suite import budget
+from mgpu_check.suite.common import budget
+from mgpu_check.suite.common.faults.registry import all_faults
 
 
 def test_help_names_the_commands(command):

@@ -27,7 +27,7 @@ IMPORTED = (  # by each process of a script
     "mgpu_check.compare.comparison",
     "mgpu_check.simulated.activation",
     "mgpu_check.torch_hooks.collectives",
-    "mgpu_check.rank_side.state",
+    "mgpu_check.engine.rank_side.state",
 )
 
 # The script of the page is what it says: comparable.

@@ -20,7 +20,7 @@ from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundof
 from mgpu_check.compare.summaries import summaries
 from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
 from mgpu_check.compare.verdict import Verdict, verdict_of, without_steps
-from mgpu_check.mistakes.attempts import RAISE
+from mgpu_check.diagnosis.attempts import RAISE
 
 NAMES = ("net.weight", "net.bias")
 RATE = 0.1

@@ -421,9 +421,9 @@ def test_a_gate_reads_functions_and_methods_alike(pool):
         from torch import nn
         from torch.distributed import _functional_collectives as functional
 
+        from mgpu_check.diagnosis.observed import Trace
         from mgpu_check.gates.events import traced
         from mgpu_check.gates.operands import Rows
-        from mgpu_check.mistakes.observed import Trace
 
         group = dist.new_group([1, 3])
         trace = Trace()

@@ -17,7 +17,7 @@ import pytest
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
-from mgpu_check.pytest_plugin.serialization import by_value
+from mgpu_check.plugin.serialization import by_value
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.engine.rank_side.state import _still_running
 from mgpu_check.errors import RankDied
-from mgpu_check.pytest_plugin.serialization import by_value
-from mgpu_check.rank_side.state import _still_running
+from mgpu_check.plugin.serialization import by_value
 
 SHARED = Path("/dev/shm")
 

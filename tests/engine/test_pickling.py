@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.errors import RankFailure
+from mgpu_check.plugin import serialization
 from mgpu_check.processes.pickling import Pickler, dumps, loads
-from mgpu_check.pytest_plugin import serialization
 
 
 @pytest.fixture(params=["as installed", "without names"])

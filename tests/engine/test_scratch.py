@@ -38,7 +38,7 @@ SHARES = """
 import multiprocessing, os, signal, subprocess, sys
 from mgpu_check.processes.leftovers import MARK
 from mgpu_check.processes.scratch import Scratch
-from mgpu_check.rank_side.shared_names import note_names
+from mgpu_check.engine.rank_side.shared_names import note_names
 scratch = Scratch.new("ranks")
 note_names(os.fspath(scratch.path))
 semaphore = multiprocessing.get_context("spawn").Semaphore()

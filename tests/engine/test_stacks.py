@@ -11,7 +11,7 @@ Current thread 0x00007f0000000002 (most recent call first):
   File "/env/site-packages/torch/distributed/distributed_c10d.py", line 5356 in barrier
   File "/env/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/home/train.py", line 38 in step
-  File "/src/mgpu_check/rank_side/worker.py", line 104 in call
+  File "/src/mgpu_check/engine/rank_side/worker.py", line 104 in call
   File "<string>", line 1 in <module>
 """
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from mgpu_check.diagnosis.observed import Event, Trace
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.operands import contents, layout
-from mgpu_check.mistakes.observed import Event, Trace
-from mgpu_check.mistakes.results import Result
 from mgpu_check.torch_hooks.table import COLLECTIVES
 from mgpu_check.torch_hooks.tensors import as_real, name_of
 

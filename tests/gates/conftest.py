@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.pytest_plugin.conftest import run as run
+from tests.plugin.conftest import run as run

@@ -7,9 +7,8 @@ from collections import Counter
 import torch
 from hypothesis import strategies as st
 
-from mgpu_check.gates.relations import relations_of
-from mgpu_check.mistakes.evidence import Calls, Restored
-from mgpu_check.mistakes.observed import (
+from mgpu_check.diagnosis.evidence import Calls, Restored
+from mgpu_check.diagnosis.observed import (
     Alternative,
     Division,
     Event,
@@ -18,9 +17,10 @@ from mgpu_check.mistakes.observed import (
     Observation,
     Other,
 )
-from mgpu_check.mistakes.results import KINDS, Result
-from mgpu_check.mistakes.samples import Accepted, EpochSamples, Loader
-from mgpu_check.mistakes.tensors import Tensors
+from mgpu_check.diagnosis.results import KINDS, Result
+from mgpu_check.diagnosis.samples import Accepted, EpochSamples, Loader
+from mgpu_check.diagnosis.tensors import Tensors
+from mgpu_check.gates.relations import relations_of
 from mgpu_check.processes.record import Entered
 from mgpu_check.torch_hooks.table import COLLECTIVES
 from mgpu_check.torch_hooks.tensors import digest_of

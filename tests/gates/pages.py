@@ -14,11 +14,11 @@ from mgpu_check import (
     assert_resume_continues,
     assert_step_scales,
 )
+from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
-from mgpu_check.mistakes.results import KINDS
 from tests.docs.pages import MISTAKES, first_files
 
 # By what tells programs apart that they define: their gate, which function of theirs it judges, and what else of them it

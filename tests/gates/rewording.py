@@ -23,7 +23,7 @@ from typing import Any
 
 REWORDED = (
     "mgpu_check.gates",
-    "mgpu_check.mistakes",
+    "mgpu_check.diagnosis",
     "mgpu_check.compare",
     "mgpu_check.numerics.diagnosis",
     "mgpu_check.engine.failures",
@@ -138,6 +138,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install(seed: int) -> None:
     """Reword what is imported from now on, whatever other import hooks there are."""
-    early = [name for name in sys.modules if name.startswith(("mgpu_check.gates", "mgpu_check.mistakes"))]
+    early = [name for name in sys.modules if name.startswith(("mgpu_check.gates", "mgpu_check.diagnosis"))]
     assert early == [], f"imported already: {early}"
     sys.meta_path.insert(0, _Finder(seed))

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from mgpu_check import ScalingMismatch, assert_step_scales
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.observed import Event, Expected, Hypotheses, Labels, Observation, Relations, Trace
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.rules.collectives import gradient_cut
+from mgpu_check.diagnosis.rules.sequences import labels_shifted_after_split
+from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.evidence import evidence_of
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.observed import Event, Expected, Hypotheses, Labels, Observation, Relations, Trace
-from mgpu_check.mistakes.results import Result
-from mgpu_check.mistakes.rules.collectives import gradient_cut
-from mgpu_check.mistakes.rules.sequences import labels_shifted_after_split
-from mgpu_check.mistakes.tensors import Tensors
 from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
 
 pytestmark = pytest.mark.gpus(2)

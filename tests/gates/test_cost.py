@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.errors import RankHang
 from mgpu_check.gates.measuring import (
     measure,
@@ -27,7 +28,6 @@ from mgpu_check.gates.runs import LARGE
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
-from mgpu_check.mistakes.results import KINDS, Result
 from mgpu_check.numerics.steps import granted_with
 from tests.gates.steps import Training, batch, build, right, summed, tutorial
 

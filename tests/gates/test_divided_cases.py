@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
+from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
-from mgpu_check.mistakes.results import KINDS
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.numerics.placement.slices import Unplaced
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import Calls
+from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.rules.order import findings_of_calls
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import Calls
-from mgpu_check.mistakes.results import KINDS
-from mgpu_check.mistakes.rules.order import findings_of_calls
 from mgpu_check.processes.record import Entered
 from tests.gates.steps import FEW
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mgpu_check.diagnosis.report import Report
 from mgpu_check.engine.failures import Account, Finished, Interrupted, Who
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.gates.investigation import no_return_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.telling import report_of
-from mgpu_check.mistakes.report import Report
 from mgpu_check.processes.record import Entered, Record
 
 

@@ -9,6 +9,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
+from mgpu_check.diagnosis.attempts import RAISE, Attempts
+from mgpu_check.diagnosis.observed import Expected, Hypotheses, Observation
+from mgpu_check.diagnosis.parting import first_parting
+from mgpu_check.diagnosis.results import KINDS, Result
+from mgpu_check.diagnosis.rules import order
+from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates import evidence as gate_evidence
 from mgpu_check.gates import investigation, restored
 from mgpu_check.gates.evidence import evidence_of
@@ -17,12 +23,6 @@ from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.restored import Entries, explained
 from mgpu_check.gates.second_look import SecondLook
 from mgpu_check.gates.states import Entry, Row
-from mgpu_check.mistakes.attempts import RAISE, Attempts
-from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation
-from mgpu_check.mistakes.parting import first_parting
-from mgpu_check.mistakes.results import KINDS, Result
-from mgpu_check.mistakes.rules import order
-from mgpu_check.mistakes.tensors import Tensors
 from tests.gates import evidence
 from tests.gates.loaders import numbers
 

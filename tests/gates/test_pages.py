@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from mgpu_check.mistakes.catalogue import CLASSES
+from mgpu_check.diagnosis.catalogue import CLASSES
 from tests.docs.pages import MISTAKES as PAGES
 from tests.docs.pages import blocks
 from tests.gates.pages import alarm, judge

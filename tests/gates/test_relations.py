@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from mgpu_check.diagnosis.observed import Expected, Observation, Relations
 from mgpu_check.gates.relations import REPEATS, repeats
-from mgpu_check.mistakes.observed import Expected, Observation, Relations
 
 
 def test_what_rounding_decides_need_not_repeat():

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgpu_check.mistakes import rules
-from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Restored, Sampler, Start
-from mgpu_check.mistakes.rules.order import (
+from mgpu_check.diagnosis import rules
+from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.evidence import ByRank, Calls, Evidence, Factor, Restored, Sampler, Start
+from mgpu_check.diagnosis.rules.order import (
     RULES,
     findings_of,
     findings_of_calls,
     findings_of_checkpoint,
     findings_of_loader,
 )
-from mgpu_check.mistakes.samples import Accepted, EpochSamples, Loader
-from mgpu_check.mistakes.weights import fitted, spanned
+from mgpu_check.diagnosis.samples import Accepted, EpochSamples, Loader
+from mgpu_check.diagnosis.weights import fitted, spanned
 from mgpu_check.processes.record import Entered
 
 START = Start("weight differs", "weight differs")

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from mgpu_check.diagnosis.modules import WrongModule
+from mgpu_check.diagnosis.observed import AGREE, PARITY, Expected, Observation, Relations
+from mgpu_check.diagnosis.parting import Parting
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.failure import Axes, FirstWrong, Mismatch
 from mgpu_check.gates.telling import report_of
-from mgpu_check.mistakes.modules import WrongModule
-from mgpu_check.mistakes.observed import AGREE, PARITY, Expected, Observation, Relations
-from mgpu_check.mistakes.parting import Parting
-from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.results import Result
 
 WEIGHT, BIAS = Result("params", "0.weight"), Result("params", "0.bias")
 

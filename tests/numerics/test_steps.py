@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.asserts.gradients import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.steps import deviations, full_precision, measure_step, measure_step_provisionally
-from mgpu_check.recipes import models, reference
-from mgpu_check.specs.models import TrainingSpec
+from mgpu_check.suite.gradients.cases import TrainingSpec
+from mgpu_check.suite.recipes import models, reference
 
 
 def _steps(training: TrainingSpec, shards: int):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ENVIRONMENT, fork_runs
-from tests.pytest_plugin.conftest import MARK, processes_with
+from tests.plugin.conftest import MARK, processes_with
 from tests.standin.building import build, environment, is_for_cpus, preloaded
 from tests.warm import Template
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mgpu_check import pages
 from mgpu_check.acceptance.account import CheckRun
-from mgpu_check.checks.health import THROTTLED
+from mgpu_check.acceptance.health.checks import THROTTLED
 from mgpu_check.devices.telemetry.values import TelemetrySample
 
 __all__ = ["PANELS", "Grid", "Scale", "heat_map", "over_time", "reasons"]

@@ -14,7 +14,7 @@ import pytest
 
 from mgpu_check.acceptance.report.view import seconds_text, what
 from mgpu_check.devices.observations import Entry, Observation
-from mgpu_check.pytest_plugin.report.progress import LiveLine
+from mgpu_check.plugin.report.progress import LiveLine
 
 __all__ = ["Live"]
 

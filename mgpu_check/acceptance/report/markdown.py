@@ -8,8 +8,8 @@ from mgpu_check.acceptance.account import Account, Accusation
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.devices.observations import Observation
-from mgpu_check.pytest_plugin.report.markdown import Page
-from mgpu_check.pytest_plugin.report.markup import code, fenced, text
+from mgpu_check.plugin.report.markdown import Page
+from mgpu_check.plugin.report.markup import code, fenced, text
 
 __all__ = ["render"]
 

@@ -78,7 +78,7 @@ class Recorder:
 
 
 def _session(stash: Stash) -> Any:
-    from mgpu_check.pytest_plugin.stash import SESSION
+    from mgpu_check.plugin.stash import SESSION
 
     return stash[SESSION]
 

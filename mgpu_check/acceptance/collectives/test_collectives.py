@@ -1,0 +1,163 @@
+"""Run collectives on exact data over all GPUs, halves and pairs, and compare every iteration on every rank bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check.acceptance.levels import drawn
+from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
+from mgpu_check.settings import active
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+    from mgpu_check.suite.collectives.exact import Collective
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+REDUCTIONS = ("sum", "avg", "product", "min", "max")
+OPERATIONS = (
+    *itertools.product(("all_reduce", "reduce", "reduce_scatter"), REDUCTIONS),
+    *((operation, "sum") for operation in ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv")),
+)
+
+_BORDERS = {
+    "quick": (4 << 10, 64 << 10),
+    "standard": (4 << 10, 64 << 10, 1 << 20, 4 << 20),
+    "long": (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20),
+}
+"""Sizes in bytes around which libraries switch their protocol or algorithm."""
+_LARGEST = {"quick": 32 << 20, "standard": 128 << 20, "long": 512 << 20}
+_MANY = {"quick": 400, "standard": 1200, "long": 10_000}
+"""Iterations at 1 MiB: a fault that shows once in 300 is seen at the level "standard" with a probability of 0.98."""
+_MANY_SIMULATED = {"quick": 20, "standard": 400, "long": 1200}
+_MEASURED = {"quick": 5, "standard": 15, "long": 51}
+_MOST_PAIRS = {"quick": 28, "standard": 496, "long": 2016}
+
+
+def fits(node: Node, size: int) -> bool:
+    """Return whether every GPU has memory for collectives of `size` bytes."""
+    return size * 12 <= min(node.gpus[number].memory for number in node.numbers)
+
+
+def look(node: Node, cases: Sequence[Collective]) -> None:
+    """Run collectives on all GPUs, and record the observations."""
+    from mgpu_check.acceptance.collectives.views import examine_collectives
+    from mgpu_check.suite.collectives.exact import Cases
+
+    node.on_ranks("collectives", examine_collectives, Cases(tuple(cases)))
+
+
+@pytest.mark.parametrize(("operation", "reduction"), OPERATIONS, ids=["-".join(pair) for pair in OPERATIONS])
+@drawn(quick=1, standard=2, long=12)
+@given(data=st.data())
+def test_each_operation(node: Node, operation: str, reduction: str, data: st.DataObject) -> None:
+    """Each operation is right in each dtype and size over all GPUs, with a different root for each case."""
+    from mgpu_check.suite.collectives.exact import REDUCING, Collective
+
+    usable = [dtype for dtype in DTYPES if operation not in REDUCING or reduction != "avg" or "float" in dtype]
+    chosen: Sequence[str] = usable
+    place_of_operation = OPERATIONS.index((operation, reduction))
+    if node.level == "quick" and (operation, reduction) != ("all_reduce", "sum"):
+        # The only example of a quick run is the simplest one, so rotate the dtypes to cover others in each operation.
+        first = place_of_operation * 2 % len(usable)
+        chosen = data.draw(st.permutations([*usable[first:], *usable[:first]]), label="dtypes")[:2]
+    seed, root = data.draw(st.integers(0, 2**30), label="seed"), data.draw(st.integers(0, 63), label="root")
+    around = st.integers(-100, 100)
+    cases: list[Collective] = []
+    for place, dtype in enumerate(chosen):
+        borders = [border for border in _BORDERS[node.level] if fits(node, border)]
+        for border in borders[place % 2 :: 2] if node.level == "quick" else borders:
+            size = border + data.draw(around, label="bytes around the border")
+            cases.append(
+                Collective(
+                    operation,
+                    dtype,
+                    size,
+                    (),
+                    reduction,
+                    root + place_of_operation + len(cases),
+                    iterations=3,
+                    seed=seed + place,
+                )
+            )
+    if operation in ("all_reduce", "all_to_all") and reduction == "sum" and fits(node, _LARGEST[node.level]):
+        cases.append(Collective(operation, "float32", _LARGEST[node.level], iterations=5, seed=seed))
+    look(node, cases)
+
+
+@drawn(quick=1, standard=2, long=10)
+@given(seed=st.integers(0, 2**30), delta=st.integers(-50, 50))
+def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
+    """Collectives are right over pairs (all, or as many as the level has time for), halves, and every second GPU."""
+    from mgpu_check.suite.collectives.exact import Collective
+
+    cases: list[Collective] = []
+    for members in groups(node):
+        for operation in ("all_reduce", "all_gather", "broadcast"):
+            cases.append(
+                Collective(
+                    operation, "float32", (64 << 10) + delta, tuple(members), iterations=3, seed=seed + len(cases)
+                )
+            )
+    look(node, cases)
+
+
+def groups(node: Node) -> list[tuple[int, ...]]:
+    """Return groups of ranks: the halves, every second rank, and pairs, those of different hosts first."""
+    count = len(node.numbers)
+    hosts = [node.gpus[number].host for number in node.numbers]
+    pairs = sorted(itertools.combinations(range(count), 2), key=lambda pair: hosts[pair[0]] == hosts[pair[1]])
+    found = {tuple(range(count // 2)), tuple(range(count // 2, count)), tuple(range(0, count, 2))}
+    larger = sorted(members for members in found if 2 < len(members) < count)
+    return [*larger, *(pairs[: _MOST_PAIRS[active().gpu_level]] if count > 2 else [])]
+
+
+@drawn(quick=1, standard=1, long=4)
+@given(seed=st.integers(0, 2**30), burst=st.sampled_from((1, 4)))
+def test_many_iterations_at_1_mib(node: Node, seed: int, burst: int) -> None:
+    """An all_reduce of exactly 1 MiB, where protocols change, is right in every one of many iterations."""
+    from mgpu_check.suite.collectives.exact import Collective
+
+    times = (_MANY_SIMULATED if node.simulated else _MANY)[node.level]
+    look(node, [Collective("all_reduce", "float32", 1 << 20, iterations=times, burst=burst, seed=seed)])
+
+
+def test_speed_of_collectives(node: Node) -> None:
+    """Measure algorithm and bus bandwidth of each collective; the check of performance judges them."""
+    from mgpu_check.acceptance.collectives.speed import bus_factor, time_collectives
+    from mgpu_check.suite.collectives.exact import Collective
+
+    numbers = node.numbers
+    # Simulated time has no noise, so few repeats are enough.
+    repeats, inner = (3, 1) if node.simulated else (_MEASURED[node.level], 4)
+    if len(numbers) < 2:
+        return
+    sizes = [size for size in (1 << 20, _LARGEST[node.level]) if fits(node, size)]
+    cases = [
+        Collective(operation, "float32", size, iterations=inner)
+        for operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+        for size in sizes
+    ]
+    results = node.on_ranks("collectives", time_collectives, cases, repeats)
+    group = Subject("group", tuple(numbers))
+    for number, case in enumerate(cases):
+        # The mean over ranks, like nccl-tests.
+        times = [statistics.fmean(times) for times in zip(*(seen[number] for seen in results), strict=True)]
+        if not times or min(times) <= 0:
+            continue
+        speed, spread = median_and_spread([case.bytes / time for time in times])
+        factor = bus_factor(case.operation, len(numbers))
+        for name, times_faster in (("algorithm", 1.0), ("bus", factor)):
+            quantity = f"{case.operation} {name} bandwidth"
+            node.record([
+                Measurement(
+                    "collectives", group, quantity, "B/s", speed * times_faster, repeats, case.bytes,
+                    spread * times_faster,
+                )
+            ])  # fmt: skip

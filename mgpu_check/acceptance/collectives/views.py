@@ -1,0 +1,127 @@
+"""Combine the views of all ranks on collectives into observations, and name suspects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+
+from mgpu_check.devices.observations import Observation, Subject, Work
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.processes.rank_lists import named
+from mgpu_check.suite.collectives.exact import Cases, Collective, View, views_of
+
+__all__ = ["examine_collectives", "observations_of_views"]
+
+_CHECK = "collectives"
+
+_DIRECT = ("all_to_all", "gather", "scatter")
+"""Operations that send data directly from rank to rank."""
+_ON_ALL = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations in which each rank gets a result, and takes part in the results of the others."""
+_REDUCED_ON_ALL = ("all_reduce", "reduce_scatter")
+
+
+def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
+    """Call collectives in all their groups; rank 0 returns the observations of all ranks, others none.
+
+    Subjects name ranks in place of GPUs. Sends and receives have an observation for each ordered pair too.
+    """
+    results: list[Sequence[View]] = [()] * rank.size
+    dist.all_gather_object(results, views_of(rank, cases.all))  # over the host
+    return observations_of_views(cases.all, results) if rank.index == 0 else []
+
+
+def observations_of_views(cases: Sequence[Collective], results: Iterable[Sequence[View]]) -> list[Observation]:
+    """Return an observation for each group in each case.
+
+    Args:
+        results: the views of each rank.
+    """
+    views: dict[tuple[int, tuple[int, ...]], list[View]] = {}
+    for seen in results:
+        for view in seen:
+            views.setdefault((view.case, view.members), []).append(view)
+    found: list[Observation] = []
+    for (number, members), group in sorted(views.items()):
+        found += _of_group(cases[number], members, group)
+    return found
+
+
+def _of_group(case: Collective, members: tuple[int, ...], views: Sequence[View]) -> Iterator[Observation]:
+    subject = Subject("group", members)
+    work = Work(bytes=views[0].bytes * case.iterations, operations=case.iterations)
+    bad = {view.rank: view for view in views if view.failed}
+    if not bad:
+        yield Observation(_CHECK, subject, "passed", case=str(case), work=work)
+        if case.operation == "send_recv":
+            yield from _pairs_that_passed(case, members, work)
+        return
+    ways = _ways(bad)
+    evidence = {
+        "collective": dataclasses.asdict(case),
+        "wrong": [
+            {"rank": rank, "failed": view.failed, "first": dataclasses.asdict(view.wrong[0])}
+            for rank, view in bad.items()
+        ],
+    }
+    if case.operation == "send_recv":
+        for pair, view in ways.items():
+            yield Observation(_CHECK, Subject("copy", pair), "failed", _seen(view), str(case), work, evidence)
+        return
+    suspects = tuple(sorted(_suspects(case, members, bad, set(ways))))
+    first = next(iter(bad.values()))
+    text = f"wrong on {named(sorted(bad))}: {_seen(first)}"
+    yield Observation(_CHECK, subject, "failed", text, str(case), work, evidence, suspects)
+
+
+def _pairs_that_passed(case: Collective, members: Sequence[int], work: Work) -> Iterator[Observation]:
+    count = len(members)
+    for step in {iteration % max(1, count - 1) + 1 for iteration in range(case.iterations)}:
+        for place, source in enumerate(members):
+            pair = (source, members[(place + step) % count])
+            if pair[0] != pair[1]:
+                share = Work(work.bytes // case.iterations, 1)
+                yield Observation(_CHECK, Subject("copy", pair), "passed", case=str(case), work=share)
+
+
+def _ways(bad: Mapping[int, View]) -> dict[tuple[int, int], View]:
+    """Return the (source, receiver) pairs of wrong data, each with the view of the receiver."""
+    found: dict[tuple[int, int], View] = {}
+    for receiver, view in bad.items():
+        for wrong in view.wrong:
+            for source in wrong.sources:
+                found.setdefault((source, receiver), view)
+    return found
+
+
+def _suspects(
+    case: Collective, members: Sequence[int], bad: Mapping[int, View], ways: set[tuple[int, int]]
+) -> set[int]:
+    """Return the ranks that the evidence accuses; empty if it accuses no rank.
+
+    In a ring, data that is wrong on one link is wrong on all ranks behind it. So a single rank with a wrong result has spoiled it
+    itself. That inference fails if only one rank has a result, or if the ranks before it in the ring have no result.
+    """
+    if len(members) < 3:
+        return set()
+    sources, receivers = {source for source, _ in ways}, set(bad)
+    all_agree = len(sources) == 1 and {receiver for _, receiver in ways} == receivers
+    if case.operation in _DIRECT:
+        if len(sources) == 1 and len(receivers) == 1:
+            return sources | receivers
+        if len(receivers) == 1:
+            return receivers
+        return sources if len(sources) == 1 else set()
+    if all_agree and len(receivers) == len(members) and case.operation in _REDUCED_ON_ALL:
+        return sources
+    return receivers if len(receivers) == 1 and case.operation in _ON_ALL else set()
+
+
+def _seen(view: View) -> str:
+    first = view.wrong[0]
+    return (
+        f"{view.failed} of {view.checked} results are wrong; in iteration {first.iteration} {first.count} of {first.of} from "
+        f"{first.first} on: {first.looks}"
+    )

@@ -1,0 +1,91 @@
+"""Check that each GPU computes right results, repeatedly, and the same bits as the other GPUs of its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+
+from mgpu_check.acceptance.compute.arithmetic import compute
+from mgpu_check.acceptance.levels import SEEDS, drawn
+from mgpu_check.settings import active
+from mgpu_check.suite.devices.computing.cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mgpu_check.acceptance.node import Node
+
+_BYTES = 512
+"""Bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results."""
+
+_DENSE = ("products", "layers")
+"""In these families each dtype has hardware units of its own, so every level checks all dtypes."""
+
+_REPEATED = {
+    "product known by algebra": 1.0,
+    "batched product known by algebra": 0.3,
+    "convolution known by algebra": 0.3,
+    "attention known by algebra": 0.3,
+    "sum of two": 0.1,
+    "sum": 0.1,
+    "exp": 0.1,
+    "sort": 0.1,
+}
+"""Operations to repeat many times, with their share of the time and of the repeats."""
+
+_MANY = {"quick": (16, 0.25), "standard": (30_000, 8.0), "long": (300_000, 90.0)}
+"""Repeats of an operation, and the limit in seconds. 30000 repeats show a fault of one in 10^4 with a probability of 95 %."""
+
+
+def _side(node: Node) -> int:
+    """Return the size of the matrices for the GPU with the least memory: 128 for 16 MiB, 8192 for 80 GiB."""
+    elements = min(gpu.memory for gpu in node.gpus) // _BYTES
+    return max(32, 1 << (elements.bit_length() - 1) // 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@drawn(quick=1, standard=2, long=10)
+@given(seed=SEEDS)
+def test_results_are_right(node: Node, family: str, seed: int) -> None:
+    """Each operation agrees with its oracle in each dtype, and gives the same bits every time and on all GPUs."""
+    dense, quick = family in _DENSE, node.level == "quick"
+    repeats, seconds, share = {"quick": (4, 0.2, 2), "standard": (16, 0.5, 1), "long": (64, 2.0, 1)}[node.level]
+    side = max(32, _side(node) // (share if dense else 4))
+    cases = [
+        ComputeCase(operation, dtype, side, seed, repeats, seconds, timed=operation in TIMED)
+        for number, (operation, dtypes) in enumerate(FAMILIES[family].items())
+        for dtype in (_every_other(dtypes, seed + number) if quick and not dense else dtypes)
+    ]
+    compute(node, cases)
+
+
+def _every_other(dtypes: Sequence[str], start: int) -> Sequence[str]:
+    return dtypes[start % 2 :: 2] or dtypes
+
+
+def _repeated() -> list[str]:
+    """Return the operations to repeat at the level of this run. A quick run repeats only products: its few repeats of the
+    other operations would add nothing to `test_results_are_right`.
+    """
+    return [operation for operation in _REPEATED if active().gpu_level != "quick" or _REPEATED[operation] == 1]
+
+
+@pytest.mark.parametrize("operation", _repeated())
+@drawn(quick=1, standard=1, long=3)
+@given(seed=SEEDS)
+def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
+    """An operation that is repeated many times gives the same bits each time. Operands are small to allow many repeats."""
+    repeats, seconds = _MANY[node.level]
+    share = _REPEATED[operation]
+    side = max(32, min(512, _side(node) // 4))
+    cases = [
+        ComputeCase(operation, dtype, side, seed, max(2, int(share * repeats)), share * seconds)
+        for dtype in OPERATIONS[operation]
+    ]
+    if node.level == "quick":
+        compute(node, cases)
+        return
+    for case in cases:
+        compute(node, [case])

@@ -1,0 +1,197 @@
+"""Register defects of hardware, and parse their names on the command line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.devices.observations import Part
+from mgpu_check.devices.telemetry.fields import FIELDS
+from mgpu_check.devices.telemetry.simulated import Override
+from mgpu_check.simulated.defects.parameters import PATTERNS, Parameters, Value
+
+if TYPE_CHECKING:
+    from mgpu_check.simulated.hardware import Defect
+
+__all__ = [
+    "CHOICES",
+    "MEMORY",
+    "MODULES",
+    "PLANTER",
+    "HardwareFault",
+    "Planted",
+    "all_hardware_faults",
+    "gpu",
+    "hardware_fault",
+    "hardware_text",
+    "host_link",
+    "link",
+    "made_by",
+    "planted_from",
+]
+
+PLANTER = "mgpu_check.acceptance.planting:hardware_planted"
+"""The function that plants what `hardware_text` returns: ranks import it, because it imports torch."""
+
+MEMORY = 16 << 20
+"""Bytes of memory of a GPU with simulated hardware. Small, so that checks of all of it are fast."""
+
+MODULES = ("memory", "compute", "links", "collectives", "performance", "health")
+"""`mgpu_check.acceptance.<module>.faults` holds the faults of each check."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "path": ("any", "engine", "kernel"),
+    "memory": ("any", "pinned", "pageable"),
+    "operation": ("any", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"),
+    "pattern": PATTERNS,
+    "dtype": (
+        *("any", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    ),
+    "field": tuple(FIELDS),
+}
+"""Valid values of the parameters that are words. With any other value a fault would have no effect."""
+
+
+@dataclass(frozen=True)
+class HardwareFault:
+    """A defect of hardware that can be planted.
+
+    Attributes:
+        defaults: its parameters with their defaults: "device", "peer", "dtype", "operation", "above" (bytes), "probability" (per
+            operation), "every" (affects every n-th operation), "after" (seconds since the start), "factor", ...
+        parts: the parts that the verdict must accuse.
+        caught_by: the checks that must detect it.
+        level: the lowest level that must detect it.
+        defect: makes the defect of the simulated node; None if the fault shows in telemetry only.
+        telemetry: makes the overrides of telemetry; empty by default.
+    """
+
+    name: str
+    summary: str
+    defaults: Parameters
+    parts: Callable[[Parameters], tuple[Part, ...]]
+    caught_by: tuple[str, ...]
+    level: str = "quick"
+    defect: Callable[[Parameters], Defect] | None = None
+    telemetry: Callable[[Parameters], Sequence[Override]] = field(default=lambda parameters: ())
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault with its parameters.
+
+    Attributes:
+        text: the fault in the notation of the command line: ``copy-zeros:device=0,peer=2,above=2097152``.
+    """
+
+    fault: HardwareFault
+    parameters: Parameters
+
+    @property
+    def text(self) -> str:
+        given = ",".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.fault.name}:{given}" if given else self.fault.name
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that the verdict must accuse."""
+        return self.fault.parts(self.parameters)
+
+
+def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defect]:
+    """Return a function that makes the class `name` of `defects.<module>` from parameters and `given`. Its call imports torch."""
+
+    def make(parameters: Parameters) -> Defect:
+        found = importlib.import_module(f"mgpu_check.simulated.defects.{module}")
+        made: Defect = getattr(found, name)(parameters, **given)
+        return made
+
+    return make
+
+
+def gpu(parameters: Parameters) -> tuple[Part, ...]:
+    """Return the GPU ``device`` as the part at fault."""
+    return (Part("gpu", (int(parameters["device"]),)),)
+
+
+def link(parameters: Parameters) -> tuple[Part, ...]:
+    """Return the link from ``device`` to ``peer`` as the part at fault."""
+    return (Part("link", (int(parameters["device"]), int(parameters["peer"]))),)
+
+
+def host_link(parameters: Parameters) -> tuple[Part, ...]:
+    """Return the link between the host and ``device`` as the part at fault."""
+    return (Part("host-link", (int(parameters["device"]),)),)
+
+
+_faults: dict[str, HardwareFault] = {}
+
+
+def hardware_fault(fault: HardwareFault) -> HardwareFault:
+    """Register a fault.
+
+    Raises:
+        ValueError: another fault has this name.
+    """
+    if _faults.get(fault.name, fault) != fault:
+        raise ValueError(f"hardware_fault: {fault.name!r} is registered already")
+    _faults[fault.name] = fault
+    return fault
+
+
+def all_hardware_faults() -> dict[str, HardwareFault]:
+    """Return every fault by name. Imports no torch."""
+    for name in MODULES:
+        importlib.import_module(f"mgpu_check.acceptance.{name}.faults")
+    return dict(_faults)
+
+
+def planted_from(text: str) -> Planted:
+    """Parse a fault in the notation of the command line: a name, a colon, and parameters that differ from the defaults.
+
+    Raises:
+        ValueError: the name, a parameter or its value is unknown. The message gives the valid set.
+    """
+    faults = all_hardware_faults()
+    name, _, given = text.partition(":")
+    if name not in faults:
+        close = difflib.get_close_matches(name, faults, n=3, cutoff=0.4)
+        nearest = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(
+            f"{name!r} is not a hardware fault; {nearest}mgpu-check accept --plant=list lists all {len(faults)}"
+        )
+    fault = faults[name]
+    parameters = dict(fault.defaults)
+    for pair in filter(None, given.split(",")):
+        key, equals, value = pair.partition("=")
+        if key not in parameters or not equals:
+            raise ValueError(f"{name}: {pair!r} is not one of its parameters; choose from {', '.join(parameters)}")
+        parameters[key] = _value(name, key, value, parameters[key])
+    return Planted(fault, parameters)
+
+
+def hardware_text(faults: Sequence[Planted], memory: int = MEMORY, started: float | None = None) -> str:
+    """Return the name of these faults for `planting.hardware_planted`; hardware without defects if `faults` is empty.
+
+    Args:
+        memory: memory of each GPU, in bytes.
+        started: start of the run, by `time.time`. The parameter ``after`` counts from it. Default now.
+    """
+    own = f"memory={memory},started={time.time() if started is None else started}"
+    return ";".join([own, *(fault.text for fault in faults)])
+
+
+def _value(name: str, key: str, text: str, default: Value) -> Value:
+    if isinstance(default, str):
+        if text not in CHOICES[key]:
+            raise ValueError(f"{name}: {key}={text!r} is unknown; choose from {', '.join(CHOICES[key])}")
+        return text
+    if not re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", text):
+        raise ValueError(f"{name}: {key}={text!r} is not a number; its default is {default}")
+    return int(text) if isinstance(default, int) else float(text)

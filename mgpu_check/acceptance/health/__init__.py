@@ -1,0 +1,1 @@
+"""Health of each GPU by its telemetry."""

@@ -1,0 +1,331 @@
+"""Judge the health of GPUs by telemetry from before, during and after a run.
+
+An error of a query is a failure of its GPU. A field that a GPU does not support counts as unknown, and is not a failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mgpu_check.acceptance.health.xids import CONSEQUENCES, advice_on, meaning_of
+from mgpu_check.acceptance.inventory.checks import is_under_load
+from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
+from mgpu_check.devices.pcie import TRANSFERS
+from mgpu_check.devices.telemetry.fields import Value, field_of, names, peer_of
+from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+
+__all__ = ["THROTTLED", "allowed_growth", "examine_growth", "examine_health", "examine_troubles"]
+
+_CHECK = "health"
+
+_RESET = "reset the GPU (nvidia-smi --gpu-reset), or restart the machine, and run again"
+_EXCHANGE = "exchange the GPU"
+_COOLING = "look at fans, air flow, inlet temperature and heat sinks; compare with the other GPUs"
+_NVLINK = "look at nvidia-smi nvlink -e; reset the GPU; re-seat it or its bridge; if it stays, exchange it"
+_PCIE = "re-seat the GPU and its riser; look at the AER counters of its ports; if it stays, exchange riser, then GPU"
+
+_STATES: dict[str, str] = {
+    "remap_pending": _RESET,
+    "remap_failed": _EXCHANGE,
+    "retired_pending": _RESET,
+    "repair_pending": _RESET,
+    "sram_threshold": _EXCHANGE,
+    "unrepairable_memory": _EXCHANGE,
+}
+"""State that means trouble when it is True -> advice."""
+
+_SINCE_LOADED = "ecc_uncorrected"
+_MOST_RETIRED = 62  # DCGM and the field diagnostic call 63 retired pages a failure
+
+_ADVICE: dict[str, str] = {
+    "ecc_corrected": "run again; if it stays, reset the GPU; then exchange it",
+    "ecc_uncorrected": _RESET + "; if errors come back, exchange the GPU",
+    "ecc_uncorrected_ever": _RESET + "; if errors come back, exchange the GPU",
+    "remapped_corrected": _RESET,
+    "remapped_uncorrected": _RESET,
+    "retired_pages": _RESET,
+    "thermal_violation": _COOLING,
+    **dict.fromkeys(("pcie_replays", "pcie_nonfatal", "pcie_fatal"), _PCIE),
+    **dict.fromkeys(("nvlink_crc", "nvlink_replay", "nvlink_recovery", "nvlink_packets"), _NVLINK),
+}
+"""Counter that must not grow, or only slowly -> advice."""
+
+THROTTLED = {
+    "hardware slowdown": _COOLING + "; look at power cables and supplies",
+    "thermal (software)": _COOLING,
+    "thermal (hardware)": _COOLING,
+    "power brake": "look at the power supplies of the machine, and at what caps the power of the rack",
+    "reliability": "look at the power supply of the GPU; if it stays, exchange the GPU",
+}
+"""Reason for low clocks that a healthy machine does not have -> advice. The power limit is a normal reason, so it is absent."""
+
+_SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
+_BIT_ERRORS = 1e-12  # the rate per bit and lane that PCIe allows
+_CORRECTED = 10  # DCGM's DCGM_LIMIT_MAX_SBE_RATE
+_CRC_PER_SECOND = 100  # DCGM's DCGM_LIMIT_MAX_NVLINK_CRC_ERROR
+_HEAT = (0.1, 0.01)  # tolerated slowdown by heat: seconds, or share of the time, whichever is more
+_WRAPS = 1 << 31
+
+
+def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | None]) -> float:
+    """Return the largest growth of a counter on a healthy GPU.
+
+    Args:
+        counter: the name of the counter.
+        seconds: the time in which it grew.
+        gauges: generation and width of the PCIe link.
+    """
+    if counter == "pcie_replays":
+        generation, width = gauges.get("pcie_generation"), gauges.get("pcie_width")
+        fastest = max(TRANSFERS.values())
+        transfers = TRANSFERS.get(generation, fastest) if isinstance(generation, int) else fastest
+        lanes = width if isinstance(width, int) else 16
+        expected = _BIT_ERRORS * transfers * lanes * seconds
+        return math.ceil(expected + 6 * math.sqrt(expected))
+    if counter == "nvlink_crc":
+        return _CRC_PER_SECOND * max(1.0, seconds)
+    if counter == "ecc_corrected":
+        return _CORRECTED
+    if counter == "thermal_violation":
+        return 1e9 * max(_HEAT[0], _HEAT[1] * seconds)
+    return 0
+
+
+def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observation]:
+    """Compare the counters of two snapshots.
+
+    Args:
+        before, after: the snapshots.
+        case: the name of the work between them.
+
+    Returns:
+        For each GPU that answered both times: one failed observation for each counter that grew too much, or a passed one.
+    """
+    seconds = max(0.0, after.at - before.at)
+    found = []
+    for gpu in sorted(before.counters.keys() & after.counters.keys()):
+        failed = []
+        counted = 0
+        for name, advice in _ADVICE.items():
+            first, last = before.counters[gpu].get(name), after.counters[gpu].get(name)
+            if first is None or last is None:
+                continue
+            counted += 1
+            if name == "ecc_uncorrected_ever" and before.counters[gpu].get("ecc_uncorrected") is not None:
+                continue  # "ecc_uncorrected" counts the same errors
+            text = _grown(name, first, last, allowed_growth(name, seconds, after.gauges.get(gpu, {})))
+            if text:
+                evidence = {"field": name, "before": first, "after": last, "seconds": seconds, "advice": advice}
+                failed.append(_of(gpu, "failed", text, case, 1, evidence))
+        found += failed or [_of(gpu, "passed", "", case, counted, {})]
+    return found
+
+
+def _grown(name: str, first: int, last: int, allowed: float) -> str:
+    """Describe the excessive growth of a counter; "" if it is allowed."""
+    what = field_of(name).text
+    if last < first and first > _WRAPS:
+        last += 1 << 32
+    if last < first:
+        return (
+            f"{what}: from {first} to {last}: the GPU was reset, or the driver loaded again, in the middle of the run"
+        )
+    if last - first <= allowed:
+        return ""
+    if name == "thermal_violation":
+        return f"heat has held its clocks down for {(last - first) / 1e9:.1f} s"
+    return f"{what}: {last - first} more (from {first} to {last})"
+
+
+def examine_health(
+    snapshots: Sequence[tuple[str, Snapshot]],
+    samples: Iterable[TelemetrySample],
+    troubles: Sequence[Trouble],
+    *,
+    host: int = 0,
+) -> list[Observation]:
+    """Judge the telemetry of the GPUs of one host in a run.
+
+    Args:
+        snapshots: at least two, in order of time, each with the name of the work before it; the first and the last are full.
+        samples: all samples between them.
+        troubles: all troubles of the run.
+        host: the number of the host in the run.
+
+    Returns:
+        For each GPU failed observations, or a passed or unknown one; for the host errors that no single GPU causes.
+    """
+    (_, before), (_, after) = snapshots[0], snapshots[-1]
+    gpus = sorted({*before.facts, *before.missing, *after.facts, *after.missing})
+    found = examine_troubles(troubles, host)
+    if before.absent or after.absent:
+        return found + [_of(gpu, "unknown", after.absent or before.absent) for gpu in gpus]
+    found += _fabric(after, host)
+    found += _growth(snapshots)
+    seen: dict[int, list[TelemetrySample]] = {gpu: [] for gpu in gpus}
+    for sample in samples:
+        seen.setdefault(sample.gpu, []).append(sample)
+    for gpu in gpus:
+        found += _states(gpu, before.facts.get(gpu, {}), after.facts.get(gpu, {}), before.counters.get(gpu, {}))
+        found += _throttling(gpu, seen[gpu])
+    blamed = {entry.subject.members[0] for entry in found if entry.subject.kind == "gpu"}
+    for gpu in gpus:
+        if gpu in blamed:
+            continue
+        missing = after.missing.get(gpu) or before.missing.get(gpu)
+        if missing:
+            found.append(_of(gpu, "unknown", missing))
+        else:
+            found.append(_well(gpu, before, after, seen[gpu]))
+    return found
+
+
+def _growth(snapshots: Sequence[tuple[str, Snapshot]]) -> list[Observation]:
+    """Return the counters that grew too much in one test, and those that grew too much only over all tests."""
+    found = [
+        entry
+        for (_, before), (what, after) in itertools.pairwise(snapshots)
+        for entry in examine_growth(before, after, f"in {what}")
+        if entry.outcome == "failed"
+    ]
+    noted = {(entry.subject, entry.evidence["field"]) for entry in found}
+    for entry in examine_growth(snapshots[0][1], snapshots[-1][1], "in the run"):
+        if entry.outcome == "failed" and (entry.subject, entry.evidence["field"]) not in noted:
+            found.append(entry)
+    return found
+
+
+def _well(gpu: int, before: Snapshot, after: Snapshot, samples: Sequence[TelemetrySample]) -> Observation:
+    facts, counters = after.facts[gpu], after.counters[gpu]
+    states = sum(facts.get(name) is not None for name in names("state"))
+    counted = sum(counters.get(name) is not None for name in _ADVICE)
+    unknown = dict(after.unknown.get(gpu, {}))
+    if not states + counted:
+        return _of(gpu, "unknown", "nothing is known of its health: " + "; ".join(sorted(set(unknown.values()))))
+    busy = sum(map(is_under_load, samples))
+    if not busy:
+        return _of(gpu, "unknown", "no sample was taken under load", "", states + counted)
+    seconds = (after.at - before.at) * busy / len(samples)
+    work = Work(operations=states + counted + len(samples), seconds=seconds)
+    evidence = {"not known": unknown} if unknown else {}
+    return Observation(_CHECK, Subject("gpu", (gpu,)), "passed", work=work, evidence=evidence)
+
+
+def _states(
+    gpu: int,
+    before: Mapping[str, Value | None],
+    after: Mapping[str, Value | None],
+    counters: Mapping[str, int | None],
+) -> list[Observation]:
+    facts = after or before
+    found = []
+
+    def wrong(field: str, text: str, advice: str, value: Any) -> None:
+        found.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, "advice": advice}))
+
+    for name, advice in _STATES.items():
+        if facts.get(name) is True:
+            wrong(name, field_of(name).text, advice, True)
+    action = facts.get("recovery_action")
+    if action not in (None, "none"):
+        wrong("recovery_action", f"the driver asks: {action}", f"{action}, and run again", action)
+    if None not in (facts.get("ecc"), facts.get("ecc_pending")) and facts["ecc"] != facts["ecc_pending"]:
+        text = f"ECC mode is {facts['ecc']}, and will be {facts['ecc_pending']} after a restart"
+        wrong("ecc_pending", text, _RESET, facts["ecc_pending"])
+    errors = counters.get(_SINCE_LOADED)
+    if errors:
+        text = f"{field_of(_SINCE_LOADED).text}, before the run: {errors}"
+        wrong(_SINCE_LOADED, text, _ADVICE[_SINCE_LOADED], errors)
+    pages = counters.get("retired_pages")
+    if pages is not None and pages > _MOST_RETIRED:
+        wrong("retired_pages", f"{pages} retired pages", _EXCHANGE, pages)
+    for name, value in before.items():
+        kind = field_of(name).kind
+        if (
+            kind not in ("state", "gauge")
+            and name in after
+            and None not in (value, after[name])
+            and after[name] != value
+        ):
+            text = f"{field_of(name).text} has changed in the run: from {value} to {after[name]}"
+            if peer_of(name) is not None:
+                text = f"{text} (GPU {peer_of(name)})"
+            wrong(name, text, _NVLINK if name.startswith("nvlink") else _RESET, after[name])
+    return found
+
+
+def _fabric(after: Snapshot, host: int) -> list[Observation]:
+    bad = {gpu: f for gpu, facts in after.facts.items() if (f := facts.get("fabric")) not in (None, "completed")}
+    if not bad:
+        return []
+    advice = "look at systemctl status nvidia-fabricmanager, and at its log; its version must be that of the driver"
+    states = ", ".join(sorted({str(state) for state in bad.values()}))
+    evidence = {"field": "fabric", "seen": states, "advice": advice}
+    if len(bad) == len(after.facts) > 1:
+        text = f"the NVLink fabric of its GPUs is {states}"
+        return [Observation(_CHECK, Subject("host", (host,)), "failed", text, "fabric", Work(operations=1), evidence)]
+    return [_of(gpu, "failed", f"its NVLink fabric is {state}", "fabric", 1, evidence) for gpu, state in bad.items()]
+
+
+def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observation]:
+    busy = [sample for sample in samples if is_under_load(sample)]
+    reasons = Counter(
+        reason
+        for sample in busy
+        if isinstance(text := sample.values.get("throttle"), str)
+        for reason in text.split(", ")
+        if reason in THROTTLED
+    )
+    found = []
+    for reason, times in reasons.items():
+        if times >= max(2.0, _SHARE * len(busy)):
+            hottest = max((t for s in busy if isinstance(t := s.values.get("temperature"), int)), default=None)
+            heat = "" if hottest is None else f"; it was {hottest} degrees Celsius at most"
+            text = f"clocks were held down under load: {reason}, in {times} of {len(busy)} samples{heat}"
+            evidence = {"field": "throttle", "seen": reason, "samples": times, "advice": THROTTLED[reason]}
+            found.append(_of(gpu, "failed", text, "clocks under load", len(busy), evidence))
+    return found
+
+
+def examine_troubles(troubles: Iterable[Trouble], host: int = 0) -> list[Observation]:
+    """Return an observation for each trouble, about its GPU or the host; none for a consequence of another trouble."""
+    return [entry for trouble in troubles for entry in _trouble(trouble, host)]
+
+
+def _trouble(trouble: Trouble, host: int) -> list[Observation]:
+    subject = Subject("host", (host,)) if trouble.gpu is None else Subject("gpu", (trouble.gpu,))
+    outcome: Outcome = "failed"
+    text = f"{trouble.field}: {trouble.text}" if trouble.field else trouble.text
+    advice = _RESET
+    if trouble.kind == "xid" and trouble.code is not None:
+        text, advice = meaning_of(trouble.code), advice_on(trouble.code)
+        if trouble.code in CONSEQUENCES:
+            return []
+    elif trouble.kind == "blocked":
+        outcome, text = "unknown", f"{text}, and another query had hung before it"
+    elif trouble.kind == "sampler":
+        outcome = "unknown"
+    elif trouble.kind == "lost":
+        text, advice = f"the driver says: {trouble.text}", advice_on(79)
+    elif trouble.kind == "error":
+        text = f"the driver cannot report its {field_of(trouble.field).text}: {trouble.text}"
+    elif trouble.kind == "hang":
+        text = f"a query of the driver hangs ({trouble.field}): {trouble.text}"
+        advice = "look at dmesg; restart the machine, and run again; if it comes back, exchange the GPU"
+    evidence = {"kind": trouble.kind, "field": trouble.field, "code": trouble.code, "at": trouble.at, "advice": advice}
+    return [Observation(_CHECK, subject, outcome, text, "", Work(operations=1), evidence)]
+
+
+def _of(
+    gpu: int,
+    outcome: Outcome,
+    seen: str,
+    case: str = "",
+    operations: int = 0,
+    evidence: Mapping[str, Any] | None = None,
+) -> Observation:
+    return Observation(_CHECK, Subject("gpu", (gpu,)), outcome, seen, case, Work(operations=operations), evidence or {})

@@ -1,0 +1,195 @@
+"""Defects that telemetry reports: growing counters, different settings, links that are down, a driver that hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, link, made_by
+from mgpu_check.devices.telemetry.simulated import Override
+from mgpu_check.simulated.defects.parameters import Parameters, Value
+
+__all__: list[str] = []
+
+_GROWING = {
+    "ecc_corrected": ("the counter of corrected memory errors grows", 20),
+    "ecc_uncorrected": ("the counter of uncorrected memory errors grows", 1),
+    "remapped_uncorrected": ("rows of memory are remapped during the run", 1),
+    "pcie_replays": ("PCIe replays exceed the allowed bit error rate", 50),
+    "pcie_fatal": ("the counter of fatal PCIe errors grows", 1),
+    "nvlink_crc": ("the counter of NVLink CRC errors grows fast", 10_000),
+    "nvlink_replay": ("NVLinks replay", 1),
+    "nvlink_recovery": ("NVLinks recover", 1),
+}
+"""Counters that a fault increments, and the increment per query."""
+
+_WRONG: dict[str, tuple[str, str, Value, tuple[str, ...]]] = {
+    "remap-pending": ("a row of memory waits for its remapping", "remap_pending", True, ("health",)),
+    "remap-failed": ("a row of memory could not be remapped", "remap_failed", True, ("health",)),
+    "retired-pages-pending": ("a page of memory waits for its retirement", "retired_pending", True, ("health",)),
+    "sram-threshold": ("SRAM has had too many uncorrectable errors", "sram_threshold", True, ("health",)),
+    "recovery-required": ("the driver asks for a reset of the GPU", "recovery_action", "reset the GPU", ("health",)),
+    "ecc-off": ("ECC is off on one GPU", "ecc", "off", ("inventory",)),
+    "power-limit": ("one GPU has a lower power limit", "power_limit", 500, ("inventory",)),
+    "vbios-differs": ("one GPU has a different VBIOS", "vbios", "00.00.00.00.01", ("inventory",)),
+    "model-differs": ("one GPU is of a different model", "name", "SIMULATED-2", ("inventory",)),
+    "clock-limit": ("one GPU has a lower maximum clock", "sm_clock_max", 1410, ("inventory",)),
+    "mig-on": ("MIG mode is on, on one GPU", "mig", "on", ("inventory",)),
+}
+"""Faults that set one field of one GPU: summary, field, value, and the checks that must detect it."""
+
+
+def _says(field: str, value: Value | None = None, *, error: str = "") -> Callable[[Parameters], Sequence[Override]]:
+    def says(parameters: Parameters) -> Sequence[Override]:
+        said = parameters.get("value", value)
+        grows = float(parameters.get("grows", 0))
+        after = float(parameters.get("after", 0))
+        asked = str(parameters.get("field", field))
+        return [Override(int(parameters["device"]), asked, said, grows, after, error)]
+
+    return says
+
+
+for _field, (_summary, _by) in _GROWING.items():
+    hardware_fault(
+        HardwareFault(
+            f"{_field.replace('_', '-')}-grows",
+            _summary,
+            {"device": 1, "grows": _by, "after": 0.0},
+            gpu,
+            ("health",),
+            telemetry=_says(_field, 0),
+        )
+    )
+
+for _name, (_summary, _field, _value, _checks) in _WRONG.items():
+    hardware_fault(HardwareFault(_name, _summary, {"device": 2}, gpu, _checks, telemetry=_says(_field, _value)))
+
+
+def _says_all(*fields: tuple[str, Value]) -> Callable[[Parameters], Sequence[Override]]:
+    def says(parameters: Parameters) -> Sequence[Override]:
+        device, after = int(parameters["device"]), float(parameters.get("after", 0))
+        return [Override(device, field, value, after=after) for field, value in fields]
+
+    return says
+
+
+hardware_fault(
+    HardwareFault(
+        "nvlink-down",
+        "an NVLink is down",
+        {"device": 1},
+        gpu,
+        ("inventory",),
+        telemetry=_says_all(("nvlinks", 17), ("nvlinks_down", "4")),
+    )
+)
+hardware_fault(
+    HardwareFault(
+        "nvlink-goes-down",
+        "an NVLink goes down during the run",
+        {"device": 1, "after": 0.1},
+        gpu,
+        ("health",),
+        telemetry=_says_all(("nvlinks", 17), ("nvlinks_down", "4")),
+    )
+)
+hardware_fault(
+    HardwareFault(
+        "pcie-slow",
+        "the PCIe link of a GPU is trained at Gen3 x8, under load too",
+        {"device": 3},
+        gpu,
+        ("inventory",),
+        telemetry=_says_all(("pcie_generation", 3), ("pcie_width", 8)),
+    )
+)
+hardware_fault(
+    HardwareFault(
+        "thermal-throttle",
+        "a GPU overheats under load, and its clocks drop",
+        {"device": 1, "after": 0.0},
+        gpu,
+        ("health",),
+        telemetry=_says_all(("throttle", "thermal (hardware)"), ("temperature", 94), ("sm_clock", 1095)),
+    )
+)
+
+
+def _less_memory(parameters: Parameters) -> Sequence[Override]:
+    return [Override(int(parameters["device"]), "memory", int(parameters["bytes"]))]
+
+
+hardware_fault(
+    HardwareFault(
+        "memory-missing",
+        "telemetry reports less memory on one GPU",
+        {"device": 2, "bytes": 12 << 20},
+        gpu,
+        ("inventory",),
+        telemetry=_less_memory,
+    )
+)
+
+
+def _no_peer_access(parameters: Parameters) -> Sequence[Override]:
+    return [Override(int(parameters["device"]), f"p2p_{parameters['peer']}", "chipset not supported")]
+
+
+hardware_fault(
+    HardwareFault(
+        "peer-access-missing",
+        "a GPU cannot reach the memory of a peer",
+        {"device": 0, "peer": 2},
+        link,
+        ("inventory",),
+        telemetry=_no_peer_access,
+    )
+)
+
+
+def _falls_off_the_bus(parameters: Parameters) -> Sequence[Override]:
+    device, after = int(parameters["device"]), float(parameters["after"])
+    return [Override(device, "", after=after, error="lost"), Override(device, "xid", 79, after=after)]
+
+
+hardware_fault(
+    HardwareFault(
+        "xid-79",
+        "a GPU falls off the bus during the run, with Xid 79, and telemetry loses it",
+        {"device": 3, "after": 0.1},
+        gpu,
+        ("health",),
+        defect=made_by("speed", "Lost"),
+        telemetry=_falls_off_the_bus,
+    )
+)
+hardware_fault(
+    HardwareFault(
+        "xid",
+        "the driver reports an error of a GPU by its number",
+        {"device": 1, "value": 48, "after": 0.1},
+        gpu,
+        ("health",),
+        telemetry=_says("xid"),
+    )
+)
+hardware_fault(
+    HardwareFault(
+        "driver-hangs",
+        "a query of the driver never returns",
+        {"device": 2, "field": "power", "after": 0.0},
+        gpu,
+        ("health",),
+        telemetry=_says("power", error="timeout"),
+    )
+)
+hardware_fault(
+    HardwareFault(
+        "telemetry-errs",
+        "a query of the driver fails",
+        {"device": 2, "field": "ecc_uncorrected"},
+        gpu,
+        ("health",),
+        telemetry=_says("ecc_uncorrected", error="Unknown Error"),
+    )
+)

@@ -1,0 +1,29 @@
+"""Check that the GPUs are healthy before, during and after all other checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.acceptance.health.checks import examine_health
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+
+_SAMPLES = {"quick": 3, "standard": 20, "long": 60}
+"""Samples of each GPU under load, taken even if no other check ran."""
+
+
+def test_gpus_are_well(node: Node) -> None:
+    """No error counter grew, no repair is pending, no clock was held down, and the driver answers for all GPUs."""
+    telemetry = node.telemetry
+    if telemetry is None or not node.boundaries:
+        return
+    telemetry.under_load(node, "health", _SAMPLES[node.level] * telemetry.interval)
+    last = telemetry.snapshot()
+    samples, troubles = telemetry.samples(), telemetry.troubles()
+    for host, gpus in telemetry.hosts.items():
+        taken = [(boundary.test, boundary.snapshot.only(gpus)) for boundary in node.boundaries]
+        taken = [taken[0], *(one for one in taken[1:] if one[1].counters), ("test_gpus_are_well", last.only(gpus))]
+        mine = [sample for sample in samples if sample.gpu in gpus]
+        about = [trouble for trouble in troubles if trouble.gpu in gpus or (trouble.gpu is None and host == 0)]
+        node.record(examine_health(taken, mine, about, host=host))

@@ -1,0 +1,1 @@
+"""Inventory of a node: equal GPUs, with links at full speed."""

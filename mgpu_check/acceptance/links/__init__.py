@@ -1,0 +1,1 @@
+"""Links between GPUs, and to the host: data and speed."""

@@ -1,0 +1,81 @@
+"""Check that copies between GPUs, and between GPUs and host, arrive unchanged and write nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check.acceptance.levels import drawn
+from mgpu_check.settings import active
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+    from mgpu_check.suite.devices.links import Path
+
+PATHS = ("engine", "strided", "casting")
+
+_SMALL = st.one_of(st.integers(37, 5000), st.integers(1, 36))
+_LARGEST = {"quick": 64 << 20, "standard": 256 << 20, "long": 2 << 30}
+_MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 << 20, 51)}
+"""Bytes of the copies that are measured, and how often, at each level."""
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, ...]:
+    """Draw sizes in bytes: a small one, sizes around limits where the implementation of copies changes, and a large one."""
+    level = active().gpu_level
+    around = st.integers(-70, 70)
+    borders = [64 << 10, 2 << 20] if level == "quick" else [4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20]
+    # Above the border, so that a fault that starts there shows.
+    found = [draw(_SMALL), *(border + abs(draw(around)) + 1 for border in borders)]
+    if level != "quick":
+        found += [border - abs(draw(around)) for border in borders]
+    if level != "quick" or not active().simulate:
+        found.append(_LARGEST[level] + draw(around))
+    return tuple(found)
+
+
+ALIGNMENTS = st.one_of(st.sampled_from((0, 1, 2, 4, 8, 16, 128)), st.integers(0, 255))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@drawn(quick=1, standard=6, long=40)
+@given(sizes=sizes(), source=ALIGNMENTS, destination=ALIGNMENTS, seed=st.integers(0, 2**30))
+def test_copies_between_gpus(
+    node: Node, path: Path, sizes: tuple[int, ...], source: int, destination: int, seed: int
+) -> None:
+    """Copies of each ordered pair arrive unchanged, one pair after the other and all pairs at once."""
+    from mgpu_check.suite.devices.links import Copies, examine_copies
+
+    # The only example of a quick run has zero offsets, so the second call uses other alignments.
+    node.in_node_process("links", examine_copies, Copies(path, sizes, source, destination, seed=seed))
+    together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, seed=seed + 1)
+    node.in_node_process("links", examine_copies, together)
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+@drawn(quick=1, standard=8, long=60)
+@given(
+    sizes=sizes(), source=ALIGNMENTS, destination=ALIGNMENTS, path=st.sampled_from(PATHS), seed=st.integers(0, 2**30)
+)
+def test_copies_from_and_to_the_host(
+    node: Node, pinned: bool, sizes: tuple[int, ...], source: int, destination: int, path: Path, seed: int
+) -> None:
+    """Copies to each GPU and back arrive unchanged, one GPU after the other and all GPUs at once."""
+    from mgpu_check.suite.devices.links import Copies, examine_host_copies
+
+    alone = Copies(path, sizes, source, destination, pinned=pinned, seed=seed)
+    node.in_node_process("links", examine_host_copies, alone)
+    together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, pinned=pinned, seed=seed + 1)
+    node.in_node_process("links", examine_host_copies, together)
+
+
+def test_speed_of_copies(node: Node) -> None:
+    """Measure bandwidth and latency of each copy direction; the check of performance judges them."""
+    from mgpu_check.acceptance.links.speed import measure_copies
+
+    size, repeats = _MEASURED[node.level]
+    node.in_node_process("links", measure_copies, size, repeats)

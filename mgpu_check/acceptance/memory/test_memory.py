@@ -1,0 +1,31 @@
+"""Check that most of the free memory of each GPU reads back as written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+
+from mgpu_check.acceptance.levels import SEEDS, drawn
+from mgpu_check.acceptance.memory.cases import PATTERNS, MemoryCase
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+    from mgpu_check.engine.rank_side.rank import Rank
+
+_PASSES = {"quick": 1, "standard": 2, "long": 8}
+
+
+def _memory(rank: Rank, case: MemoryCase) -> list[Any]:
+    from mgpu_check.acceptance.memory.checks import examine_memory
+
+    return [*examine_memory(rank, case)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@drawn(quick=1, standard=2, long=8)
+@given(seed=SEEDS)
+def test_memory_holds_what_is_written(node: Node, pattern: str, seed: int) -> None:
+    """Each bit of most of the free memory holds 0 and 1, at its own address."""
+    node.on_ranks("memory", _memory, MemoryCase(pattern, node.memory_share, seed, _PASSES[node.level]))

@@ -1,0 +1,36 @@
+"""Give the simulated node of a process simulated hardware, with the faults that a text names."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from mgpu_check.acceptance.faults import planted_from
+from mgpu_check.simulated.hardware import Hardware, planted
+
+__all__ = ["hardware_planted"]
+
+
+def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that gives the simulated node of this process the hardware of a text of `registry.hardware_text`.
+
+    Counters and time of the hardware continue from one context to the next.
+
+    Raises:
+        ValueError: this process has no simulated node, or the text names an unknown fault.
+    """
+    return planted(_hardware(text))
+
+
+@functools.lru_cache(maxsize=1)
+def _hardware(text: str) -> Hardware:
+    own, _, names = text.partition(";")
+    given = dict(pair.split("=") for pair in own.split(",") if pair)
+    defects = []
+    for name in filter(None, names.split(";")):
+        found = planted_from(name)
+        if found.fault.defect is not None:
+            defect = found.fault.defect(found.parameters)
+            defect.since = float(given["started"]) + float(found.parameters.get("after", 0))
+            defects.append(defect)
+    return Hardware(defects, int(given["memory"]))

@@ -1,0 +1,1 @@
+"""Soak: full load in rounds, until the time is over."""

@@ -1,0 +1,208 @@
+"""Run a round of full load: training, together with memory tests, collectives and copies.
+
+Each kind of work has its own stream, so that the device runs them at the same time. The right results of all are known.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.acceptance.memory.cases import MemoryCase
+from mgpu_check.acceptance.memory.checks import examine_region
+from mgpu_check.acceptance.memory.region import take_region
+from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
+from mgpu_check.acceptance.training.cases import Trained, TransformerCase
+from mgpu_check.acceptance.training.identical import Training, arithmetic, model_of, placed, tokens_of
+from mgpu_check.acceptance.training.transformer import Transformer
+from mgpu_check.devices.observations import Observation, Subject, SubjectKind
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.counters import counted, integers
+from mgpu_check.suite.common.digests import digests
+from mgpu_check.suite.common.timing import Stopwatch
+
+__all__ = ["examine_load"]
+
+_RANGE = 1 << 10
+_FAILED = 8
+"""Most failed observations of one kind per round; a limit, because an error under load repeats."""
+
+
+def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
+    """Keep the device of `rank` under load for a round, and check all results. A collective."""
+    with torch.cuda.device(rank.device), arithmetic(case.training):
+        training = placed(_start(case.training), rank.device)
+        beside = [_Copies(rank, case), _Memory(rank, case)]
+        exchange = _Exchange(rank, case)
+        torch.cuda.synchronize(rank.device)
+        watch = Stopwatch(rank.device)
+        said = []
+        began = time.monotonic()
+        steps = training.steps()
+        for step in range(case.training.steps):
+            watch.start()
+            loss = next(steps)
+            watch.stop()
+            turn, rest = divmod(step + 1, case.every)
+            if rest:
+                continue
+            said.append(digests([loss, *training.parameters.values()]))
+            exchange.turn()
+            for work in beside:
+                work.turn(turn)
+        numbers = torch.stack(said).tolist()
+        torch.cuda.synchronize(rank.device)
+        seconds = time.monotonic() - began
+        failed = [entry for work in beside for entry in work.end()]
+        reduced, exchanged = exchange.end()
+    laps = watch.laps()
+    trained = Trained(case.training, ("loss", *training.parameters), tuple(map(tuple, numbers)), sum(laps))
+    moved = exchange.bytes + sum(work.bytes for work in beside)
+    torch.cuda.empty_cache()
+    return [*failed, Loaded(trained, seconds, tuple(laps), moved, reduced, exchanged)]
+
+
+def _start(case: TransformerCase) -> Training:
+    return Training(case, copy.deepcopy(_model(replace(case, steps=1))), tokens_of(case))
+
+
+@functools.lru_cache(maxsize=1)
+def _model(case: TransformerCase) -> Transformer:
+    """Make a model once for all rounds, so that devices do not cool down between rounds."""
+    return model_of(case)
+
+
+class _Beside(abc.ABC):
+    """Work that runs next to the training.
+
+    Attributes:
+        bytes: the number of bytes that it has moved.
+    """
+
+    def __init__(self, rank: Rank, case: SoakCase) -> None:
+        self.rank, self.case = rank, case
+        self.stream = torch.cuda.Stream(rank.device)
+        self.bytes = 0
+        self.failed: list[Observation] = []
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Use the stream of this work, for the time of the context."""
+        with torch.cuda.stream(self.stream):
+            yield
+
+    @abc.abstractmethod
+    def turn(self, turn: int) -> None:
+        """Queue the work once."""
+
+    def end(self) -> list[Observation]:
+        """Finish the work, and return its failed observations."""
+        return self.failed
+
+
+class _Copies(_Beside):
+    """Copies of words to the device and back; two contents alternate, so that stale data of the previous turn shows."""
+
+    def __init__(self, rank: Rank, case: SoakCase) -> None:
+        super().__init__(rank, case)
+        host = torch.device("cpu")
+        self._seeds = (2 * case.number, 2 * case.number + 1)
+        self._sent = [counted((case.copied,), seed, host).pin_memory() for seed in self._seeds]
+        self._back = torch.empty_like(self._sent[0]).pin_memory()
+        self._there = torch.empty(case.copied, dtype=torch.int64, device=rank.device)
+        self._last = -1
+
+    def turn(self, turn: int) -> None:
+        self._look()
+        self._last = turn % 2
+        with self.streaming():
+            self._there.copy_(self._sent[self._last], non_blocking=True)
+            self._back.copy_(self._there, non_blocking=True)
+        self.bytes += 2 * self._back.nbytes
+
+    def end(self) -> list[Observation]:
+        self._look()
+        return self.failed
+
+    def _look(self) -> None:
+        """Compare the words that came back in the previous turn."""
+        self.stream.synchronize()
+        if self._last < 0 or torch.equal(self._back, self._sent[self._last]) or len(self.failed) >= _FAILED:
+            return
+        wrong = (self._back != self._sent[self._last]).nonzero()[:, 0]
+        with self.streaming():
+            arrived = torch.equal(self._there, counted((self.case.copied,), self._seeds[self._last], self.rank.device))
+        kind: SubjectKind = "download" if arrived else "upload"
+        first = int(wrong[0]) if len(wrong) else 0
+        seen = f"{len(wrong)} of {self.case.copied} words are wrong under load, the first at offset {8 * first:#x}"
+        subject = Subject(kind, (self.rank.index,))
+        evidence = {"words": len(wrong), "first": 8 * first}
+        self.failed.append(Observation("soak", subject, "failed", seen, str(self.case), evidence=evidence))
+
+
+class _Memory(_Beside):
+    """Memory tests with patterns that follow from the position of a word."""
+
+    def __init__(self, rank: Rank, case: SoakCase) -> None:
+        super().__init__(rank, case)
+        with self.streaming():
+            self._region = take_region(rank.device, case.memory_share)
+
+    def turn(self, turn: int) -> None:
+        if not self._region.chunks:
+            return
+        pattern = ("random", "address")[turn % 2]
+        memory = MemoryCase(pattern, self.case.memory_share, 1000 * self.case.number + turn)
+        with self.streaming():
+            seen = examine_region(self._region, memory, Subject("gpu", (self.rank.index,)))
+        self.bytes += 2 * self._region.bytes
+        if seen.outcome == "failed" and len(self.failed) < _FAILED:
+            text = f"memory under load: {seen.seen}"
+            self.failed.append(
+                Observation("soak", seen.subject, "failed", text, str(self.case), seen.work, seen.evidence)
+            )
+
+
+class _Exchange:
+    """An all_reduce and an all_to_all; errors are counted on the device, and read only at the end."""
+
+    def __init__(self, rank: Rank, case: SoakCase) -> None:
+        self.rank = rank
+        self.bytes = 0
+        self._stream = torch.cuda.Stream(rank.device)
+        size = rank.size
+        self._base = integers(
+            (case.collective,), -_RANGE, _RANGE, seed=case.number, device=rank.device, dtype=torch.int32
+        )
+        self._total = self._base * (size * (size + 1) // 2)
+        self._buffer = torch.empty_like(self._base)
+        self._given = self._base.view(size, -1)
+        self._got = torch.empty_like(self._given)
+        self._reduced = torch.zeros((), dtype=torch.int64, device=rank.device)
+        self._exchanged = torch.zeros(size, dtype=torch.int64, device=rank.device)
+        # Rank r gives rank s the s-th part, times r + 1.
+        self._factors = torch.arange(1, size + 1, dtype=torch.int32, device=rank.device).view(-1, 1)
+        self._expected = self._given[rank.index] * self._factors
+
+    def turn(self) -> None:
+        if self.rank.size == 1:
+            return
+        with torch.cuda.stream(self._stream):
+            torch.mul(self._base, self.rank.index + 1, out=self._buffer)
+            dist.all_to_all_single(self._got.view(-1), self._buffer)
+            self._exchanged += (self._got != self._expected).sum(dim=1)
+            dist.all_reduce(self._buffer)
+            self._reduced += (self._buffer != self._total).sum()
+        self.bytes += 2 * self._buffer.nbytes
+
+    def end(self) -> tuple[int, dict[int, int]]:
+        """Return the number of wrong elements in sums, and source rank -> number of wrong elements in exchanges."""
+        return int(self._reduced), {rank: count for rank, count in enumerate(self._exchanged.tolist()) if count}

@@ -1,0 +1,257 @@
+"""Keep all GPUs under load in rounds until the time is over: check the results of each round, and find GPUs that slow down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.acceptance.comparison import UNUSABLE, models
+from mgpu_check.acceptance.robust import DEVIATIONS, noise_of_median
+from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
+from mgpu_check.acceptance.training.cases import Trained, TransformerCase
+from mgpu_check.acceptance.training.checks import DETERMINISTIC, largest
+from mgpu_check.acceptance.training.departures import departures
+from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work, median_and_spread
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+    from mgpu_check.engine.rank_side.rank import Rank
+
+__all__ = ["Rate", "Soak", "slower"]
+
+_ROUNDS = 40
+_SHORTEST, _LONGEST = 0.5, 30.0
+"""Limits on the seconds of a round. Within them, a soak has `_ROUNDS` rounds."""
+_LEAST_TURNS, _MOST_TURNS = 4, 2000
+_PATIENCE = 1.3
+"""A soak ends after this multiple of the requested time, even if the GPUs were not under load for long enough."""
+_PARTS = 10
+"""Measurements of each GPU over the soak."""
+_LEAST_ROUNDS = 6
+_LOSS, _LOSS_ALONE = 0.15, 0.25
+"""Share of its speed that a GPU may lose beyond the loss of the others, and in total: clocks fall as GPUs warm up."""
+
+_SMALL = {"every": 1, "memory_share": 0.1, "copied": 1 << 12, "collective": 1 << 10}
+_LARGE = {"every": 8, "memory_share": 0.5, "copied": 1 << 22, "collective": 1 << 22}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The speed of a GPU in one round.
+
+    Attributes:
+        value: median over its steps, in FLOP/s.
+        spread: median absolute deviation of the steps.
+        steps: number of steps.
+    """
+
+    value: float
+    spread: float
+    steps: int
+
+
+@dataclass
+class _Of:
+    """The results of one GPU so far; `first` is the longest training that all later rounds must repeat."""
+
+    first: Trained | None = None
+    seconds: float = 0.0
+    rates: list[Rate] = field(default_factory=list)
+
+
+class Soak:
+    """A soak of all GPUs of a node.
+
+    Args:
+        seconds: duration of the load.
+        clock: returns seconds since a fixed time.
+    """
+
+    def __init__(self, node: Node, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.node = node
+        self.seconds = seconds
+        self.done = {gpu: _Of() for gpu in node.numbers}
+        self._clock = clock
+        self._round = min(_LONGEST, max(_SHORTEST, seconds / _ROUNDS))
+
+    def run(self) -> None:
+        """Load all GPUs until the time is over, and record each round as it ends."""
+        began, number, turns = self._clock(), 1, _LEAST_TURNS
+        while self._goes_on(self._clock() - began):
+            loaded = self._one_round(number, turns)
+            if set(loaded) != set(self.done):
+                break  # a GPU was lost: its failure is recorded, and rejects the node
+            longest = max(one.seconds for one in loaded.values())
+            turns = max(_LEAST_TURNS, min(_MOST_TURNS, 8 * turns, round(turns * self._round / max(longest, 1e-3))))
+            number += 1
+        rates = {gpu: of.rates for gpu, of in self.done.items()}
+        self.node.record(self._measurements(rates))
+        self.node.record(slower(rates, models(self.node.gpus)))
+
+    def _goes_on(self, passed: float) -> bool:
+        if passed >= _PATIENCE * self.seconds + self._round:
+            return False
+        return passed < self.seconds or min(of.seconds for of in self.done.values()) < 0.95 * self.seconds
+
+    def _one_round(self, number: int, turns: int) -> dict[int, Loaded]:
+        gpus = self.node.numbers
+        case = self._case(number, turns, len(gpus))
+        results = self.node.on_ranks(
+            "soak", _examine_load, case, gpus=gpus, environment=DETERMINISTIC, timeout=60 + 10 * self._round
+        )
+        loaded = {
+            gpu: one
+            for gpu, result in zip(gpus, results, strict=False)
+            for one in result or ()
+            if isinstance(one, Loaded)
+        }
+        self.node.record(_of_groups(loaded, case))
+        self.node.record(self._of_gpus(loaded, case))
+        return loaded
+
+    def _case(self, number: int, turns: int, gpus: int) -> SoakCase:
+        large, size = largest(self.node)
+        other: dict[str, Any] = _LARGE if large else _SMALL
+        training = replace(TransformerCase("autocast"), **size, steps=turns * other["every"])
+        whole = other["collective"] // gpus * gpus
+        return SoakCase(training, number=number, **other | {"collective": whole})
+
+    def _of_gpus(self, loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
+        """Compare each GPU with its own earlier rounds, then with the other GPUs of its model."""
+        found, alike = [], {}
+        for gpu, one in loaded.items():
+            of = self.done[gpu]
+            of.seconds += one.seconds
+            of.rates += _rate(one)
+            apart = departures(_cut({0: of.first, 1: one.trained}))[1] if of.first else None
+            if of.first is None or len(one.trained.digests) > len(of.first.digests):
+                of.first = of.first if apart else one.trained
+            if apart:
+                seen = f"does not train as in earlier rounds: step {apart.step * case.every}, {apart.names[0]}"
+                found.append(
+                    _noted(gpu, one, case, seen, {"step": apart.step * case.every, "names": list(apart.names[:8])})
+                )
+            else:
+                alike[gpu] = one
+        model = models(self.node.gpus)
+        for kind in dict.fromkeys(model[gpu] for gpu in alike):
+            found += _voted({gpu: one for gpu, one in alike.items() if model[gpu] == kind}, case)
+        return found
+
+    def _measurements(self, rates: Mapping[int, Sequence[Rate]]) -> list[Measurement]:
+        """Return the speed of each GPU in `_PARTS` parts of the soak. The first round is warm-up and does not count."""
+        found = []
+        width = largest(self.node)[1]["width"]
+        for gpu, values in rates.items():
+            warm = values[1:]
+            size = max(1, -(-len(warm) // _PARTS))
+            for part in (warm[start : start + size] for start in range(0, len(warm), size)):
+                value, spread = median(one.value for one in part), median(one.spread for one in part)
+                repeats, subject = sum(one.steps for one in part), Subject("gpu", (gpu,))
+                found.append(
+                    Measurement("soak", subject, "training under load", "FLOP/s", value, repeats, width, spread)
+                )
+        return found
+
+
+def _rate(one: Loaded) -> list[Rate]:
+    """Return the speed in a round without its first step, which allocates the optimizer state; empty if unusable."""
+    laps = one.steps[1:]
+    if not laps or min(laps) <= 0:
+        return []
+    rates = [one.trained.case.flops / lap for lap in laps]
+    return [Rate(*median_and_spread(rates), len(rates))]
+
+
+def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> list[Observation]:
+    """Return an observation for each GPU: failed if it slowed down between its first and its last rounds.
+
+    A GPU fails if its loss exceeds that of the other GPUs of its model by the limit, or if its own loss is too large.
+    GPUs with too few rounds have no observation.
+
+    Args:
+        rates: speed of each GPU in each round. The first round is warm-up and does not count.
+        model: model of each GPU by number; GPUs of one model are compared.
+    """
+    lost: dict[int, float] = {}
+    noise: dict[int, float] = {}
+    for gpu, values in rates.items():
+        if len(values) < _LEAST_ROUNDS:
+            continue
+        third = (len(values) - 1) // 3
+        first, last = values[1 : 1 + third], values[-third:]
+        before, after = (median(one.value for one in part) for part in (first, last))
+        lost[gpu] = 1 - after / before
+        noise[gpu] = min(UNUSABLE, DEVIATIONS * noise_of_median((one.spread, one.steps) for one in first) / before)
+    found = []
+    for gpu, share in lost.items():
+        others = [other for number, other in lost.items() if number != gpu and model[number] == model[gpu]]
+        usual = median(others) if others else 0.0
+        limit = max(_LOSS if len(others) > 1 else _LOSS_ALONE, noise[gpu])
+        subject, evidence = Subject("gpu", (gpu,)), {"lost": share, "others": usual, "limit": limit}
+        outcome: Outcome = "passed"
+        seen = ""
+        if share - max(0.0, usual) > limit:
+            outcome, seen = "failed", f"became slower by {share:.0%} under load, the others by {max(0.0, usual):.0%}"
+        elif share > max(_LOSS_ALONE, noise[gpu]):
+            outcome, seen = "failed", f"became slower by {share:.0%} under load, as the others did"
+        found.append(Observation("soak", subject, outcome, seen, "last rounds beside the first", evidence=evidence))
+    return found
+
+
+def _cut(trained: Mapping[int, Trained | None]) -> dict[int, Trained]:
+    """Cut all trainings to the number of steps of the shortest, and drop None."""
+    several = {key: one for key, one in trained.items() if one is not None}
+    steps = min(len(one.digests) for one in several.values())
+    return {key: replace(one, digests=one.digests[:steps]) for key, one in several.items()}
+
+
+def _voted(alike: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
+    gone, divided = departures({gpu: one.trained for gpu, one in alike.items()})
+    undecided = divided.gpus if divided else ()
+    found = []
+    for gpu, one in alike.items():
+        if gpu in gone:
+            names, step = gone[gpu].names, gone[gpu].step * case.every
+            seen = f"departs from the other GPUs by step {step}, in {names[0]}"
+            found.append(_noted(gpu, one, case, seen, {"step": step, "names": list(names[:8])}))
+        elif gpu not in undecided:
+            found.append(_noted(gpu, one, case))
+    if divided is not None:
+        seen = f"do not train alike, without a majority: step {divided.step * case.every}, {divided.names[0]}"
+        found.append(Observation("soak", Subject("group", undecided), "failed", seen, str(case)))
+    return found
+
+
+def _noted(gpu: int, one: Loaded, case: SoakCase, seen: str = "", evidence: Any = None) -> Observation:
+    work = Work(one.bytes, len(one.steps), one.seconds)
+    outcome: Outcome = "failed" if seen else "passed"
+    return Observation("soak", Subject("gpu", (gpu,)), outcome, seen, str(case), work, evidence or {})
+
+
+def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
+    """Return the failures of collectives under load, in the group of all GPUs and in pairs."""
+    found, gpus = [], tuple(loaded)
+    wrong = tuple(gpu for gpu, one in loaded.items() if one.reduced)
+    if wrong:
+        counts = {str(gpu): loaded[gpu].reduced for gpu in wrong}
+        seen = f"sums under load have {max(counts.values())} wrong elements on GPU {', '.join(counts)}"
+        suspects = wrong if 2 * len(wrong) < len(gpus) else ()
+        found.append(
+            Observation("soak", Subject("group", gpus), "failed", seen, str(case), evidence=counts, suspects=suspects)
+        )
+    for gpu, one in loaded.items():
+        for rank, count in one.exchanged.items():
+            pair = Subject("group", (gpus[rank], gpu)) if gpus[rank] != gpu else Subject("gpu", (gpu,))
+            seen = f"{count} elements that GPU {gpus[rank]} gave GPU {gpu} in all_to_all are wrong under load"
+            found.append(Observation("soak", pair, "failed", seen, str(case)))
+    return found
+
+
+def _examine_load(rank: Rank, case: SoakCase) -> list[Any]:
+    from mgpu_check.acceptance.soak.checks import examine_load
+
+    return examine_load(rank, case)

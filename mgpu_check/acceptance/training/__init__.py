@@ -1,0 +1,1 @@
+"""Training of a transformer on each GPU, alone and together."""

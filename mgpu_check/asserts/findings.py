@@ -1,0 +1,65 @@
+"""Keep the errors that a rank finds, and raise them when all ranks have left their last collective."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mgpu_check.errors import CheckFailure, GradientMismatch
+
+if TYPE_CHECKING:
+    from mgpu_check.engine.rank_side.rank import Rank
+
+__all__ = ["Findings", "on_any_rank"]
+
+
+class Findings:
+    """The errors that a rank finds, kept until the context ends, after the last collective.
+
+    The end of the context raises the first finding, even if another exception, which may follow from it, ends the context.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[CheckFailure] = []
+
+    def __enter__(self) -> Findings:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        __tracebackhide__ = True
+        if self.found and (error is None or isinstance(error, Exception)):
+            raise self.found[0]
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Catch a finding that the body raises, and keep it."""
+        try:
+            yield
+        except CheckFailure as failure:
+            self.found.append(failure)
+
+    def require(self, right: bool, message: str, *, ranks: Sequence[int] = ()) -> None:
+        """Keep a finding with this message, unless `right`."""
+        if not right:
+            self.found.append(GradientMismatch(message, ranks=ranks))
+
+    def anywhere(self, rank: Rank) -> bool:
+        """Return whether any rank has a finding, so that all can stop together. A collective.
+
+        Use it where a finding would cause wrong findings on other ranks, or would make them wait forever.
+        """
+        return on_any_rank(rank, bool(self.found))
+
+
+def on_any_rank(rank: Rank, true: bool) -> bool:
+    """Return on all ranks whether `true` holds on one of them. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    count = torch.tensor([int(true)], device=rank.device)
+    dist.all_reduce(count)
+    return bool(count)

@@ -1,0 +1,180 @@
+"""List known defects of torch and of the libraries below it: condition, upstream report, and the checks that show it.
+
+To add a defect, add a `KnownDefect` to `_TABLE`, and mark the code that may meet it, in the process that computes::
+
+    with known_defect("gloo-views-with-gaps", contiguous=tensor.is_contiguous(), size=rank.size):
+        assert_allreduce_matches(...)
+
+A failure in the block is reported as KNOWN, with the link. The check continues, and its example counts as passed. The failure
+is raised as usual in four cases: the facts do not meet the condition, this version of torch does not have the defect, the
+exception is of another kind, or `explained` shows that the defect would have another result. If the condition holds and nothing
+fails, the run reports that the defect did not show. A check that collects errors and raises later calls `is_known` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_check.asserts.hearing import Channel
+from mgpu_check.version import torch_version
+
+__all__ = ["KNOWN_DEFECTS", "KnownDefect", "Met", "is_known", "known_defect", "report", "reported_to"]
+
+
+@dataclass(frozen=True)
+class KnownDefect:
+    """A defect of another project that a check meets.
+
+    Attributes:
+        name: lower-case words joined by hyphens.
+        summary: a clause that describes the defect.
+        link: the upstream report.
+        shown_by: the checks that meet it: ``"test_allreduce.py::test_all_reduce_of_views_on_the_cpu"``.
+        strikes: takes the facts from the check as keyword arguments, and returns whether the defect occurs.
+        since: the first version of torch with the defect, "" if every version has it.
+        fixed: the first version without it, "" if it is not fixed.
+        raises: the exceptions of a check that meets it; an error of torch if torch refuses a valid call.
+    """
+
+    name: str
+    summary: str
+    link: str
+    shown_by: tuple[str, ...]
+    strikes: Callable[..., bool]
+    since: str = ""
+    fixed: str = ""
+    raises: tuple[type[Exception], ...] = (AssertionError,)
+
+    def is_in(self, version: str) -> bool:
+        """Return whether this version of torch has the defect."""
+        here = _numbers(version)
+        return _numbers(self.since) <= here and (not self.fixed or here < _numbers(self.fixed))
+
+
+_TABLE = (
+    KnownDefect(
+        "gloo-views-with-gaps",
+        "gloo reduces a CPU view with gaps as if it had none, silently",
+        "https://github.com/pytorch/pytorch/issues/192920",
+        shown_by=("test_allreduce.py::test_all_reduce_of_views_on_the_cpu",),
+        strikes=lambda contiguous, size: not contiguous and size > 1,
+    ),
+    KnownDefect(
+        "data-parallel-autocast-dtype",
+        "the threads of DataParallel do not inherit the dtype of autocast, and compute in float16",
+        "https://github.com/pytorch/pytorch/pull/63416",
+        shown_by=("test_data_parallel.py::test_autocast_dtype",),
+        strikes=lambda dtype, devices: dtype == "bfloat16" and devices > 1,
+    ),
+    KnownDefect(
+        "gloo-adds-booleans-as-bytes",
+        "gloo adds booleans as bytes: true + true leaves a 2 in a tensor of booleans",
+        "https://github.com/pytorch/pytorch/pull/105354",
+        shown_by=(
+            "test_collectives.py::test_all_reduce_of_every_dtype",
+            "test_collectives.py::test_reductions_of_every_dtype",
+        ),
+        strikes=lambda function, dtype, op, place, size: (
+            (dtype, op, place) == ("bool", "SUM", "cpu") and size > 1 and function != "reduce_scatter_tensor"
+        ),
+    ),
+    KnownDefect(
+        "batched-power-sgd-refuses",
+        "batched_powerSGD_hook raises AssertionError in its first compressed step: it passes a matrix where a batch is needed",
+        "https://github.com/pytorch/pytorch/pull/75157",
+        shown_by=("test_distributed.py::test_low_rank_hook",),
+        strikes=lambda hook: hook == "batched_powerSGD_hook",
+    ),
+    KnownDefect(
+        "dtensor-mean-of-unequal-parts",
+        "losses of DTensors average the means of parts, even if the parts have unequal sizes",
+        "https://github.com/pytorch/pytorch/issues/162692",
+        shown_by=("test_sharded.py::test_losses_of_dtensors",),
+        strikes=lambda loss, even, size: loss in ("mse_loss", "huber_loss", "smooth_l1_loss") and not even and size > 1,
+    ),
+    KnownDefect(
+        "dtensor-weighted-mean-of-parts",
+        "nll_loss of DTensors averages the weighted means of parts, whose weights differ",
+        "https://github.com/pytorch/pytorch/issues/185167",
+        shown_by=("test_sharded.py::test_losses_of_dtensors",),
+        strikes=lambda loss, even, size: loss in ("weighted nll_loss", "nll_loss with ignored classes") and size > 1,
+        fixed="2.14.1",
+    ),
+)
+
+KNOWN_DEFECTS = {defect.name: defect for defect in _TABLE}
+"""Name -> known defect."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """A known defect that was met, and whether it showed."""
+
+    name: str
+    failed: bool
+
+
+_met = Channel[Met]()
+
+reported_to = _met.heard_by
+"""Call a function with each known defect that this process meets, for the time of the context.
+
+Without it no defect counts as known, and failures are raised.
+"""
+
+report = _met.tell
+"""Report a known defect that another process has met, if this process has a listener."""
+
+
+def is_known(name: str, *, failed: bool, **facts: Any) -> bool:
+    """Return whether the defect `name` occurs under `facts`, and report whether it has shown (`failed`).
+
+    Raises:
+        ValueError: there is no such defect.
+    """
+    if name not in KNOWN_DEFECTS:
+        raise ValueError(f"known_defect: {name!r} is unknown; choose one of {', '.join(KNOWN_DEFECTS)}")
+    defect = KNOWN_DEFECTS[name]
+    if not _met.heard or not defect.strikes(**facts) or not defect.is_in(torch_version()):
+        return False
+    report(Met(name, failed))
+    return True
+
+
+@contextlib.contextmanager
+def known_defect(name: str, *, explained: Callable[[], object] | None = None, **facts: Any) -> Iterator[None]:
+    """Report a failure in the context as known, if the defect `name` occurs under `facts`.
+
+    Args:
+        explained: called after a failure; raises an `AssertionError` if the defect would have another result. A check of a
+            result should pass it, so that this defect does not hide another one.
+        facts: the arguments of the defect's condition.
+
+    Raises:
+        ValueError: there is no such defect.
+    """
+    try:
+        yield
+    except Exception as error:
+        kinds = KNOWN_DEFECTS[name].raises if name in KNOWN_DEFECTS else ()
+        if not isinstance(error, kinds) and not isinstance(error.__cause__, kinds):
+            raise
+        if explained is not None:
+            try:
+                explained()
+            except AssertionError:
+                raise error from error.__cause__
+        if not is_known(name, failed=True, **facts):
+            raise
+    else:
+        is_known(name, failed=False, **facts)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release: (2, 13, 0) for "2.13.0+cpu"."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()

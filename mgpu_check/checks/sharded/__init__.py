@@ -1,1 +1,0 @@
-"""Check torch's own sharding: DTensors, FSDP, sharded optimizers, synchronised statistics, checkpoints."""

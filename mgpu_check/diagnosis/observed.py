@@ -1,0 +1,388 @@
+"""Hold the observations of a gate: results and calls of the ranks, and results of one device.
+
+These are plain data classes, and the module does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.torch_hooks.parcels import Parcel
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.numerics.placement.slices import Slice, Unplaced
+
+    Values = dict[Result, torch.Tensor]
+
+PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
+"""Relations between results."""
+
+__all__ = [
+    "AGREE",
+    "FINITE",
+    "PARITY",
+    "REPEATS",
+    "Alternative",
+    "Change",
+    "Division",
+    "Event",
+    "Expected",
+    "Hypotheses",
+    "Labels",
+    "Observation",
+    "Other",
+    "Piece",
+    "Relations",
+    "Term",
+    "Trace",
+]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of a result that a rank holds.
+
+    Attributes:
+        name: name of the whole result.
+        slice: the place of the slice in the whole result.
+        value: the local tensor with the slice.
+    """
+
+    name: Result
+    slice: Slice
+    value: torch.Tensor
+
+
+@dataclass
+class Observation:
+    """The results of one run on one rank. Tensors are on the CPU.
+
+    Attributes:
+        digests: checksums of the values.
+        initial: name in the model -> initial parameter or buffer.
+        others: returned values that are neither numbers nor tensors, as text.
+        batch: checksum of the batches.
+        rng: checksum of the state of torch's CPU generator at the end.
+        draws: the step drew random numbers from this generator.
+        optimizer_steps: number of optimizer steps.
+        optimizers: number of optimizers that made a step.
+        nonlinear: some optimizer is not known to be linear in the gradient: any but SGD.
+        touched: the kinds of results that the run changed.
+        broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
+        normalized: modules that normalize by statistics of the batch.
+        snapshots: gradients and parameters after each optimizer step, if requested.
+        stepped: parameter -> checksums of its value and of its gradient before the first optimizer step. It covers
+            parameters outside of the model. It covers all parameters if a reference may not cover them, or if a failure
+            is investigated.
+        built: the seeds set while the model was built, if that was traced.
+        settings: parameter -> the numbers and texts of its optimizer group, such as learning rate and weight decay.
+        groups: number of parameter groups of all optimizers that made a step.
+        trained: names of the parameters that have a gradient or have changed.
+        pieces: slices of results that this rank holds, if the model is divided; `gates.assembly` assembles them.
+        pieces_of_steps: the same after each optimizer step, if requested.
+        unplaced: parameter with unknown placement -> the reason.
+        unused: parameters and buffers that the run did not use.
+        idle: parameters that no optimizer of this rank updates, although optimizers update others.
+        own: assembled result -> the elements that this rank holds, bool, in the shape of the whole result.
+        placements: assembled result -> the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
+        gaps: assembled result -> the elements that no rank holds, in words.
+    """
+
+    values: dict[Result, torch.Tensor] = field(default_factory=dict)
+    digests: dict[Result, str] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    others: dict[Result, str] = field(default_factory=dict)
+    batch: str = ""
+    rng: str = ""
+    draws: bool = False
+    optimizer_steps: int = 0
+    optimizers: int = 0
+    nonlinear: bool = False
+    touched: set[str] = field(default_factory=set)
+    broadcast: set[Result] = field(default_factory=set)
+    normalized: list[str] = field(default_factory=list)
+    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    stepped: dict[str, tuple[str, str]] = field(default_factory=dict)
+    built: list[Event] = field(default_factory=list)
+    trained: set[str] = field(default_factory=set)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    pieces_of_steps: list[list[Piece]] = field(default_factory=list)
+    unplaced: dict[str, Unplaced] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
+    own: dict[Result, torch.Tensor] = field(default_factory=dict)
+    placements: dict[Result, str] = field(default_factory=dict)
+    gaps: dict[Result, str] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial)}
+
+
+@dataclass
+class Expected:
+    """The results of one device.
+
+    Attributes:
+        single: the run of the reference, or else of the step itself, in the precision of the step.
+        own: the run of the step on one device, if `single` is the run of a reference; None if the step cannot run alone.
+        by_reference: `single` is the run of a reference.
+        exact: the floating-point results, in float64.
+        tolerance: the tolerance of each element of `exact`.
+        undetermined: names of results that rounding changes by an amount that cannot be measured.
+        narrow: the narrow dtypes that the step computes in.
+        drawn: the shapes of the random numbers that the step draws.
+        snapshots, allowances: exact values and tolerances after each optimizer step, if requested.
+        remarks: a line for each measurement that was not possible.
+        provisional: `exact` has the results of `single`, and `tolerance` is a lower bound: a result within it is right, and
+            any other result needs the full measurement.
+        widened: `tolerance` includes the rounding within operators.
+    """
+
+    single: Observation
+    own: Observation | None
+    by_reference: bool = False
+    exact: dict[Result, torch.Tensor] = field(default_factory=dict)
+    tolerance: dict[Result, torch.Tensor] = field(default_factory=dict)
+    undetermined: set[Result] = field(default_factory=set)
+    narrow: tuple[str, ...] = ()
+    drawn: tuple[tuple[int, ...], ...] = ()
+    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    allowances: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    provisional: bool = False
+    widened: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Provisional exact values are copies of `single`, so they are not sent twice.
+        exact = None if self.provisional else Parcel(self.exact)
+        return self.__dict__ | {"exact": exact, "tolerance": Parcel(self.tolerance)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["exact"] is None:
+            self.exact = {name: self.single.values[name] for name in self.tolerance}
+
+    @property
+    def finite(self) -> bool:
+        """True if all results are finite."""
+        return all(bool(value.isfinite().all()) for value in self.single.values.values())
+
+
+@dataclass
+class Relations:
+    """The relations that hold for each result.
+
+    Attributes:
+        held: result -> relation -> whether it holds; None if the relation does not apply or is unknown.
+        details: wrong result -> an element, its values and their ratio.
+        wrong: result -> the ranks whose value differs from one device.
+        split: the results that differ between ranks.
+        skipped: result -> why it is not judged.
+        left_out: kind of result that is not judged at all -> the reason.
+        unjudged: trained parameter -> why neither its gradient nor its value is judged.
+        placements: divided parameter -> the slices of each rank in words.
+        streams: groups of ranks whose CPU generators end in the same state.
+    """
+
+    held: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
+    details: dict[Result, str] = field(default_factory=dict)
+    wrong: dict[Result, list[int]] = field(default_factory=dict)
+    split: list[Result] = field(default_factory=list)
+    skipped: dict[Result, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    unjudged: dict[str, str] = field(default_factory=dict)
+    placements: dict[Result, str] = field(default_factory=dict)
+    streams: list[list[int]] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[Result]:
+        """The results that are wrong or differ between ranks; if there are no such results, those with any broken relation."""
+        return [name for name in self.held if name in self.wrong or name in self.split] or [
+            name for name, held in self.held.items() if False in held.values()
+        ]
+
+    @property
+    def holds(self) -> bool:
+        return all(value is not False for held in self.held.values() for value in held.values())
+
+
+@dataclass
+class Event:
+    """One call.
+
+    Attributes:
+        kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler", "epoch",
+            "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
+        name: name of the function or class.
+        site: the line of the code under test that made the call: "train.py:40".
+        details: the arguments, as plain values.
+    """
+
+    kind: str
+    name: str
+    site: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The call and its line: "all_reduce (train.py:40)"."""
+        return f"{self.name} ({self.site})"
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """The descriptions of all tensors among the arguments of a collective, also of those in lists."""
+        return [*self.details.get("tensors", []), *self.details.get("list", [])]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels that a loss was computed from.
+
+    Attributes:
+        site: the line that computes the loss: "train.py:40".
+        values: the labels, sample by sample.
+        ignored: the label that does not count; None if all count.
+    """
+
+    site: str
+    values: tuple[int, ...]
+    ignored: int | None
+
+
+@dataclass
+class Trace:
+    """All events of one rank, in order, and its random draws.
+
+    Attributes:
+        labels: the labels of each loss, in order.
+        drawn: the shapes of the random numbers drawn.
+        numbers: the sum of the numbers of each draw; None if it depends on more than the generator.
+        groups: the ranks of each group of this rank, in the order of creation; the world first.
+        outputs, gradients: name of a module -> its first output, and the gradient of this output.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    drawn: tuple[tuple[int, ...], ...] = ()
+    numbers: tuple[float | None, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    labels: list[Labels] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event.kind in kinds]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of a loss.
+
+    Attributes:
+        backward: the line that calls backward on the loss: "train.py:42".
+        paths: the indices of operands from the loss to the term in autograd's graph; several if layers add parts of the term.
+        line: the line that computes the term; "" if it is unknown.
+        parameters: the parameters that the term depends on.
+    """
+
+    backward: str
+    paths: tuple[tuple[int, ...], ...]
+    line: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to the calls of one line, tried on a wrong step.
+
+    Attributes:
+        kind: the change. The collective uses another "group" or another "op". Its result is divided or multiplied by the
+            size of the group ("divide", "multiply"), or has its rows in another order ("reorder"). It is left out ("skip"), or
+            receives only the part that is new since its last call ("new"). A range of numbers continues the range of the
+            previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group ("term").
+        name: name of the collective; "arange" for a range; "backward" for a term.
+        site: the line: "train.py:40".
+        value: index of the group; name of the operation; or the number of calls before the same call again. For "reorder",
+            the number of pieces of each rank's rows. For "shift", the number of parts of the range, and whether neighbours
+            have consecutive parts ("inner") or not ("outer"). For "term", the term and its factor.
+        was, now: ranks of each group before and after the change, if the group changes.
+        holds: the step is right with the change.
+    """
+
+    kind: Literal["group", "op", "divide", "multiply", "skip", "new", "reorder", "shift", "term"]
+    name: str
+    site: str
+    value: Any = None
+    was: tuple[tuple[int, ...], ...] = ()
+    now: tuple[tuple[int, ...], ...] = ()
+    size: int = 0
+    holds: bool = False
+
+    @property
+    def where(self) -> str:
+        """The call, and its line: "all_reduce (train.py:40)"."""
+        return f"{self.name} ({self.site})"
+
+
+Other = Literal[
+    "truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor", "biases-several-times"
+]
+"""Wrong batches or models that mistakes lead to. A batch lacks its last samples, repeats its first samples, or consists of
+its first part only; or one of its tensors repeats its first part. A model has some biases multiplied by the world size."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A division of the batch over ranks, and the results of one device for each part alone.
+
+    Attributes:
+        name: name of the division: "every 2nd sample".
+        along: the divided dimension.
+        windows: number of micro-batches of each part; 1 if a part is not divided again.
+        parts: for each rank and each of its micro-batches, the results; NaN if a part cannot be computed.
+        counts: number of samples (or positions) in the part of each rank.
+    """
+
+    name: str
+    along: int
+    windows: int
+    parts: list[list[Values]]
+    counts: list[int]
+
+    @property
+    def even(self) -> bool:
+        """True if all ranks have the same number of samples."""
+        return len(set(self.counts)) == 1
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A wrong batch or model that the ranks together may have used, and the results of one device with it.
+
+    Attributes:
+        index: for "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the group.
+        names: names of the parameters.
+    """
+
+    kind: Other
+    values: Values
+    index: int = 0
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """Hypotheses about the division of the batch over ranks.
+
+    Attributes:
+        padded: the batch has padding, so parts of the same size may have different weights.
+    """
+
+    divisions: list[Division]
+    alternatives: list[Alternative]
+    padded: bool = False

@@ -1,0 +1,108 @@
+"""Write the report of a failure: the smallest case, the likely causes, and every observable with its relations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mgpu_check.diagnosis.catalogue import CLASSES
+
+__all__ = ["Finding", "Observable", "Report"]
+
+_SHOWN = 12
+_MARKS = {True: "yes", False: "NO", None: "-"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A class of mistakes that the evidence points to."""
+
+    mistake: str
+    """A name in `CLASSES`."""
+    evidence: str
+    """One or more clauses that describe the evidence with the names of the user's code."""
+    ranks: tuple[int, ...] = ()
+    """The ranks at fault, if they are known."""
+
+    def __post_init__(self) -> None:
+        assert self.mistake in CLASSES, self.mistake
+
+
+@dataclass(frozen=True)
+class Observable:
+    """A value that was compared: a gradient, a returned value, the samples of an epoch."""
+
+    name: str
+    relations: Mapping[str, bool | None]
+    """"one device", "ranks agree", …: whether the relation holds; None if that is unknown, or if it does not apply."""
+    detail: str = ""
+    """The wrong element, its values and their ratio."""
+
+    @property
+    def right(self) -> bool:
+        return all(value is not False for value in self.relations.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of a failure.
+
+    Attributes:
+        headline: one line: the relation that fails, the ranks, and the first place.
+        case: the smallest case that fails: name -> value.
+        observables: all compared values; wrong ones are shown first.
+        findings: the likely causes, the likeliest first.
+        remarks: further remarks, a line each.
+        axes: a description of the axes of a mesh that the failure needs.
+        known: other facts about the cause, a line each: the first wrong module, a factor.
+        parting: a clause on where ranks first part, with the value of each rank; "" if that is unknown.
+    """
+
+    headline: str
+    case: Mapping[str, object] = field(default_factory=dict)
+    observables: Sequence[Observable] = ()
+    findings: Sequence[Finding] = ()
+    remarks: Sequence[str] = ()
+    parting: str = ""
+    known: Sequence[str] = ()
+    axes: str = ""
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """The names of the likely causes."""
+        return tuple(finding.mistake for finding in self.findings)
+
+    def __str__(self) -> str:
+        lines = [self.headline, *([f"  {self.axes}"] if self.axes else [])]
+        if self.case:
+            lines.append("  smallest case: " + ", ".join(f"{name} {value}" for name, value in self.case.items()))
+        if not self.findings and self.observables:
+            lines.append("  no known mistake explains this")
+        lines += [f"  {line}" for line in (*self.known, self.parting) if line]
+        for number, finding in enumerate(self.findings):
+            known = CLASSES[finding.mistake]
+            lines += [
+                f"  {'or' if number else 'looks like'} {known.name}: {known.title}",
+                f"    seen: {finding.evidence}",
+                f"    do: {known.advice}",
+                f"    see: {known.page}",
+            ]
+        lines += ["", *_table(self.observables)] if self.observables else []
+        lines += [f"  {remark}" for remark in self.remarks]
+        return "\n".join(lines)
+
+
+def _table(observables: Sequence[Observable]) -> list[str]:
+    """Return a header and a line for each observable, wrong ones first, with a column for each relation."""
+    ordered = sorted(observables, key=lambda observable: observable.right)
+    shown, rest = ordered[:_SHOWN], ordered[_SHOWN:]
+    columns = list(dict.fromkeys(name for observable in observables for name in observable.relations))
+    width = max(len(observable.name) for observable in shown)
+    lines = ["  " + " " * width + "".join(f"  {column}" for column in columns)]
+    for observable in shown:
+        marks = "".join(f"  {_MARKS[observable.relations.get(column)]:<{len(column)}}" for column in columns)
+        lines.append(f"  {observable.name:<{width}}{marks}  {observable.detail}".rstrip())
+    if rest:
+        wrong = sum(not observable.right for observable in rest)
+        lines.append(f"  … and {len(rest)} more ({wrong} wrong)")
+    return lines

@@ -1,0 +1,136 @@
+"""Detect mistakes that keep ranks from returning: the ranks hang, raise or die. The evidence is the collectives they entered."""
+
+from __future__ import annotations
+
+from mgpu_check.diagnosis.evidence import Calls, HashSeeds
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.processes.rank_lists import grouped, named
+from mgpu_check.processes.record import fewest
+
+__all__ = [
+    "aborted_in_gather",
+    "known_words",
+    "other_sizes",
+    "part_ways",
+    "set_order",
+    "uneven_steps",
+    "waits_for_its_own_group",
+]
+
+_FILLING = ("gather", "scatter", "all_to_all")
+_LONGEST = 240  # characters of a quoted error: about three lines of a terminal
+_WORDS_OF_TORCH = (
+    ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),
+    ("Expected to mark a variable ready only once", "gradients-not-synchronized"),
+    ("must be contiguous", "strided-view"),
+    ("Tensors must be contiguous", "strided-view"),
+    ("op.preamble.length <= op.nbytes", "uneven-gather"),
+    ("Expected more than 1 value per channel when training", "batch-statistics-per-rank"),
+    ("same number of elements", "uneven-gather"),
+    ("Sizes of tensors must match", "uneven-gather"),
+    ("Default process group has not been initialized", "wrong-process-group"),
+)
+"""Parts of error messages of torch, with the only class of mistakes that causes each."""
+
+
+def other_sizes(calls: Calls) -> Finding | None:
+    """Detect tensors of different sizes that ranks gave to one collective."""
+    if calls.unmatched:
+        return None
+    if calls.parted:
+        names = {entered.name for entered in calls.parted.values()}
+        if len(names) > 1 or len({entered.operand for entered in calls.parted.values()}) < 2:
+            return None
+        fills = any(word in name for word in _FILLING for name in names)
+        return Finding("uneven-gather", calls.parting) if fills else None
+    same = {(one.name, one.group_name, one.number, one.file, one.line) for one in calls.last.values()}
+    if len(same) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:
+        return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(calls.told))
+    return None
+
+
+def uneven_steps(calls: Calls) -> Finding | None:
+    """Detect uneven numbers of steps: ranks part ways, and the world size does not divide the number of samples."""
+    parted = part_ways(calls)
+    if parted is None or calls.samples % calls.size == 0:
+        return None
+    uneven = f"{calls.samples} samples are not divisible by {calls.size} ranks"
+    also = "; with divisible numbers the step terminates" if calls.hung else f"; {parted.evidence}"
+    return Finding("uneven-steps", uneven + also)
+
+
+def waits_for_its_own_group(calls: Calls) -> Finding | None:
+    """Detect a group that is too wide: a member waits for a message from a rank that waits in the group's collective."""
+    for rank, collective in calls.last.items():
+        if not collective.unfinished or collective.cut:
+            continue
+        members = set(map(int, collective.group.split(","))) if collective.group else set(range(calls.size))
+        for other, message in calls.messages.items():
+            if other in members and message.options == f"src={rank}":
+                return Finding(
+                    "wrong-process-group",
+                    f"rank {rank} waits in {collective} for rank {other}, and rank {other} waits in {message} for what rank "
+                    f"{rank} sends after it: does the collective run over more ranks than call it?",
+                )
+    return None
+
+
+def part_ways(calls: Calls) -> Finding | None:
+    """Detect a decision that each rank took for itself: ranks entered different collectives, or some ranks entered fewer."""
+    if other_sizes(calls):
+        return None
+    if calls.unmatched:
+        return Finding("decision-per-rank", calls.unmatched)
+    sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
+    if calls.parted or len(sites) > 1 or (sites and calls.some_finished):
+        told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
+    elif waits := _waits(calls):
+        told = f"{calls.hung}: {waits}"
+    else:
+        return None
+    return Finding("decision-per-rank", told)
+
+
+def _waits(calls: Calls) -> str:
+    """Return which ranks of a hang wait, and which ranks are elsewhere or finished; "" if that is unknown."""
+    waiting = grouped((place, rank) for rank, place in calls.waiting.items())
+    said = [f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in waiting]
+    if waiting and (calls.elsewhere or calls.finished):
+        if calls.elsewhere:
+            said.append(f"{named(calls.elsewhere)} {'is' if len(calls.elsewhere) == 1 else 'are'} elsewhere")
+        if calls.finished:
+            said.append(f"{named(calls.finished)} finished")
+        return "; ".join(said)
+    if len(waiting) > 1 and calls.last:
+        return f"all of them wait, in different calls; {'; '.join(said)}"
+    # A collective on a device returns at once, so no rank is seen to wait in it.
+    counts = {rank: entered.number for rank, entered in calls.last.items()}
+    groups = {entered.group_name for entered in calls.last.values()}
+    if not waiting and len(groups) == 1 < len(set(counts.values())):
+        return f"{named(fewest(counts))} entered fewer collectives than others"
+    return ""
+
+
+def known_words(calls: Calls) -> Finding | None:
+    """Detect a mistake by an error of torch that only this mistake causes."""
+    for words, mistake in _WORDS_OF_TORCH:
+        for of_torch, line in calls.raised:
+            if words in of_torch:
+                return Finding(mistake, _short(line))
+    return None
+
+
+def aborted_in_gather(calls: Calls) -> Finding | None:
+    """Detect tensors of different sizes: gloo aborted a rank inside all_gather."""
+    if not calls.aborted_in("all_gather"):
+        return None
+    return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
+
+
+def set_order(seeds: HashSeeds) -> Finding | None:
+    """Detect iteration over a set: the case fails only if ranks have different hash seeds."""
+    return Finding("set-order", seeds.told)
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST]

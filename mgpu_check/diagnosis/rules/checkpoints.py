@@ -1,0 +1,88 @@
+"""Detect why a resumed run differs from an uninterrupted one."""
+
+from __future__ import annotations
+
+from mgpu_check.diagnosis.evidence import Restored
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.processes.rank_lists import by_ranks, few
+
+__all__ = [
+    "differs_at_the_end",
+    "goes_on_in_another_epoch",
+    "loaded_on_none",
+    "loaded_on_some",
+    "not_in_the_state",
+    "numbers_of_rank_0",
+    "ranks_part_ways",
+    "state_of_rank_0",
+]
+
+_SHOWN = 4
+_UNSAID = "what train does not return (the optimizer, the schedule, the position in the data) was not restored"
+
+
+def loaded_on_some(restored: Restored) -> Finding | None:
+    """Detect a checkpoint that only some ranks loaded: entries are right after loading on those ranks only."""
+    if not restored.on_some:
+        return None
+    return Finding("restored-on-one-rank", f"right after loading, not as saved: {by_ranks(restored.on_some, _SHOWN)}")
+
+
+def goes_on_in_another_epoch(restored: Restored) -> Finding | None:
+    """Detect a sampler that continues in the wrong epoch: all its batches differ, even if generators are restored."""
+    return (
+        Finding("state-not-restored", f"{restored.epochs}: call set_epoch with the epoch where training continues")
+        if restored.epochs
+        else None
+    )
+
+
+def loaded_on_none(restored: Restored) -> Finding | None:
+    """Detect entries that differ from the saved ones on every rank after loading."""
+    if not restored.nowhere:
+        return None
+    told = f"right after loading, on no rank as saved: {few(list(restored.nowhere), _SHOWN)}"
+    return Finding("state-not-restored", told)
+
+
+def numbers_of_rank_0(restored: Restored) -> Finding | None:
+    """Detect generators that every rank restored from the state of rank 0."""
+    if not restored.numbers_of_rank_0:
+        return None
+    told = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: what rank 0 had; each rank must save and load its own"
+    return Finding("state-not-restored", told)
+
+
+def state_of_rank_0(restored: Restored) -> Finding | None:
+    """Detect entries that every rank restored from rank 0, if no other entry is lost."""
+    if restored.on_some or not restored.of_rank_0:
+        return None
+    # DistributedDataParallel broadcasts buffers when it is constructed: they look the same here, and are harmless.
+    told = f"{by_ranks(restored.of_rank_0, _SHOWN)}: what rank 0 had, where each rank had saved its own; or {_UNSAID}"
+    return Finding("state-not-restored", told)
+
+
+def ranks_part_ways(restored: Restored) -> Finding | None:
+    """Detect a checkpoint that only some ranks loaded, by the results that differ between ranks at the end."""
+    if restored.parted:
+        told = f"ranks agree after an uninterrupted run, and not after the resumed one: {by_ranks(restored.parted, _SHOWN)}"
+    elif restored.right_on_rank_0:
+        told = f"right on rank 0 only: {by_ranks(restored.right_on_rank_0, _SHOWN)} are wrong"
+    else:
+        return None
+    return Finding("restored-on-one-rank", told)
+
+
+def not_in_the_state(restored: Restored) -> Finding | None:
+    """Detect state that the checkpoint lacks: every entry that train returns is restored, and the run still differs."""
+    if not restored.seen or restored.lost:
+        return None
+    told = f"every entry that train returns is restored, so {_UNSAID}"
+    return Finding("state-not-restored", told)
+
+
+def differs_at_the_end(restored: Restored) -> Finding | None:
+    """Report the entries that differ at the end, if the state right after loading was not observed."""
+    if restored.seen:
+        return None
+    return Finding("state-not-restored", f"at the end differ {few(list(restored.at_the_end), _SHOWN)}")

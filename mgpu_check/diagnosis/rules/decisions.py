@@ -1,0 +1,265 @@
+"""Detect mistakes in the initial states of ranks, in their decisions, and in their random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.processes.rank_lists import grouped, named
+
+if TYPE_CHECKING:
+    from mgpu_check.diagnosis.tensors import Tensors
+
+__all__ = [
+    "broadcast_of_another_rank",
+    "broadcast_of_rank_0",
+    "buffers_alone_drift",
+    "buffers_drift",
+    "calls_models_apart",
+    "decides_by_own_values",
+    "decides_by_rank",
+    "decides_for_its_parameters",
+    "draws_by_rank",
+    "draws_other_numbers",
+    "kept_on_some",
+    "may_draw_by_rank",
+    "restores_later_on_some",
+    "restores_on_some",
+    "right_on_one_rank",
+    "starts_apart",
+    "steps_unlike_one_device",
+    "updates_on_some",
+]
+
+
+def restores_on_some(evidence: Evidence) -> Finding | None:
+    """Detect a checkpoint that only some ranks load, if ranks start from different parameters."""
+    if evidence.start is None or not evidence.loads.apart:
+        return None
+    return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.start.briefly}")
+
+
+def restores_later_on_some(evidence: Evidence) -> Finding | None:
+    """Detect a checkpoint that only some ranks load, if ranks start alike and differ later."""
+    if evidence.start is not None or not evidence.loads.apart or not evidence.parted:
+        return None
+    return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.parted}")
+
+
+def starts_apart(evidence: Evidence) -> Finding | None:
+    """Detect different initial parameters, if all ranks load a checkpoint or no rank does."""
+    if evidence.start is None or evidence.loads.apart:
+        return None
+    return Finding("different-initialization", evidence.start.told)
+
+
+def decides_by_rank(evidence: Evidence) -> Finding | None:
+    """Detect a decision that differs between ranks: optimizer steps, learning rates, loss scales, trained parameters."""
+    return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
+
+
+def decides_by_own_values(evidence: Evidence) -> Finding | None:
+    """Detect a value that differs between ranks and decides, even if the ranks happened to decide alike."""
+    return next((Finding("decision-per-rank", one.told) for one in evidence.grounds if one.apart), None)
+
+
+def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
+    """Detect an optimizer that steps another number of times than on one device."""
+    here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
+    if (
+        not there
+        or here == there
+        or (tensors.traces and not any(trace.of("step") for trace in tensors.traces) and not here)
+    ):
+        return None  # the step uses no optimizer, so the number of steps means nothing
+    return Finding(
+        "decision-per-rank",
+        f"the optimizer has stepped {here} times on {tensors.size} ranks, {there} times on one device",
+    )
+
+
+def updates_on_some(tensors: Tensors) -> Finding | None:
+    """Detect a parameter that only some ranks update, so that ranks differ."""
+    odd = next(iter(_updated_unlike(tensors)), None)
+    if odd is None or odd not in tensors.relations.split:
+        return None
+    before = tensors.expected.single.initial[odd.of]
+    updated = [
+        rank
+        for rank, one in enumerate(tensors.seen)
+        if odd in one.values and not one.values[odd].to(before.dtype).equal(before)
+    ]
+    if not 0 < len(updated) < tensors.size:
+        return None
+    told = f"{odd} was updated on {named(updated)} only, and not sent to the other ranks"
+    return Finding("value-of-one-rank", told)
+
+
+def kept_on_some(tensors: Tensors) -> Finding | None:
+    """Detect a parameter or buffer that some ranks updated correctly, and that has its initial value on the others."""
+    initial = tensors.expected.single.initial
+    for name in tensors.relations.split:
+        before = initial.get(name.of)
+        values = [one.values.get(name) for one in tensors.seen]
+        known = [value for value in values if value is not None and before is not None and value.shape == before.shape]
+        if name.kind not in ("params", "buffers") or before is None or len(known) < tensors.size:
+            continue
+        moved = [rank for rank, value in enumerate(known) if not value.to(before.dtype).equal(before)]
+        if not 0 < len(moved) < tensors.size or set(moved) & set(tensors.relations.wrong.get(name, [])):
+            continue
+        return Finding(
+            "value-of-one-rank", f"{name} was updated on {named(moved)} only, and has its initial value on the others"
+        )
+    return None
+
+
+def calls_models_apart(tensors: Tensors) -> Finding | None:
+    """Detect a copy or an average of the model that only some ranks keep: ranks call it with different parameters."""
+    if any(tensors.is_of_model(name) for name in (*tensors.wrong(), *tensors.relations.split)):
+        return None
+    calls = [trace.of("model") for trace in tensors.traces]
+    for same in zip(*calls, strict=False):
+        held = [event.details["parameters"] for event in same]
+        if len({(event.name, event.site) for event in same}) > 1 or all(one == held[0] for one in held):
+            continue
+        if len({event.details.get("owns") for event in same}) > 1:
+            continue  # ranks hold different parts of one model, not copies
+        odd = next((name for name in held[0] if any(one.get(name) != held[0][name] for one in held)), "")
+        if not odd or not tensors.is_whole(odd):
+            continue  # each rank holds a slice of the parameter, as FSDP1 does
+        told = ", ".join(f"{one.get(odd, math.nan):.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
+        return Finding(
+            "value-of-one-rank",
+            f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} sums to "
+            f"{told}, though the parameters that are trained are the same: a copy or an average of them is kept on some ranks "
+            "only",
+        )
+    return None
+
+
+def _grouped(held: Sequence[Mapping[str, float]], name: str) -> list[tuple[Mapping[str, float], list[int]]]:
+    return [(held[ranks[0]], ranks) for _, ranks in grouped((one.get(name), rank) for rank, one in enumerate(held))]
+
+
+def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
+    """Detect a decision per owner: only some parameters were updated, and one device updates all of them or none."""
+    moved, should = _updates(tensors)
+    odd = next(iter(_updated_unlike(tensors)), None)
+    if odd is None or len(set(should.values())) != 1 or len(set(moved.values())) != 2 or updates_on_some(tensors):
+        return None
+    all_stay = not should[odd]
+    return Finding(
+        "decision-per-rank",
+        f"{odd} was {'updated' if all_stay else 'left as it was'} and other parameters were not, where one device "
+        f"{'skips the step' if all_stay else 'updates all'}: the rank that owns it decided alone",
+    )
+
+
+def _updated_unlike(tensors: Tensors) -> list[Result]:
+    """Return the parameters that one device updated and rank 0 did not, or the other way round.
+
+    Parameters with a zero gradient are left out: they keep their values without any decision.
+    """
+    moved, should = _updates(tensors)
+    gradients = {name.of: value for name, value in tensors.seen[0].values.items() if name.kind == "grads"}
+    idle = {of for of, value in gradients.items() if not bool(value.any())}
+    return [name for name in moved if moved[name] != should[name] and name.of not in idle]
+
+
+def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
+    """Return whether rank 0 updated each parameter, and whether one device did.
+
+    A value that the step returns under the name of a parameter replaces the parameter itself.
+    """
+    moved: dict[Result, bool] = {}
+    should: dict[Result, bool] = {}
+    held, expected = tensors.seen[0].values, tensors.expected.single
+    for name, before in expected.initial.items():
+        returned = Result("returned", name)
+        for label in (Result("params", name), returned):
+            got, right = held.get(label), expected.values.get(label)
+            if got is not None and right is not None and got.shape == before.shape == right.shape:
+                if label != returned and returned in held:
+                    continue
+                moved[label] = not got.to(before.dtype).equal(before)
+                should[label] = not right.to(before.dtype).equal(before)
+    return moved, should
+
+
+def right_on_one_rank(tensors: Tensors) -> Finding | None:
+    """Detect a result that is right on exactly one rank."""
+    for name in tensors.relations.split:
+        wrong = tensors.relations.wrong.get(name, [])
+        right = [rank for rank in range(tensors.size) if rank not in wrong]
+        if wrong and len(right) == 1:
+            return Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
+    return None
+
+
+def broadcast_of_another_rank(tensors: Tensors) -> Finding | None:
+    """Detect a broadcast from a rank other than 0, if ranks agree on a wrong result."""
+    return _broadcast_wrong(tensors, from_rank_0=False)
+
+
+def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
+    """Detect a broadcast from rank 0, if ranks agree on a wrong result; weak evidence, as many right programs do this."""
+    return _broadcast_wrong(tensors, from_rank_0=True)
+
+
+def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
+    sent = next((event for _, event in tensors.events("collective") if event.name == "broadcast"), None)
+    wrong = [name for name in tensors.wrong() if name not in tensors.relations.split]
+    if sent is None or not wrong:
+        return None
+    source = sent.details.get("src", 0)
+    if (not source) is not from_rank_0:
+        return None
+    return Finding(
+        "value-of-one-rank",
+        f"broadcast ({sent.site}) sends the value of rank {source}, and {wrong[0]} is the same on all ranks, but differs "
+        "from one device",
+    )
+
+
+def buffers_alone_drift(tensors: Tensors) -> Finding | None:
+    """Detect buffers that differ between ranks, if no other result is wrong.
+
+    DistributedDataParallel overwrites some buffers with those of rank 0. Their differences are allowed, but the value of
+    rank 0 is wrong too. With BatchNorm, other rules report the batch statistics in its buffers.
+    """
+    if any(name.kind != "buffers" for name in tensors.wrong()):
+        return None
+    if (drift := buffers_drift(tensors)) is not None or tensors.seen[0].normalized:
+        return drift
+    for name in tensors.wrong("buffers"):
+        values = [one.values[name] for one in tensors.seen if name in one.values]
+        if any(not value.equal(values[0]) for value in values):
+            return Finding(
+                "buffers-drift", f"{name} differs between ranks, and DistributedDataParallel keeps that of rank 0 alone"
+            )
+    return None
+
+
+def buffers_drift(tensors: Tensors) -> Finding | None:
+    """Detect buffers that differ between ranks."""
+    drifted = [name for name in tensors.relations.split if name.kind == "buffers"]
+    return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
+
+
+def draws_by_rank(evidence: Evidence) -> Finding | None:
+    """Detect random numbers that each rank draws for its own part of the batch."""
+    return Finding("random-numbers-per-rank", evidence.draws) if evidence.draws else None
+
+
+def draws_other_numbers(evidence: Evidence) -> Finding | None:
+    """Detect random numbers that differ between ranks, although each rank draws as many as one device."""
+    return Finding("random-numbers-per-rank", evidence.numbers_apart) if evidence.numbers_apart else None
+
+
+def may_draw_by_rank(evidence: Evidence) -> Finding | None:
+    """Report that the step draws random numbers, which may be harmless."""
+    return Finding("random-numbers-per-rank", evidence.may_draw) if evidence.may_draw else None

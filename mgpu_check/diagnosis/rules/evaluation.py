@@ -1,0 +1,23 @@
+"""Detect mistakes that show when every rank evaluates the trained model."""
+
+from __future__ import annotations
+
+from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.report import Finding
+
+__all__ = ["answers_apart", "answers_change", "buffers_apart"]
+
+
+def buffers_apart(evidence: Evidence) -> Finding | None:
+    """Detect buffers that differ between ranks after training."""
+    return Finding("buffers-drift", evidence.buffers_apart) if evidence.buffers_apart else None
+
+
+def answers_change(evidence: Evidence) -> Finding | None:
+    """Detect a rank whose answers change when it evaluates the same samples again."""
+    return Finding("evaluation-differs", evidence.answers_change) if evidence.answers_change else None
+
+
+def answers_apart(evidence: Evidence) -> Finding | None:
+    """Detect ranks that answer differently although they have the same trained parameters."""
+    return Finding("evaluation-differs", evidence.answers_apart) if evidence.answers_apart else None

@@ -1,0 +1,105 @@
+"""Detect mistakes in a single call: a run with that call changed gives the right results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.processes.rank_lists import few, intervals
+
+if TYPE_CHECKING:
+    from mgpu_check.diagnosis.observed import Change
+    from mgpu_check.diagnosis.tensors import Tensors
+
+__all__ = [
+    "right_by_another_operation",
+    "right_by_the_size_of_a_group",
+    "right_in_another_group",
+    "right_in_another_order",
+    "right_where_positions_go_on",
+    "right_with_a_term_scaled",
+    "right_without_a_collective",
+]
+
+
+def right_in_another_group(tensors: Tensors) -> Finding | None:
+    """Detect a collective that runs over the wrong ranks."""
+    change = _first(tensors, "group")
+    if change is None:
+        return None
+    told = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
+    return Finding("wrong-process-group", told)
+
+
+def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
+    """Detect a result of a collective that is off by the size of the group."""
+    change = _first(tensors, "divide", "multiply")
+    if change is None:
+        return None
+    how = "divided" if change.kind == "divide" else "multiplied"
+    told = f"with the result of {change.where} {how} by {change.size}, the size of its group, the step is right"
+    return Finding("world-size-factor", told)
+
+
+def right_by_another_operation(tensors: Tensors) -> Finding | None:
+    """Detect a reduction with the wrong operation."""
+    change = _first(tensors, "op")
+    if change is None:
+        return None
+    return Finding("wrong-reduction", f"{change.where} with {str(change.value).upper()} makes the step right")
+
+
+def right_without_a_collective(tensors: Tensors) -> Finding | None:
+    """Detect a superfluous reduction: of a value that was reduced already, or that each rank needs unreduced."""
+    change = _first(tensors, "skip", "new")
+    if change is None:
+        return None
+    if change.kind == "new":
+        told = f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is right"
+        return Finding("reduced-again", told)
+    # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
+    told = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
+    return Finding("wrong-reduction", told)
+
+
+def right_in_another_order(tensors: Tensors) -> Finding | None:
+    """Detect gathered rows that are in the wrong order."""
+    change = _first(tensors, "reorder")
+    if change is None:
+        return None
+    told = (
+        f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the first "
+        "pieces of all ranks before the next ones, the step is right"
+    )
+    return Finding("gathered-in-other-order", told)
+
+
+def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
+    """Detect one term of the loss that is off by the size of a group; the other terms are right."""
+    change = _first(tensors, "term")
+    if change is None:
+        return None
+    term, times = change.value
+    what = f"the term that {term.line or term.backward} computes" if term.paths[0] else f"the loss of {term.backward}"
+    how = "multiplied" if times > 1 else "divided"
+    of = "the number of ranks" if change.size == tensors.size else "the size of a group"
+    depends = f"; it affects the gradients of {few(list(term.parameters))}" if term.parameters else ""
+    told = f"with {what} {how} by {change.size}, {of}, and nothing else, gradients are right{depends}"
+    return Finding("loss-term-factor", told)
+
+
+def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
+    """Detect positions that start at 0 on each rank."""
+    change = _first(tensors, "shift")
+    if change is None:
+        return None
+    told = f"{change.where} counts from 0 on each rank; if it continues over the {change.size} parts, the step is right"
+    return Finding("positions-restart", told)
+
+
+def _first(tensors: Tensors, *kinds: str) -> Change | None:
+    return next((change for change in tensors.tried if change.kind in kinds and change.holds), None)
+
+
+def _groups(groups: tuple[tuple[int, ...], ...]) -> str:
+    return few([f"ranks {intervals(ranks)}" for ranks in groups], 2)

@@ -1,0 +1,326 @@
+"""Detect mistakes in how ranks combine the gradients and metrics of their parts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.left import is_left
+from mgpu_check.diagnosis.limits import shows_a_limit
+from mgpu_check.diagnosis.observed import Event
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.processes.rank_lists import few
+
+if TYPE_CHECKING:
+    from mgpu_check.diagnosis.tensors import Tensors
+
+__all__ = [
+    "added_on_every_rank",
+    "clips_by_other_norms",
+    "clips_first",
+    "clips_parts",
+    "each_rank_its_own",
+    "gradients_apart",
+    "limits_another_norm",
+    "mean_of_metrics",
+    "mean_of_parts",
+    "normalizes_parts",
+    "optimizes_its_own",
+    "outside_of_the_wrapper",
+    "statistics_of_parts",
+    "stays_as_backward_left_it",
+    "takes_parts_for_the_batch",
+    "uneven_parts",
+    "wrong_where_uneven",
+]
+
+_SHOWN = 4
+"""Most ranks whose values a message lists, so that it stays one line."""
+
+
+def clips_first(tensors: Tensors) -> Finding | None:
+    """Detect clipping before a collective on the gradients, without a backward or a step between them."""
+    if not tensors.traces or not tensors.names or not tensors.gradient_like:
+        return None
+    clip: Event | None = None
+    for event in tensors.traces[0].events:
+        if event.kind == "clip":
+            clip = event
+        elif event.kind in ("backward", "step"):
+            clip = None
+        elif event.kind == "collective" and clip is not None:
+            large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
+            on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
+            if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
+                told = f"{clip.where} runs before {event.name} of the gradients ({event.site})"
+                return Finding("clipped-before-synchronization", told)
+    return None
+
+
+def _is_gradient(operand: Result | None) -> bool:
+    return operand is not None and operand.kind == "grads"
+
+
+def clips_by_other_norms(evidence: Evidence) -> Finding | None:
+    """Detect clipping that found a different norm on each rank."""
+    return Finding("clipped-before-synchronization", evidence.norms.told) if evidence.norms.apart else None
+
+
+def clips_parts(tensors: Tensors) -> Finding | None:
+    """Detect clipping before the mean: gradients are the mean of the parts', and right while no limit applies."""
+    found = tensors.mean_of_parts
+    if found is None or not found[0].even or found[0].along or not _is_limited(tensors):
+        return None
+    return Finding(
+        "clipped-before-synchronization",
+        f"{tensors.names[0]} is the mean of what each rank computes for its own part, and right for a batch that is scaled "
+        "down: a limit on the norm is applied before the mean",
+    )
+
+
+def limits_another_norm(tensors: Tensors) -> Finding | None:
+    """Detect clipping by the wrong norm: ranks agree, and are right only if the batch is scaled down."""
+    if tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):
+        return None
+    return Finding(
+        "clipped-before-synchronization",
+        f"{few(tensors.names)} is right for a batch that is scaled down: a limit is applied to another norm than that of the "
+        "whole gradient",
+    )
+
+
+def _is_limited(tensors: Tensors) -> bool:
+    """Return whether gradients are right for a batch that is scaled down, and otherwise reach a limit."""
+    return tensors.gradient_like and tensors.right_when_small is True and shows_a_limit(tensors)
+
+
+def statistics_of_parts(evidence: Evidence) -> Finding | None:
+    """Detect batch statistics of each rank's shard, if the gradients are the mean of the shards' gradients."""
+    tensors, found = evidence.tensors, normalizes_parts(evidence)
+    if found is None or tensors is None:
+        return None
+    if not any(tensors.is_combined(division, "mean") for division in tensors.hypotheses.divisions):
+        return None
+    return Finding(found.mistake, f"{found.evidence}, and the gradients are the mean of the shards' gradients")
+
+
+def normalizes_parts(evidence: Evidence) -> Finding | None:
+    """Detect batch statistics of each rank's shard: a module normalizes by the statistics of its batch."""
+    return Finding("batch-statistics-per-rank", evidence.normalizes) if evidence.normalizes else None
+
+
+def mean_of_metrics(tensors: Tensors) -> Finding | None:
+    """Detect a metric that is the mean over equal parts, although one device gives a different value."""
+    found = tensors.mean_of_parts
+    if found is None or not found[0].even or tensors.gradient_like or found[0].along:
+        return None
+    return Finding(
+        "mean-of-means" if tensors.hypotheses.padded else "wrong-reduction",
+        f"{tensors.names[0]} is the mean over ranks of each rank's own value{found[1]}, which is not the value for all samples together",
+    )
+
+
+def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
+    """Detect gradients that are the mean of the parts', where no weighted sum of the parts gives those of one device."""
+    found = tensors.mean_of_parts
+    if found is None or found[0].along or not tensors.gradient_like or clips_parts(tensors):
+        return None
+    if tensors.is_sum_of_parts(found[0]) is not False:
+        return None
+    return Finding(
+        "batch-statistics-per-rank",
+        f"{tensors.names[0]} is the mean of what each rank computes for its own part ({found[0].name}){found[1]}, but no "
+        "weighted sum of the parts gives the result of one device: something in the step depends on all samples, and each "
+        "rank has only its own",
+    )
+
+
+def mean_of_parts(tensors: Tensors) -> Finding | None:
+    """Detect an unweighted mean over the parts, where the parts should have other weights."""
+    found = tensors.mean_of_parts
+    if found is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(found[0]) is False:
+        return None
+    division, also = found
+    if also and tensors.factor() is not None:
+        return None  # one factor explains the difference, so the weights are right
+    windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
+    counts = ", ".join(map(str, division.counts))
+    return Finding(
+        "mean-of-means",
+        f"{tensors.names[0]} is the unweighted mean of what each rank computes for its own part ({division.name}: {counts}"
+        f"{windows}){also}: all parts count alike, even where they hold different numbers of samples or tokens",
+    )
+
+
+def uneven_parts(evidence: Evidence) -> Finding | None:
+    """Detect a mean of means: ranks saw unequal numbers of samples, or their losses divide by unequal counts."""
+    return Finding("mean-of-means", evidence.uneven) if evidence.uneven else None
+
+
+def wrong_where_uneven(tensors: Tensors) -> Finding | None:
+    """Detect a mean of means: ranks agree on a wrong result, and the world size does not divide the number of samples."""
+    samples, size = tensors.samples, tensors.size
+    if not samples or samples % size == 0 or tensors.relations.split or not tensors.names:
+        return None
+    return Finding(
+        "mean-of-means",
+        f"{samples} samples are not divisible by {size} ranks, and ranks agree on {few(tensors.names)} with each other, but not "
+        "with one device: parts of different size seem to count alike",
+    )
+
+
+def gradients_apart(evidence: Evidence) -> Finding | None:
+    """Detect gradients that differ between ranks when the optimizer steps."""
+    return Finding("gradients-not-synchronized", evidence.gradients_apart) if evidence.gradients_apart else None
+
+
+def each_rank_its_own(tensors: Tensors) -> Finding | None:
+    """Detect results that are not synchronized: each rank holds the result of its own part."""
+    if not tensors.own_parts:
+        return None
+    division, local = tensors.own_parts[0]
+    verb = "is" if len(local) == 1 else "are"
+    return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
+
+
+def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
+    """Detect gradients that are not synchronized: each rank ends with the gradient of its own backward pass."""
+    local = [name for name in tensors.relations.split if name.kind == "grads"]
+    lasts = [next(iter(reversed(trace.of("backward"))), None) for trace in tensors.traces]
+    left = [event.details.get("left", {}) for event in lasts if event is not None]
+    if len(left) < max(2, len(lasts)):
+        return None
+    own = [name for name in local if tensors.stays_as_left(name, left)]
+    if not own:
+        return None
+    site = next(event.site for event in lasts if event is not None)
+    told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
+    return _local(tensors, own, f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}")
+
+
+def optimizes_its_own(tensors: Tensors) -> Finding | None:
+    """Detect an optimizer step with unsynchronized gradients, even if parameters are averaged later.
+
+    The optimizer must be nonlinear in the gradient: otherwise averaging the parameters afterwards would be right.
+    """
+    if not tensors.seen[0].nonlinear or not tensors.gradient_like or any(not one.snapshots for one in tensors.seen):
+        return None
+    events = [list(itertools.takewhile(lambda event: event.kind != "step", trace.events)) for trace in tensors.traces]
+    lasts = [next((event for event in reversed(before) if event.kind == "backward"), None) for before in events]
+    known = [event for event in lasts if event is not None]
+    left = [event.details.get("left", {}) for event in known]
+    if len(known) < max(2, tensors.size):
+        return None
+    for name in tensors.seen[0].stepped:
+        gradient = Result("grads", name)
+        values = [one.snapshots[0][gradient] for one in tensors.seen if gradient in one.snapshots[0]]
+        if all(name in one.stepped for one in tensors.seen) and is_left(gradient, left, values):
+            step = tensors.traces[0].of("step")[0]
+            told = ", ".join(f"{one[name]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
+            return Finding(
+                "gradients-not-synchronized",
+                f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm {told}",
+            )
+    return None
+
+
+def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
+    """Detect gradients that differ between ranks, if the calls show that nothing combined them."""
+    local = [
+        name
+        for name in tensors.relations.split
+        if name.kind == "grads" or (tensors.account and name.kind == "returned")
+    ]
+    if not local or each_rank_its_own(tensors) or not (why := _nothing_combines(tensors, local)):
+        return None
+    return _local(tensors, local, f"{few(local)} differ from rank to rank{why}", "")
+
+
+def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = None) -> Finding:
+    if all(_is_buffer(tensors, name) for name in local):
+        return Finding("buffers-drift", told + ": nothing synchronizes them")
+    if not tensors.gradient_like or not any(_is_like_a_gradient(tensors, name) for name in local):
+        return Finding("value-of-one-rank", f"{told}: nothing has combined them")
+    return Finding("gradients-not-synchronized", told + (_why_local(tensors, local) if why is None else why))
+
+
+def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
+    """Return whether a result belongs to the model, has the shape of a parameter, or the size of all parameters together."""
+    parameters = [value for key, value in tensors.seen[0].values.items() if key.kind == "params"]
+    value = tensors.seen[0].values.get(name)
+    if tensors.is_of_model(name) or value is None or not value.dim():
+        return tensors.is_of_model(name)
+    return any(value.shape == one.shape for one in parameters) or value.numel() == sum(
+        one.numel() for one in parameters
+    )
+
+
+def _is_buffer(tensors: Tensors, name: Result) -> bool:
+    """Return whether a result is a buffer, or a returned copy of a buffer on each rank."""
+    if name.kind == "buffers":
+        return True
+    of_buffers = [other for other in tensors.seen[0].values if other.kind == "buffers"]
+    return any(
+        all(
+            other in one.values and name in one.values and one.values[other].equal(one.values[name])
+            for one in tensors.seen
+        )
+        for other in of_buffers
+    )
+
+
+def _why_local(tensors: Tensors, local: list[Result]) -> str:
+    wrap = tensors.first("wrap")
+    unused = wrap is not None and not wrap.details["find_unused"]
+    may = "; some parameters may be unused, and find_unused_parameters is False" if unused else ""
+    return _nothing_combines(tensors, local) or may
+
+
+def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
+    """Return a clause on the calls that show that nothing combined the gradients, to append to another; "" if unknown."""
+    wrap = tensors.first("wrap")
+    if wrap is None:
+        return "" if any(True for _ in tensors.events("collective")) else "; no collective was called"
+    covered = {name for _, event in tensors.events("wrap") for name in event.details["parameters"]}
+    outside = [name.of for name in local if name.of not in covered]
+    if outside:
+        were = "was" if len(outside) == 1 else "were"
+        return f"; {few(outside)} {were} in no DistributedDataParallel when it was made ({wrap.site})"
+    if tensors.first("no_sync") is not None:
+        return "; backward ran under no_sync"
+    if tensors.first("forward") is None:
+        return "; DistributedDataParallel was made, but never called: the module inside was"
+    return ""
+
+
+def added_on_every_rank(tensors: Tensors) -> Finding | None:
+    """Detect a term that every rank adds before the sum: the result has it once per rank instead of once."""
+    if tensors.size < 2:
+        return None
+    parameters = {
+        name: value.double()
+        for name, value in tensors.seen[0].initial.items()
+        if value.is_floating_point() and value.dim() == 1
+    }
+    for name in tensors.wrong("returned"):
+        exact, got = tensors.expected.exact.get(name), tensors.seen[0].values.get(name)
+        if exact is None or got is None or exact.shape != got.shape or not exact.dim():
+            continue
+        excess = (got.double() - exact) / (tensors.size - 1)
+        for owner, value in parameters.items():
+            if exact.shape[-1] == len(value) and tensors.same(excess, value.expand_as(excess), got):
+                return Finding(
+                    "partial-result-added-on-every-rank",
+                    f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it before the "
+                    "sum",
+                )
+    for other in tensors.hypotheses.alternatives if not tensors.broken else ():
+        if other.kind == "biases-several-times" and tensors.is_alternative(other):
+            return Finding(
+                "partial-result-added-on-every-rank",
+                f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(other.names)}: each of {tensors.size} "
+                "ranks adds it before the sum",
+            )
+    return None

@@ -1,0 +1,122 @@
+"""Detect mistakes of the optimizer: the gradients are right, but the updates are wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.processes.rank_lists import few, named
+
+if TYPE_CHECKING:
+    from mgpu_check.diagnosis.evidence import Evidence
+    from mgpu_check.diagnosis.observed import Observation
+    from mgpu_check.diagnosis.tensors import Tensors
+
+__all__ = ["makes_something_else", "steps_other_tensors", "updates_otherwise"]
+
+_RATE = "learning rate of group"
+
+
+def steps_other_tensors(tensors: Tensors) -> Finding | None:
+    """Detect an optimizer that steps tensors outside of the model, so that its steps have no effect."""
+    single = tensors.expected.single
+    lost = [
+        rank
+        for rank, one in enumerate(tensors.seen)
+        if one.optimizer_steps and not one.settings.keys() & single.settings.keys()
+    ]
+    if not single.settings or not lost or not tensors.wrong("params"):
+        return None
+    told = f"the optimizer of {named(lost)} steps tensors that do not belong to the model: was it made before the model was divided, or while it was gathered?"
+    return Finding("optimizer-differs", told, tuple(lost))
+
+
+def updates_otherwise(evidence: Evidence) -> Finding | None:
+    """Detect wrong updates from right gradients, as the evidence describes them."""
+    return Finding("optimizer-differs", evidence.updates) if evidence.updates else None
+
+
+def makes_something_else(tensors: Tensors) -> Finding | None:
+    """Detect an optimizer step that makes wrong parameters from right gradients and right parameters.
+
+    The reason is the settings of the parameter groups if these differ from one device, and the update rule otherwise.
+    """
+    step, names, ranks = _first_wrong_step(tensors)
+    if not names:
+        return _rates_after_the_last_step(tensors)
+    told = f"the gradients of optimizer step {step + 1} are right, and it changes {few(names)} otherwise than on one device"
+    if len(ranks) < tensors.size:
+        told += f" on {named(ranks)}"
+    why = (
+        _settings(tensors, [name.of for name in names])
+        or "the settings of its group are those of one device: it is the update rule"
+    )
+    return Finding("optimizer-differs", f"{told}; {why}", tuple(ranks) if len(ranks) < tensors.size else ())
+
+
+def _first_wrong_step(tensors: Tensors) -> tuple[int, list[Result], list[int]]:
+    """Return the first wrong step, the parameters that are wrong after it, and the ranks where they are.
+
+    Both lists are empty if its gradients are wrong too, or if the ranks start from wrong parameters.
+    """
+    start = tensors.expected.single.initial
+    for one in tensors.seen:
+        if any(
+            one.initial[name].shape != value.shape or not one.initial[name].equal(value)
+            for name, value in start.items()
+            if name in one.initial
+        ):
+            return 0, [], []
+    for step, right in enumerate(tensors.expected.snapshots):
+        allowed = tensors.expected.allowances[step]
+        wrong: dict[Result, list[int]] = {}
+        for rank, one in enumerate(tensors.seen):
+            stage = one.snapshots[step] if step < len(one.snapshots) else {}
+            for name, value in right.items():
+                got = stage.get(name)
+                if got is None or got.shape != value.shape:
+                    return step, [], []
+                if bool(((got.double() - value).abs() > allowed[name]).any()):
+                    wrong.setdefault(name, []).append(rank)
+        if wrong:
+            if any(name.kind == "grads" for name in wrong):
+                return step, [], []
+            return step, list(wrong), sorted({rank for ranks in wrong.values() for rank in ranks})
+    return 0, [], []
+
+
+def _settings(tensors: Tensors, names: list[str]) -> str:
+    """Describe a setting of a wrong parameter that differs from one device; "" if none differs or none is known."""
+    single = tensors.expected.single
+    for name in names:
+        right = single.settings.get(name)
+        for rank, one in enumerate(tensors.seen):
+            got = one.settings.get(name)
+            own = one.own.get(Result("params", name))
+            if right is None or got is None or (own is not None and not bool(own.any())):
+                continue
+            apart = [key for key in right if key in got and got[key] != right[key]]
+            if apart:
+                key = apart[0]
+                return f"{key} of {name} is {got[key]} on rank {rank}, and {right[key]} on one device{_groups(single, one)}"
+    return ""
+
+
+def _groups(single: Observation, one: Observation) -> str:
+    if one.groups == single.groups:
+        return ""
+    return f"; there {'is' if one.groups == 1 else 'are'} {one.groups} parameter group{'s' * (one.groups != 1)}, and {single.groups} on one device"
+
+
+def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:
+    """Detect a wrong learning rate after the last step, if all other results are right: the next update will be wrong."""
+    wrong = tensors.wrong()
+    if not wrong or not all(name.kind == "optimizer" and name.of.startswith(_RATE) for name in wrong):
+        return None
+    rank, right = tensors.relations.wrong[wrong[0]][0], tensors.expected.exact.get(wrong[0])
+    got = tensors.seen[rank].values.get(wrong[0])
+    if got is None or right is None or got.numel() != 1 or right.numel() != 1:
+        return None
+    told = f"{wrong[0]} is {float(got):.6g}, and {float(right):.6g} on one device, after the same steps: does a scheduler step more often?"
+    return Finding("optimizer-differs", told)

@@ -1,0 +1,397 @@
+"""The results and calls that a gate recorded of a failure, with tests of hypotheses against them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mgpu_check.diagnosis.changes import CLOSE, factor_of_change, has_shapes_of, largest, pairs
+from mgpu_check.diagnosis.left import Left, is_left
+from mgpu_check.diagnosis.observed import (
+    Alternative,
+    Change,
+    Division,
+    Event,
+    Expected,
+    Hypotheses,
+    Observation,
+    Relations,
+    Trace,
+)
+from mgpu_check.diagnosis.results import Kind, Result
+from mgpu_check.diagnosis.weights import COMBINED, LOOSE, fitted, spanned
+from mgpu_check.numerics.factors import common_factor
+
+__all__ = ["Tensors"]
+
+_NEAR = 2e-3
+"""Relative tolerance of each element for a common factor: each element has its own rounding errors."""
+_TELLING = 1e-2
+"""Fraction of the largest element below which elements are ignored: they are differences of larger numbers, so that their
+ratios are inexact."""
+_LEAST = 1e-3
+"""Smallest difference of a factor from 1 that counts."""
+
+
+@dataclass
+class Tensors:
+    """The recorded results of a failure.
+
+    Attributes:
+        size: the world size.
+        samples: samples in each batch.
+        steps: number of calls of the step.
+        expected: the results of one device.
+        relations: the relations that hold and fail.
+        seen: the results of each rank, with all values.
+        traces: the calls of each rank.
+        hypotheses: the results of one device for parts of the batch.
+        wrong_alone: the step already differs from the reference at world size 1.
+        right_when_small: whether all relations hold for the same batch scaled down; None if that was not tried.
+        further: the same case with other seeds.
+        elsewhere: another world size, with the results of rank 0 there.
+        shardwise: the reference takes the world size, and processes the batch shard by shard.
+        alone: the calls of one device.
+        tried: changes to single calls, and whether the step is right with them.
+    """
+
+    size: int
+    samples: int
+    steps: int
+    expected: Expected
+    relations: Relations
+    seen: Sequence[Observation]
+    traces: Sequence[Trace]
+    hypotheses: Hypotheses
+    wrong_alone: bool = False
+    right_when_small: bool | None = None
+    further: Sequence[Tensors] = ()
+    elsewhere: tuple[int, Observation] | None = None
+    shardwise: bool = False
+    alone: Trace | None = None
+    tried: Sequence[Change] = ()
+
+    def wrong(self, *kinds: Kind) -> list[Result]:
+        """Return the results that differ from one device, in the order of the model.
+
+        With kinds, return only tensors of these kinds, and no texts.
+        """
+        values = self.expected.single.values.keys() | self.seen[0].values.keys()
+        return [name for name in self.relations.wrong if not kinds or (name.kind in kinds and name in values)]
+
+    @property
+    def names(self) -> list[Result]:
+        """The floating-point results that differ, which a hypothesis must explain.
+
+        These are gradients and returned values if any differ, otherwise parameters and buffers.
+        """
+        wanted = [name for name in self.wrong("grads", "returned") if name in self.expected.exact]
+        return wanted or [name for name in self.wrong("params", "buffers") if name in self.expected.exact]
+
+    @property
+    def gradient_like(self) -> bool:
+        """True if the results that differ are gradients or parameters, not metrics."""
+        return not self.wrong("returned") or bool(self.relations.skipped) or bool(self.wrong("grads", "params"))
+
+    @property
+    def broken(self) -> list[Result]:
+        """The wrong results that are not finite although one device has finite values."""
+        return [name for name in self.wrong() if self.relations.held[name].get("finite") is False]
+
+    @property
+    def account(self) -> bool:
+        """True if returned values replace gradients or parameters in the comparison."""
+        return any(name.kind in ("grads", "params") for name in self.relations.skipped)
+
+    def is_of_model(self, name: Result) -> bool:
+        """Return whether a result belongs to the model, or is returned under the name of a parameter."""
+        return name.kind in ("params", "buffers", "grads") or (
+            name.kind == "returned" and Result("params", name.of) in self.seen[0].values
+        )
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether every rank holds the whole parameter, as far as known."""
+        divided = {result.of for one in self.seen for result in one.own if result.kind == "params"}
+        return name not in divided and (not divided or name in self.expected.single.initial)
+
+    def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
+        for rank, trace in enumerate(self.traces):
+            for event in trace.of(*kinds):
+                yield rank, event
+
+    def first(self, *kinds: str) -> Event | None:
+        return next((event for _, event in self.events(*kinds)), None)
+
+    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
+        """Return whether the wrong results equal the results of all parts combined in this way; see `combined`."""
+        names = names or self.names
+        if not self.explains(self.combined(division, how, factor, names), names):
+            return False
+        for other in self.further:
+            same = next(
+                (d for d in other.hypotheses.divisions if (d.name, d.windows) == (division.name, division.windows)),
+                None,
+            )
+            if same is None or not other.explains(other.combined(same, how, factor, names), names, False):
+                return False
+        return True
+
+    @cached_property
+    def own_parts(self) -> list[tuple[Division, list[Result]]]:
+        """The divisions where each rank holds the results of its own part, with those results.
+
+        The results may also be divided by the world size.
+        """
+        split = [name for name in self.names if name in self.relations.split]
+        found = [
+            (division, [name for name in split if self.is_combined(division, "own", factor, [name])])
+            for division in self.hypotheses.divisions
+            for factor in (1.0, 1.0 / self.size)
+        ]
+        return [(division, names) for division, names in found if names]
+
+    def is_alternative(self, alternative: Alternative) -> bool:
+        """Return whether the wrong results equal the results of one device for another batch."""
+        if not self.explains([dict(alternative.values)] * self.size):
+            return False
+        for other in self.further:
+            same = next(
+                (
+                    a
+                    for a in other.hypotheses.alternatives
+                    if (a.kind, a.index) == (alternative.kind, alternative.index)
+                ),
+                None,
+            )
+            if same is None or not other.explains([dict(same.values)] * self.size, self.names, False):
+                return False
+        return True
+
+    def explains(
+        self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True
+    ) -> bool:
+        """Return whether the results of each rank equal its `values`.
+
+        Args:
+            values: results by name, for each rank.
+            names: the results to compare; by default all wrong ones.
+            telling: return False if `values` also equal the results of one device: then they explain nothing.
+        """
+        tells = not telling
+        for name in names or self.names:
+            exact = self.expected.exact.get(name)
+            for rank, one in enumerate(self.seen):
+                got, value = one.values.get(name), values[rank].get(name)
+                if exact is None or got is None or value is None or got.shape != value.shape:
+                    return False
+                if not self._near(name, got.double(), value.double()):
+                    return False
+                tells |= value.shape != exact.shape or not self._near(name, value.double(), exact)
+        return tells
+
+    def _near(self, name: Result, one: torch.Tensor, other: torch.Tensor) -> bool:
+        tolerance = self.expected.tolerance.get(name)
+        slack = LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
+        if tolerance is not None and tolerance.shape == one.shape:
+            allowed = 4 * tolerance + min(slack, 1e-2)
+        else:
+            allowed = torch.full_like(one, slack)
+        same = (one == other) | (one.isnan() & other.isnan())
+        return bool((same | ((one - other).abs() <= allowed)).all())
+
+    def factor(self, names: Collection[Result] = ()) -> float | None:
+        """Return the one factor between all wrong results and the right ones, on all ranks; None if no factor fits."""
+        found = self._factor(names or self.names, {})
+        if found is None:
+            return None
+        # Few numbers may fit a factor by chance: the cases with other seeds must have the same factor.
+        again = [other._factor(names or self.names, {}) for other in self.further]
+        return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
+
+    def factor_of_updates(self) -> float | None:
+        """Return the factor between the updates of the parameters, as a wrong learning rate would cause."""
+        if any(name.owner not in self.expected.single.initial for name in self.names):
+            return None  # a result without an initial value has no update
+        return self._factor(self.names, self.expected.single.initial)
+
+    def factor_here(self, names: Collection[Result] = ()) -> float | None:
+        """Return the factor of this case alone; the cases with other seeds may have another one."""
+        return self._factor(names or self.names, {})
+
+    def factor_elsewhere(self) -> tuple[int, float] | None:
+        """Return another world size with the factor there; None if it was not run, or no factor fits."""
+        if self.elsewhere is None:
+            return None
+        size, seen = self.elsewhere
+        there = Tensors(self.size, self.samples, self.steps, self.expected, self.relations, [seen], (), self.hypotheses)
+        ratio = there._factor(self.names, {})
+        return None if ratio is None else (size, ratio)
+
+    def _factor(self, names: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
+        found: list[tuple[float, float]] = []
+        for name in names:
+            start, right = before.get(name.owner or "", torch.zeros(())).double(), self.expected.exact.get(name)
+            if right is None or (start.dim() and start.shape != right.shape):
+                return None  # the result is a part, not the whole parameter
+            exact = right - start
+            usable = exact.isfinite() & (exact.abs() > _TELLING * largest(exact)) & (exact != 0)
+            for one in self.seen:
+                got = one.values.get(name)
+                if got is None or got.shape != exact.shape:
+                    return None
+                off = (got.double() - start)[usable]
+                if not bool(off.isfinite().all()):
+                    return None
+                found += pairs(off, exact[usable])
+        return common_factor(found, least=_LEAST, relative=_NEAR)
+
+    @cached_property
+    def first_factor(self) -> tuple[int, float, bool] | None:
+        """The first wrong optimizer step, its factor on all ranks, and whether the factor is of the update.
+
+        Gradients are checked before updates. None if no step is wrong, or if no factor fits the first wrong step.
+        """
+        before = {Result("params", name): value.double() for name, value in self.expected.single.initial.items()}
+        for step, right in enumerate(self.expected.snapshots):
+            stages = [one.snapshots[step] for one in self.seen if step < len(one.snapshots)]
+            if len(stages) < self.size or any(not has_shapes_of(right, stage) for stage in stages):
+                return None
+            zeros = {name: torch.zeros(()) for name in right if name.kind == "grads"}
+            start = {name: before[name] for name in right if name in before}
+            if not has_shapes_of(start, right):
+                return None
+            for was, is_update in ((zeros, False), (start, True)):
+                if self._is_off(step, stages, was):
+                    factor = factor_of_change(was, stages, right)
+                    return None if factor is None else (step, factor, is_update)
+            before = {name: right[name] for name in start}
+        return None
+
+    def _is_off(self, step: int, stages: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result]) -> bool:
+        right, allowed = self.expected.snapshots[step], self.expected.allowances[step]
+        return any(
+            bool(((stage[name].double() - right[name]).abs() > allowed[name]).any())
+            for stage in stages
+            for name in names
+        )
+
+    @cached_property
+    def mean_of_parts(self) -> tuple[Division, str] | None:
+        """The first division whose parts have the wrong results as their plain mean, and a text on a further factor."""
+        for division in self.hypotheses.divisions:
+            for factor, also in (
+                (1.0, ""),
+                (1.0 / self.size, ", divided by the world size"),
+                (float(self.size), ", times the world size"),
+            ):
+                if self.is_combined(division, "mean", factor):
+                    return division, also
+        return None
+
+    @staticmethod
+    def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
+        """Return whether both are equal within 1e-5 of the largest magnitude in `scale`, and `other` is not all zero."""
+        near = (one - other).abs() <= CLOSE * float(scale.abs().max())
+        return bool(near.all()) and bool((other != 0).any())
+
+    def weights_of_windows(self, division: Division) -> list[float] | None:
+        """Return the weight of each micro-batch in the results of rank 0; None if no weights fit.
+
+        The weight is 1 for a micro-batch that counts as it should. Micro-batches are averaged over ranks.
+        """
+        columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
+        got = [self.seen[0].values.get(name) for name in self.names]
+        for name, value in zip(self.names, got, strict=True):
+            for window, column in enumerate(columns):
+                parts = [part[window].get(name) for part in division.parts]
+                if value is None or any(part is None or part.shape != value.shape for part in parts):
+                    return None
+                stacked = torch.stack([part.double() for part in parts if part is not None])
+                column.append(stacked.mean(0).flatten() / division.windows)
+        return fitted(columns, [value for value in got if value is not None])
+
+    def weights_of_ranks(self, division: Division) -> list[list[float]] | None:
+        """Return, for each rank, the weight of each rank's part in its results; None if no weights fit.
+
+        In a mean over ranks each weight is 1 / world size.
+        """
+        columns = self._columns(division)
+        if columns is None:
+            return None
+        found = []
+        for one in self.seen:
+            values = [value for name in self.names if (value := one.values.get(name)) is not None]
+            weights = fitted(columns, values) if len(values) == len(self.names) else None
+            if weights is None:
+                return None
+            found.append(weights)
+        return found
+
+    def is_sum_of_parts(self, division: Division) -> bool | None:
+        """Return whether the results of one device are a weighted sum of the parts; None if that cannot be decided.
+
+        Each micro-batch is a part, because micro-batches of unlike weights are a matter of weights, too.
+        """
+        columns = self._columns(division, each_window=True)
+        return None if columns is None else spanned(columns, [self.expected.exact[name] for name in self.names])
+
+    def norms_of_parts(self, division: Division) -> list[float]:
+        """Return the norm of each rank's part, over all wrong results."""
+        return [float(torch.cat(column).norm()) for column in self._columns(division) or ()]
+
+    def _columns(self, division: Division, each_window: bool = False) -> list[list[torch.Tensor]] | None:
+        """Return what each part has of all that differs; None where some of it is not known.
+
+        Args:
+            each_window: of the micro-batches of ranks; of ranks otherwise.
+        """
+        parts = [[window] for part in division.parts for window in part] if each_window else division.parts
+        columns: list[list[torch.Tensor]] = [[] for _ in parts]
+        for name in self.names:
+            for column, windows in zip(columns, parts, strict=True):
+                part = self._of_rank(name, windows)
+                if part is None or part.shape != self.expected.exact[name].shape:
+                    return None
+                column.append(part.flatten())
+        return columns
+
+    def stays_as_left(self, name: Result, left: Sequence[Left]) -> bool:
+        """Return whether each rank ends with the gradient of its own backward pass, and the gradients differ between ranks.
+
+        Args:
+            left: sums and norms of the gradients after the backward pass, by rank.
+        """
+        values = [one.values[name] for one in self.seen if name in one.values]
+        return len(values) == self.size and is_left(name, left, values)
+
+    def combined(
+        self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
+    ) -> list[dict[Result, torch.Tensor]]:
+        """Return, for each rank, the results of all parts combined, times `factor`.
+
+        Args:
+            how: "mean", "sum", "norm", "own", "first", "last", "max" or "min".
+        """
+        results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
+        for name in names or self.names:
+            parts = [self._of_rank(name, windows) for windows in division.parts]
+            known = [part for part in parts if part is not None]
+            if len(known) < len(parts) or len({part.shape for part in known}) > 1:
+                continue
+            stacked = torch.stack(known)
+            for rank in range(self.size):
+                results[rank][name] = factor * COMBINED[how](stacked, rank)
+        return results
+
+    def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
+        """Return the mean over a rank's micro-batches; a micro-batch without samples counts as zero."""
+        exact = self.expected.exact.get(name)
+        if exact is None:
+            return None
+        values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]
+        if len({value.shape for value in values}) > 1:
+            return None
+        return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)

@@ -1,0 +1,232 @@
+"""Restore the global state of torch and of the process after each call and each test."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.engine.rank_side.process_state import ProcessState
+from mgpu_check.processes.clock import Clock
+from mgpu_check.processes.protocol import SEED
+from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks.modes import Modes
+from mgpu_check.torch_hooks.replaced import Replaceable
+from mgpu_check.torch_hooks.seeds import seed_everything
+
+__all__ = ["Baseline", "Steps", "backends_of", "groups_made", "number_of", "operations"]
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+_TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (_deterministic, _set_deterministic),
+    (precision.kept, precision.put_back),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+_FLAGS: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cudnn, "enabled"),
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+)
+
+_MOMENT = 0.2  # seconds for threads to end: ample for a thread that is ending, and little compared to new ranks
+
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))
+
+
+def _default_device() -> torch.device | None:
+    """Return the device set by `torch.set_default_device`, None if none was set."""
+    mode = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if mode is None else mode.device
+
+
+@dataclass
+class Baseline:
+    """The state of a fresh rank, which is restored after every call and every test."""
+
+    torch_state: list[Any]
+    flags: list[Any]
+    environment: dict[str, str]
+    directory: str
+    threads: frozenset[threading.Thread]
+    count: int
+    device: int | None
+    group: dist.ProcessGroup | None
+    sharing: str
+    modes: Modes
+    replaceable: Replaceable
+    process: ProcessState
+
+    @classmethod
+    def take(cls, device: int | None) -> Baseline:
+        """Record the current state.
+
+        Args:
+            device: index of the current device, None for device 0 of a node process.
+        """
+        return cls(
+            torch_state=[get() for get, _ in _TORCH_STATE],
+            flags=[getattr(owner, name) for owner, name in _FLAGS],
+            environment=dict(os.environ),
+            directory=os.getcwd(),
+            threads=frozenset(threading.enumerate()),
+            count=_thread._count(),
+            device=device,
+            group=_world(),
+            sharing=torch.multiprocessing.get_sharing_strategy(),
+            modes=Modes(),
+            replaceable=Replaceable(),
+            process=ProcessState.take(),
+        )
+
+    def restore(self) -> None:
+        """Undo the changes of a call. This must be cheap, because it runs between any two examples."""
+        if _default_device() is not None:
+            torch.set_default_device(None)
+        self.modes.restore()
+        for (get, put), value in zip(_TORCH_STATE, self.torch_state, strict=True):
+            if get() != value:
+                put(value)
+        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+        if torch.cuda.is_initialized() and torch.cuda.current_device() != (self.device or 0):
+            torch.cuda.set_device(self.device or 0)
+        seed_everything(SEED)
+
+    def restore_process(self) -> None:
+        """Undo the changes of a test to the process."""
+        self.restore_context()
+        self.process.restore()
+        if torch.multiprocessing.get_sharing_strategy() != self.sharing:
+            torch.multiprocessing.set_sharing_strategy(self.sharing)
+        _destroy_extra_groups()
+
+    def restore_context(self) -> None:
+        """Restore environment and working directory."""
+        if dict(os.environ) != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+            time.tzset()
+        try:
+            os.chdir(self.directory)
+        except OSError:
+            pass  # the directory is gone, and a test that needs it fails with its own error
+
+    def left_behind(self) -> tuple[str, ...]:
+        """Describe the changes that cannot be undone in a living process."""
+        found = []
+        threads = _still_running(one for one in threading.enumerate() if one not in self.threads)
+        # `_thread` may have started threads that `threading` does not know.
+        strangers = _thread._count() - self.count
+        if threads or strangers > 0:
+            shown = ", ".join(threads) or f"{strangers} that threading does not know"
+            found.append(f"threads that still run: {shown}")
+        if (group := _world()) is not self.group:
+            how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
+            found.append(f"the default process group was {how}")
+        return (*found, *self.replaceable.changed(), *self.process.left_behind())
+
+
+def _still_running(threads: Iterable[threading.Thread]) -> list[str]:
+    """Wait a moment for threads to end, and return the names of those that still run.
+
+    The thread of a queue, for example, ends shortly after the last use of the queue.
+    """
+    deadline = Clock.now() + _MOMENT
+    running = []
+    for thread in threads:
+        foreign = isinstance(thread, threading._DummyThread)  # started in C, so that it cannot be joined
+        if not foreign:
+            thread.join(Clock.until(deadline))
+        if foreign or thread.is_alive():
+            running.append(thread.name)
+    return running
+
+
+def _destroy_extra_groups() -> None:
+    if not dist.is_initialized():
+        return
+    world = dist.group.WORLD
+    extra = [group for group in dist.distributed_c10d._world.pg_map if group is not world]
+    for group in extra:
+        dist.destroy_process_group(group)
+    if extra and "torch.distributed.tensor" in sys.modules:
+        # DTensor caches sharding decisions by equal meshes, and a cached mesh may have groups that are destroyed now.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+class Steps:
+    """Counts the operations of the default group from now on: collectives, and with gloo sends and receives, too.
+
+    CPU tensors and tensors on devices may have separate backends with separate counts. A common backend counts for CPU
+    tensors.
+    """
+
+    def __init__(self) -> None:
+        self._group = _world()
+        self._backends = backends_of(self._group)
+        self._before = tuple(number_of(backend) for backend in self._backends)
+
+    def taken(self) -> tuple[int, ...]:
+        """Return the number of operations per backend; all -1 if the group was destroyed or replaced."""
+        if _world() is not self._group:
+            return (-1,) * len(self._before)
+        return tuple(number_of(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
+
+
+def operations() -> int:
+    """Return the number of operations that all backends of the current default group have counted; see `Steps`."""
+    return sum(map(number_of, backends_of(_world())))
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def backends_of(group: Any) -> tuple[Any, Any]:
+    """Return the backends for CPU tensors and for devices, None for a missing one; the second is None if both are the same."""
+    found = []
+    for device in _DEVICES:
+        try:
+            found.append(None if group is None else group._get_backend(device))
+        except RuntimeError:
+            found.append(None)
+    return found[0], None if found[1] is found[0] else found[1]
+
+
+def number_of(backend: Any) -> int:
+    try:
+        return 0 if backend is None else int(backend._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0  # this backend does not number its operations
+
+
+def groups_made() -> int:
+    """Return the number of groups made in this process, which determines the name of the next group."""
+    return dist.distributed_c10d._world.group_count if dist.is_initialized() else 0

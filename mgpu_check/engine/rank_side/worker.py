@@ -1,0 +1,317 @@
+"""The main loop of a rank, and of the node process. It must not import pytest or Hypothesis."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import gc
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.engine.rank_side import pausing, uncaught
+from mgpu_check.engine.rank_side.devices import check_visible, devices_behind, has_nccl, take
+from mgpu_check.engine.rank_side.rank import Rank, become, current_rank
+from mgpu_check.engine.rank_side.rendezvous import open_store
+from mgpu_check.engine.rank_side.shared_names import note_names
+from mgpu_check.engine.rank_side.state import Baseline, Steps, groups_made
+from mgpu_check.processes import pickling, protocol
+from mgpu_check.processes.channel import RankEnd
+from mgpu_check.processes.heap import keep_freed_memory
+from mgpu_check.processes.leftovers import MARK
+from mgpu_check.processes.raised import EXPLAIN, clipped, failure_of, shortened
+from mgpu_check.processes.signals import CONNECTION_LOST, STACKS_SIGNAL
+from mgpu_check.processes.spawned import give_by_value
+from mgpu_check.torch_hooks.collectives import recorder
+
+__all__ = ["at_rest", "main", "tell"]
+
+
+_BACKENDS = "cpu:gloo,cuda:nccl"
+
+_told: list[tuple[str, Any]] = []
+_at_rest: list[Callable[[], None]] = []
+
+
+def tell(what: tuple[str, Any]) -> None:
+    """Add a message of plain values to the outcome of this call."""
+    _told.append(what)
+
+
+def at_rest(callback: Callable[[], None]) -> None:
+    """Register `callback` to run at the end of every test."""
+    _at_rest.append(callback)
+
+
+def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
+    """Run the rank that the first message describes until the connection closes, and return the exit code.
+
+    Args:
+        connection_fd: the socket to the pytest process.
+        stacks_fd: the file for stacks.
+        record_fd: the file for the record of collectives.
+        directory: the run's directory for temporary files.
+    """
+    connection = RankEnd(connection_fd)
+    _write_stacks_to(stacks_fd)
+    recorder.attach(record_fd)
+    uncaught.listen()
+    give_by_value()
+    keep_freed_memory()
+    # Temporary files of `multiprocessing` go to the run's directory, because a killed rank cannot remove them.
+    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+    note_names(directory)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text files here
+    try:
+        spec = connection.recv()
+        assert isinstance(spec, protocol.RankSpec)
+        worker = Worker(connection, spec, stacks_fd, directory)
+        connection.send(protocol.Ready())
+    except EOFError:
+        return 0
+    except BaseException as error:
+        connection.send(protocol.Ready(failure_of(error)))
+        return 1
+    try:
+        worker.loop()
+    except OSError as error:
+        print(f"mgpu-check: the connection to the pytest process is broken: {error}", file=sys.stderr)
+        return CONNECTION_LOST
+    return 0
+
+
+def _write_stacks_to(fd: int) -> None:
+    """Write the stacks of all threads to `fd` on `STACKS_SIGNAL`, and when a fatal signal ends the process.
+
+    The handlers are C functions, because a Python handler does not run while the main thread waits in a collective. They
+    replace handlers of a test.
+    """
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.disable()
+    faulthandler.enable(file=fd, all_threads=True)
+    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+class Worker:
+    """The state and the message loop of one process of the pool."""
+
+    def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int, directory: str) -> None:
+        self.connection = connection
+        self.stacks_fd = stacks_fd
+        self.pid = os.getpid()
+        os.register_at_fork(after_in_child=connection.close)  # a process that a test forks must not act as this rank
+        self.spec = spec
+        self.functions: dict[str, Any] = {}
+        self.error: BaseException | None = None
+        self.fresh = False  # True while no call has run since the state was restored
+        self.entered = 0  # number of collectives, sends and receives when the last call returned
+        self.outcome: protocol.Outcome | None = None
+        self.devices = devices_behind(spec.simulate)
+        self.nccl = False
+        self.own = protocol.CallContext(tuple(sys.path), os.getcwd(), dict(os.environ))
+        self.own_environment = {**spec.own_environment, MARK: directory}
+        call_context = spec.call_context.over(self.own)
+        os.environ.clear()
+        os.environ.update({**call_context.environment, **self.own_environment})
+        os.chdir(call_context.directory)
+        sys.path[:] = call_context.path
+        torch.set_num_threads(spec.threads)
+        if spec.simulate is not None:
+            from mgpu_check.simulated import simulated_node
+
+            self.node = simulated_node(spec.devices, spec.simulate)  # a reference, because the simulation ends with it
+            self.node.__enter__()
+            torch.cuda.init()  # as on real devices, `CUDA_VISIBLE_DEVICES` has no effect from here on
+        check_visible(spec.uuids)
+        if spec.index is not None:
+            self.join(spec.index)
+        self.baseline = Baseline.take(spec.device)
+        pausing.on_pause(self.pause)
+
+    def join(self, index: int) -> None:
+        spec = self.spec
+        if spec.simulate is None:
+            take(spec.device)
+        else:
+            torch.cuda.set_device(spec.device)
+        dist.init_process_group(
+            # Named explicitly: since torch 2.6 the default is the accelerator's backend only, with none for CPU tensors.
+            backend=spec.backend or _BACKENDS,
+            store=open_store(spec.store, spec.size),
+            rank=index,
+            world_size=spec.size,
+            timeout=datetime.timedelta(seconds=spec.group_timeout),
+        )
+        self.nccl = spec.simulate is None and spec.size > 1 and has_nccl()
+        if self.nccl:
+            # NCCL creates its communicator in the first collective, which takes seconds and needs all ranks.
+            dist.barrier(device_ids=[spec.device])
+        become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
+
+    def loop(self) -> None:
+        while True:
+            try:
+                message = self.connection.recv()
+            except EOFError:
+                return
+            except OSError:
+                if os.getpid() != self.pid:
+                    os._exit(0)
+                raise
+            if isinstance(message, protocol.Call):
+                self.connection.send(self.call(message))
+            elif isinstance(message, protocol.Settle):
+                self.connection.send(self.settle())
+            elif isinstance(message, protocol.Meet):
+                self.connection.send(self.meet())
+            elif isinstance(message, protocol.Explain):
+                self.connection.send(self.explain())
+            elif isinstance(message, protocol.EndTest):
+                self.connection.send(self.end_test())
+            else:
+                return
+
+    def call(self, call: protocol.Call) -> protocol.Outcome:
+        self.error = None
+        value: pickling.Pickled | None = None
+        failure: protocol.Failure | None = None
+        steps = Steps()
+        settled = reusable = True
+        _told.clear()
+        recorder.begin()
+        pausing.begin()
+        try:
+            if call.call_context is not None:
+                self.move(call.call_context)
+            if not self.fresh:
+                self.restore()
+            self.fresh = False
+            function = self.functions[call.key] if call.function is None else pickling.loads(call.function)
+            if call.keep:
+                self.functions[call.key] = function
+            args, kwargs = pickling.loads(call.arguments)
+            result = function(
+                *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
+            )
+            try:
+                value = pickling.dumps_apart(result)
+            except Exception as error:
+                raise TypeError(
+                    f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
+                ) from None
+            settled = self.devices.idle()
+        except BaseException as error:
+            value = None
+            try:
+                failure = failure_of(error)
+            except MemoryError:
+                traceback.clear_frames(error.__traceback__)  # free the test's memory, to have enough for the report
+                failure = failure_of(error)
+            self.error = error
+            reusable = self.devices.usable()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            with contextlib.suppress(BaseException):  # the test may have closed or replaced them
+                stream.flush()  # type: ignore[union-attr]
+        if os.getpid() != self.pid:
+            os._exit(0)  # the test has forked, and both processes have returned: only the parent is the rank
+        self.entered = recorder.total
+        self.outcome = protocol.Outcome(
+            call.number,
+            value,
+            failure,
+            (*steps.taken(), groups_made()),
+            recorder.agreement(),
+            tuple(_told),
+            recorder.flows(),
+            settled,
+            reusable,
+        )
+        return self.outcome
+
+    def pause(self, message: protocol.Paused) -> None:
+        """Report a finished part of the call, and wait until the other ranks have finished it, too."""
+        if os.getpid() == self.pid:
+            self.connection.send(message)
+            self.connection.recv()
+
+    def settle(self) -> protocol.Outcome:
+        """Wait for the devices, so that a kernel's error, or a collective that never ends, is reported for its own call."""
+        assert self.outcome is not None
+        try:
+            self.devices.wait()
+        except BaseException as error:
+            self.error = error
+            return dataclasses.replace(
+                self.outcome, value=None, failure=failure_of(error), settled=True, reusable=False
+            )
+        return dataclasses.replace(self.outcome, settled=True)
+
+    def restore(self) -> None:
+        """Restore the state of a fresh rank, as far as a call may have changed it."""
+        self.devices.restore()
+        self.baseline.restore()
+
+    def move(self, call_context: protocol.CallContext) -> None:
+        """Adopt the context of the pytest process, which a fixture may have changed."""
+        call_context = call_context.over(self.own)
+        sys.path[:] = call_context.path
+        self.baseline.process.path = call_context.path
+        self.baseline.environment = {**call_context.environment, **self.own_environment}
+        self.baseline.directory = call_context.directory
+        self.baseline.restore_context()
+
+    def resolve(self, argument: object) -> object:
+        if not isinstance(argument, protocol.Placeholder):
+            return argument
+        if argument.name == "rank":
+            return current_rank()
+        return tuple(torch.device("cuda", i) for i in argument.order or range(argument.count or self.spec.devices))
+
+    def meet(self) -> protocol.Rested:
+        try:
+            recorder.aside(dist.barrier)
+            if self.nccl:
+                # Each backend has its own order of operations, so each needs its own barrier.
+                recorder.aside(lambda: dist.barrier(device_ids=[self.spec.device]))
+        except Exception as error:
+            return protocol.Rested((f"an error in a barrier: {error}",))
+        return protocol.Rested(())
+
+    def explain(self) -> str:
+        if self.error is None:
+            return ""
+        try:
+            with shortened(self.error):
+                return clipped(str(getattr(self.error, EXPLAIN, lambda: "")()))
+        except BaseException:
+            return ""  # keep the plain traceback
+
+    def end_test(self) -> protocol.Rested:
+        self.error = self.outcome = None
+        self.functions.clear()
+        gc.collect(1)  # so that warnings of finalizers belong to this test; older objects rarely have any
+        for callback in _at_rest:
+            callback()
+        uncaught.listen()
+        try:
+            self.devices.give_back()
+            self.baseline.restore_process()
+            _write_stacks_to(self.stacks_fd)
+            self.restore()
+            self.fresh = True
+        except Exception as error:
+            return protocol.Rested((f"a state that cannot be put back: {failure_of(error).headline}",))
+        late = ["operations of a process group that were begun after the function had returned"]
+        left_behind = self.baseline.left_behind()
+        told = tuple(("stray", one.plain) for one in uncaught.take())
+        return protocol.Rested((*(late if recorder.total != self.entered else ()), *left_behind), told)

@@ -1,0 +1,251 @@
+"""Run the body of a test in the right process: on ranks, in the node process, or here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
+from typing import Any
+
+import pytest
+
+from mgpu_check.asserts.covered import heard_by
+from mgpu_check.asserts.known_defects import reported_to
+from mgpu_check.engine.sending import NotPicklable
+from mgpu_check.errors import AgentLost, RankFailure, RankHang
+from mgpu_check.plugin.forwarding import steps_to
+from mgpu_check.plugin.ranks import Ranks, abandoning
+from mgpu_check.plugin.report.drawn import Drawn
+from mgpu_check.plugin.report.example import blob_of_this, draws_on, is_final, keeping_steps
+from mgpu_check.plugin.report.replay import BLOB
+from mgpu_check.plugin.requirements import Needs
+from mgpu_check.plugin.second_look import Failed, is_packaged, look_again
+from mgpu_check.plugin.serialization import bare, by_value
+from mgpu_check.plugin.session import FirstFailure, GpuSession
+from mgpu_check.processes import protocol
+from mgpu_check.processes.pickling import ORIGINAL
+from mgpu_check.torch_hooks.patches import replaced
+
+__all__ = ["Absent", "modules_of", "running"]
+
+BOUND_TO_PYTEST = frozenset(
+    {"request", "monkeypatch", "capsys", "capfd", "capsysbinary", "capfdbinary", "caplog", "recwarn", "pytester"}
+    | {"record_property", "record_testsuite_property", "record_xml_attribute", "ranks", "subtests"}
+)
+"""Fixtures that act on the pytest process; in another process they would have no effect, or a wrong one."""
+
+_COPIES = "generate_mutations_from"
+"""Hypothesis' internal method that derives examples from earlier ones."""
+
+
+class Absent(protocol.Placeholder):
+    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test gets their values."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self._why()} (asked for .{name})")
+
+    def __getitem__(self, index: object) -> Any:
+        raise TypeError(self._why())
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(self._why())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.name)  # in Hypothesis' "test_x(rank=rank, n=3)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return protocol.Placeholder, (self.name, self.count)
+
+    def _why(self) -> str:
+        return (
+            f"fixture {self.name!r} has a value only in the test's body, which runs in another process; "
+            "the pytest process uses no device, so other fixtures cannot use it"
+        )
+
+
+@contextlib.contextmanager
+def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterator[None]:
+    """Within the context, make a call of `item.obj` run the test in the process that `needs` names."""
+    handle = getattr(item.obj, "hypothesis", None)
+    original: Any = item.obj if handle is None else handle.inner_test
+    with (
+        by_value(modules_of(item)),
+        _settings_for_ranks(item),
+        _each_example_for_itself() if is_packaged(item) else contextlib.nullcontext(),
+        keeping_steps(),
+        reported_to(session.met.append),
+        heard_by(session.hear_covered),
+    ):
+        session.drawn = handle is not None
+        session.values = Drawn() if is_packaged(item) else None
+        body = original if needs.where == "parent" else _sent(original, item, needs, session)
+        counted = _counted(body, session, drawn=handle is not None)
+        setattr(counted, ORIGINAL, original)
+        if handle is None:
+            item.obj = counted
+        else:
+            handle.inner_test = counted
+        session.in_body = True
+        try:
+            yield
+        except (AssertionError, BaseExceptionGroup) as error:
+            if session.failing is not None and is_packaged(item) and not session.first_failure:
+                session.seen = look_again(body, session.failing, needs, session, error)
+            raise
+        finally:
+            session.in_body = False
+            if handle is None:
+                item.obj = original
+            else:
+                handle.inner_test = original
+
+
+def modules_of(item: pytest.Item) -> list[types.ModuleType]:
+    """Return the modules that are pickled by value for a test."""
+    module = getattr(item, "module", None)
+    return [*(_home(module) if module is not None else ()), *_conftests(item.config)]
+
+
+def _home(module: types.ModuleType) -> list[types.ModuleType]:
+    """Return the test's module, and its top-level package if no other process could import it.
+
+    With ``--import-mode=importlib``, or with tests beside an installed package, the package is only in `sys.modules`.
+    """
+    package = sys.modules.get(module.__name__.partition(".")[0])
+    if package is None or package is module:
+        return [module]
+    spec = PathFinder.find_spec(package.__name__, sys.path)
+    # A different package of the same name may be importable; "tests" is a common name.
+    here = spec is not None and set(package.__path__) <= set(spec.submodule_search_locations or ())
+    return [module] if here else [module, package]
+
+
+def _conftests(config: pytest.Config) -> list[types.ModuleType]:
+    return [
+        plugin
+        for plugin in config.pluginmanager.get_plugins()
+        if isinstance(plugin, types.ModuleType) and (plugin.__file__ or "").endswith("conftest.py")
+    ]
+
+
+def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
+    """Wrap `original` so that each call runs it on the ranks or in the node process."""
+    refused = BOUND_TO_PYTEST & set(item._fixtureinfo.argnames)
+    if refused:
+        raise pytest.UsageError(
+            f"fixture {min(refused)!r} acts on the pytest process, but this test runs in another one; "
+            "remove it, or write a test with the fixture 'ranks' that calls ranks.run(...)"
+        )
+    pool = session.pool
+    size = 0 if needs.where == "node" else needs.count or pool.devices
+    pool.prepare(size, needs.backend, needs.host)
+    try:
+        function = pool.function(bare(original), reused=True)
+    except NotPicklable as error:
+        raise pytest.UsageError(str(error)) from None
+
+    @functools.wraps(original)
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if needs.where == "node" and isinstance(kwargs.get("gpus"), Absent) and needs.count:
+            kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
+        for name, value in kwargs.items():
+            if draws_on(value):
+                raise pytest.UsageError(
+                    f"argument {name!r}: st.data() draws in the pytest process and cannot do so from a rank; "
+                    "draw all values before the body, with st.composite or flatmap"
+                )
+        try:
+            with abandoning(session):
+                results = pool.call(
+                    function, args, kwargs, size=size, backend=needs.backend, timeout=needs.timeout, host=needs.host
+                )
+        except NotPicklable as error:
+            raise pytest.UsageError(f"{error}; create it in the test's body") from None
+        # A test should return None. pytest and Hypothesis warn about any other value, such as a forgotten assertion.
+        return next((result for result in results if result is not None), None)
+
+    return sent
+
+
+def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Callable[..., Any]:
+    @functools.wraps(body)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            result = body(*args, **kwargs)
+        except RankHang as hang:
+            # Hypothesis does not treat a BaseException as a failing example, so it would not print the example.
+            shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, protocol.Placeholder))
+            if steps := steps_to(hang):
+                shown = "\n".join(["", *steps])
+            if drawn or steps:
+                why = "no example caused it" if isinstance(hang, AgentLost) else "every try would hang"
+                hang.add_note(f"Failing test case (not shrunk, because {why}): {shown}")
+            if drawn:
+                setattr(hang, BLOB, blob_of_this())
+            raise
+        except AssertionError as failure:
+            session.failing = Failed(args, kwargs)
+            if session.first_failure:
+                raise FirstFailure(failure) from failure
+            if drawn and isinstance(failure, RankFailure) and is_final():
+                session.explain(failure)  # now, because the ranks keep only their last failure, and others may follow
+            raise
+        session.count_example()
+        if session.values is not None and drawn:
+            session.values.add({n: v for n, v in kwargs.items() if not isinstance(v, (protocol.Placeholder, Ranks))})
+        return result
+
+    return counted
+
+
+@contextlib.contextmanager
+def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
+    """Adapt the Hypothesis settings of `item` to code that runs in other processes.
+
+    The default deadline of 200 ms is removed, because the first example may have to start the ranks. A deadline that the
+    user has set stays. The explain phase is removed, because it traces only this process.
+    """
+    function = item.function
+    current = getattr(function, "_hypothesis_internal_use_settings", None)
+    if current is None:
+        yield
+        return
+    from hypothesis import Phase, settings
+
+    deadline = current.deadline
+    if deadline == settings.get_profile("default").deadline:
+        deadline = None
+    phases = tuple(phase for phase in current.phases if phase is not Phase.explain)
+    function._hypothesis_internal_use_settings = settings(
+        current,
+        deadline=deadline,
+        phases=phases,
+        print_blob=True,  # the replay line of a failure needs the blob
+    )
+    try:
+        yield
+    finally:
+        function._hypothesis_internal_use_settings = current
+
+
+@contextlib.contextmanager
+def _each_example_for_itself() -> Iterator[None]:
+    """Make Hypothesis draw each example independently.
+
+    By default, five of six examples after the tenth are mutations of the previous one and keep its world size, dtype and
+    layout. A check with a few dozen examples would cover only a handful of each.
+    """
+    from hypothesis.internal.conjecture.engine import ConjectureRunner
+
+    if not hasattr(ConjectureRunner, _COPIES):
+        yield  # this version of Hypothesis has no such method
+        return
+    with replaced(ConjectureRunner, _COPIES, lambda runner, data: None):
+        yield

@@ -1,0 +1,185 @@
+"""Call a test function in a rank as pytest would: with explained assertions, pytest's tracebacks and its warnings.
+
+Only the ranks import this module. It uses internals of pytest; if one is missing, the plain Python text is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest import assertion
+from _pytest._code import ExceptionInfo
+from _pytest._code.code import Traceback, TracebackEntry
+from _pytest._io import TerminalWriter
+from _pytest.assertion import util
+
+from mgpu_check.asserts.covered import heard_by
+from mgpu_check.asserts.known_defects import reported_to
+from mgpu_check.engine.rank_side import uncaught
+from mgpu_check.engine.rank_side.coverage import Measuring
+from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
+from mgpu_check.engine.rank_side.worker import at_rest, tell
+from mgpu_check.plugin.forwarding import Collector
+from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.replacements import replaced
+from mgpu_check.processes.frames import is_engine
+from mgpu_check.processes.raised import EXPLAIN, without_engine
+
+__all__ = ["call"]
+
+_LINES, _CHARACTERS = 12, 1200
+
+
+_collector = Collector(tell)
+_measuring = Measuring(at_rest)
+at_rest(_collector.forget)
+
+
+def call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    filters: Sequence[tuple[Any, ...]],
+    fault: Planting | None,
+    drawn: bool,
+    coverage: str | None,
+    replacements: bytes = b"",
+) -> Any:
+    """Call `function` as pytest would.
+
+    Args:
+        filters: arguments of `warnings.filterwarnings`, highest priority first.
+        fault: what to plant in the process during the call, or None.
+        drawn: whether the arguments may come from a Hypothesis example.
+        coverage: configuration of the coverage measurement; see `Measuring`.
+        replacements: what fixtures have replaced in modules; see `replacements.Replacements.pickled`.
+    """
+    example = _collector.example(function) if drawn else contextlib.nullcontext()
+    _measuring.start(coverage)
+    try:
+        with (
+            _explained_assertions(),
+            _collector.filtered(reversed(filters)),
+            _fault(fault),
+            example,
+            without_debugger(),
+            replaced(replacements),
+            reported_to(lambda met: tell(("known", (met.name, met.failed)))),
+            heard_by(lambda facts: tell(("covered", dict(facts)))),
+        ):
+            result = function(*args, **kwargs)
+            _warn_of_strays()
+            return result
+    except BaseException as raised:
+        error = refused(raised)
+        with contextlib.suppress(AttributeError):  # an exception with __slots__ keeps its plain traceback
+            setattr(error, EXPLAIN, functools.partial(_render, error))
+        if error is not raised:
+            raise error from None
+        raise
+
+
+def _warn_of_strays() -> None:
+    """Warn of uncaught exceptions, as of threads, like pytest does in its own process. Raise if filters make it an error.
+
+    If the function itself raised, they are reported at the end of the test, as pytest does.
+    """
+    errors: list[Warning] = []
+    for one in uncaught.take():
+        category = getattr(pytest, one.warning)
+        try:
+            warnings.warn_explicit(one.text, category, one.file, one.line)
+        except category as error:
+            if one.error is not None:
+                error.args = (f"{one.summary}: {type(one.error).__name__}: {one.error}",)
+            errors.append(error.with_traceback(getattr(one.error, "__traceback__", None)))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup("several uncaught exceptions of threads or finalizers", errors)
+
+
+@contextlib.contextmanager
+def _explained_assertions() -> Iterator[None]:
+    """Install pytest's explanation of failed comparisons, as pytest does around a test in its own process."""
+    util._reprcompare = _explain
+    try:
+        yield
+    finally:
+        util._reprcompare = None
+
+
+class _Config:
+    """The part of `pytest.Config` that pytest's explanation of comparisons uses."""
+
+    class pluginmanager:
+        @staticmethod
+        def has_plugin(name: str) -> bool:
+            return False
+
+    @staticmethod
+    def get_verbosity(kind: str | None = None) -> int:
+        return 1
+
+    @staticmethod
+    def get_terminal_writer() -> TerminalWriter:  # pytest before 9 needs it for colours
+        return TerminalWriter(io.StringIO())
+
+    @staticmethod
+    def getini(name: str) -> object:
+        return {
+            "assertion_text_diff_style": "ndiff",
+            "truncation_limit_lines": str(_LINES),
+            "truncation_limit_chars": str(_CHARACTERS),
+        }[name]
+
+
+def _explain(op: str, left: object, right: object) -> str | None:
+    try:
+        lines = assertion.pytest_assertrepr_compare(config=_Config(), op=op, left=left, right=right)  # type: ignore[arg-type]
+    except Exception:
+        return None
+    if not lines:
+        return None
+    return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
+
+
+@contextlib.contextmanager
+def _fault(planting: Planting | None) -> Iterator[None]:
+    if planting is None:
+        yield
+        return
+    with planting.planted():
+        yield
+
+
+def _render(error: BaseException) -> str:
+    """Render the traceback in pytest's style, starting at the user's function."""
+    whole = error.__traceback__
+    try:
+        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(without_engine(whole)))
+        buffer = io.StringIO()
+        info.getrepr(style="long", tbfilter=_users_frames_in_full).toterminal(TerminalWriter(buffer))
+        return buffer.getvalue().strip("\n")
+    finally:
+        error.__traceback__ = whole
+
+
+def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
+    """Show two frames in full, the test and the deepest function outside installed packages; shorten all others."""
+    entries = list(info.traceback.filter(info)) or list(info.traceback)
+    entries = [entry for entry in entries if not is_engine(str(entry.path))] or entries
+    deepest = max((i for i, entry in enumerate(entries) if not _installed(entry)), default=0)
+    return Traceback([e if i in (0, deepest) else e.with_repr_style("short") for i, e in enumerate(entries)])
+
+
+def _installed(entry: TracebackEntry) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(Path(entry.path).parts))

@@ -1,0 +1,390 @@
+"""The pytest plugin: only options, hooks and fixtures. Importing it imports neither torch nor Hypothesis."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.unittest import TestCaseFunction
+
+from mgpu_check.errors import RankFailure
+from mgpu_check.plugin.fixtures import gpus, rank, ranks  # noqa: F401  # pytest collects them from this module
+from mgpu_check.plugin.launched import is_launched, over, wrong_launch
+from mgpu_check.plugin.requirements import (
+    HOST_PARAMETER,
+    NEEDS,
+    SIZE_PARAMETER,
+    in_one_process,
+    needs_of,
+    placements,
+    sizes_of,
+)
+from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD
+from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
+
+if TYPE_CHECKING:
+    from mgpu_check.plugin.report.replay import Invocation
+
+WORKER_REPORT = "mgpu_check"
+WORKER_DEVICES = "mgpu_check_devices"
+
+
+# Help texts: lower case, no full stop, the default last.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mgpu-check", "multi-GPU tests (mgpu-check)")
+    for name, option in OPTIONS.items():
+        text = f"{option.help} (default: {option.default})"
+        group.addoption(option.flag, default=None, help=text, **option.command_line)
+        parser.addini(name, f"{option.help}; the same as {option.flag}", default=None)
+    group.addoption(
+        "--gpu-replay",
+        metavar="EXAMPLE",
+        default=None,
+        help="run the one selected property with this example only; copy the value from the end of a failure's report",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
+    """Parse ``--simulate tests/`` as ``--simulate=cpu tests/``: the option's value is optional and never a path."""
+    alone = [
+        index
+        for index, argument in enumerate(args)
+        if argument == "--simulate" and not re.fullmatch(r"cpu|cuda:\d+", "".join(args[index + 1 : index + 2]))
+    ]
+    if not alone:
+        return
+    for index in alone:
+        args[index] = "--simulate=cpu"
+    known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
+    # pytest sets this after it has parsed the arguments. Without it, conftests above the root would be loaded.
+    known.confcutdir = early_config.known_args_namespace.confcutdir
+    early_config.known_args_namespace = known
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "ranks(*sizes, backend=None, timeout=None): run this test on every rank of a world, once per size "
+        "(default: on all GPUs)",
+    )
+    config.addinivalue_line(
+        "markers",
+        "gpus(n, least=n): this test needs n GPUs in one process, and gets exactly n; with least=n it needs n and gets all",
+    )
+    for line in unknown_variables(os.environ):
+        config.issue_config_time_warning(pytest.PytestConfigWarning(f"mgpu-check: {line}"), stacklevel=2)
+    try:
+        settings = resolve(
+            {name: config.getoption(name, None) for name in OPTIONS},
+            os.environ,
+            {name: value for name in OPTIONS if (value := config.getini(name)) is not None},
+            # From the `mgpu-check` command that has called pytest, if any.
+            next((p.origin_of for p in config.pluginmanager.get_plugins() if hasattr(p, "origin_of")), str),
+        )
+    except ValueError as error:
+        raise pytest.UsageError(f"mgpu-check: {error}") from None
+    activate(settings)
+    from mgpu_check.plugin.session import GpuSession
+
+    config.stash[SESSION] = GpuSession(settings)
+    if settings.gpu_report and not hasattr(config, "workerinput") and not config.option.collectonly:
+        from mgpu_check.plugin.report import markdown
+
+        config.pluginmanager.register(markdown.Summary(config, config.stash[SESSION]), "mgpu_check_summary")
+    if config.getoption("gpu_replay"):
+        from mgpu_check.plugin.report import example
+
+        example.check(config.getoption("gpu_replay"))
+
+
+def _where(item: pytest.Item) -> str | None:
+    return item.stash[NEEDS].where if NEEDS in item.stash else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Pass the user's command line, and the devices, to an xdist worker before it starts."""
+    node.workerinput[WORKER_REPORT] = dataclasses.asdict(_invocation(node.config))
+    session = node.config.stash[SESSION]
+    if session.settings.asked and node.gateway.spec.popen:
+        node.workerinput[WORKER_DEVICES] = session.hand_over()
+
+
+def _invocation(config: pytest.Config) -> Invocation:
+    if INVOCATION not in config.stash:
+        from mgpu_check.plugin.report import replay
+
+        told = getattr(config, "workerinput", {}).get(WORKER_REPORT)
+        config.stash[INVOCATION] = replay.Invocation.of(config) if told is None else replay.Invocation.told(told)
+    return config.stash[INVOCATION]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    activate(None)
+    session = config.stash.get(SESSION, None)
+    if session is not None:
+        session.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    gpu_session = session.config.stash[SESSION]
+    if session.config.getoption("usepdb", False) and session.config.pluginmanager.has_plugin("pdbinvoke"):
+        from mgpu_check.plugin.report.debugger import PostMortem
+
+        own = session.config.pluginmanager.unregister(name="pdbinvoke")
+        session.config.pluginmanager.register(PostMortem(own, _where), "pdbinvoke")
+    if not gpu_session.settings.asked or session.config.option.collectonly:
+        return
+    from mgpu_check.devices.leases import LeaseError
+    from mgpu_check.plugin.report import summary
+    from mgpu_check.plugin.session import TooFewDevices
+
+    if wrong := wrong_launch(os.environ):
+        raise pytest.UsageError(f"mgpu-check: {wrong}")
+    gpu_session.on_wait = functools.partial(summary.tell, session.config)
+    # Under pytest-xdist, the controller has already counted the devices.
+    told = getattr(session.config, "workerinput", None)
+    try:
+        if told is None:
+            gpu_session.count_devices()
+        else:
+            gpu_session.take_over(told.get(WORKER_DEVICES), told["testrunuid"])
+    except (TooFewDevices, LeaseError) as error:
+        raise pytest.UsageError(f"mgpu-check: {error}") from None
+    activate(gpu_session.settings)
+    if told is None and session.config.pluginmanager.has_plugin("dsession"):
+        if is_launched():
+            raise pytest.UsageError("mgpu-check: -n is for one machine, but a launcher has started the ranks; omit -n")
+        gpu_session.close()  # because the workers start their own processes
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    session = config.stash[SESSION]
+    return session.header() if session.settings.asked else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("ranks")
+    hosts = metafunc.config.stash[SESSION].settings.per_host
+    if mark is not None and (len(mark.args) > 1 or (mark.args and len(hosts) > 1)):
+        try:
+            sizes = placements(sizes_of(mark), hosts)
+        except pytest.UsageError:
+            return  # `needs_of` reports it as an error of this test, not of the whole collection
+        metafunc.fixturenames.append(SIZE_PARAMETER)
+        metafunc.parametrize(SIZE_PARAMETER, list(sizes.values()), ids=list(sizes))
+    elif len(hosts) > 1 and in_one_process(metafunc.definition):
+        metafunc.fixturenames.append(HOST_PARAMETER)
+        metafunc.parametrize(HOST_PARAMETER, range(len(hosts)), ids=[f"host={host}" for host in range(len(hosts))])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        try:
+            needs = needs_of(item)
+        except pytest.UsageError as error:
+            item.stash[MISUSE] = str(error)
+            continue
+        if needs is not None:
+            item.stash[NEEDS] = needs
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Apply ``--gpu-replay``, and start the ranks while pytest sets up the first test."""
+    gpu_session = session.config.stash[SESSION]
+    if session.config.getoption("gpu_replay") and not session.config.option.collectonly:
+        from mgpu_check.plugin.report import example
+
+        misuse = example.apply(session.config.getoption("gpu_replay"), session.items)
+        if misuse is not None and not hasattr(session.config, "workerinput"):
+            raise pytest.UsageError(misuse)
+        if misuse is not None:
+            for item in session.items:
+                item.stash[MISUSE] = misuse  # because a usage error in an xdist worker would look like a crash
+    wanted = any(NEEDS in item.stash for item in session.items)
+    if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
+        gpu_session.pool.start()
+        from mgpu_check.plugin.replacements import Replacements
+
+        replacements = Replacements()
+        replacements.start()
+        gpu_session.replacements = replacements.pickled
+        session.config.add_cleanup(replacements.end)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if MISUSE in item.stash:
+        pytest.fail(item.stash[MISUSE], pytrace=False)
+    needs = item.stash.get(NEEDS, None)
+    session = item.config.stash[SESSION]
+    if not session.settings.asked and needs is None:
+        return
+    from mgpu_check.plugin.setup import adopt, begin
+
+    session.on_ranks = functools.partial(adopt, item, session)
+    session.forget_test()
+    if needs is None:
+        return
+    if item.config.getoption("trace", False) and needs.where != "parent":
+        from mgpu_check.plugin.report.debugger import REFUSED_TRACE
+
+        pytest.fail(REFUSED_TRACE, pytrace=False)
+    lack = session.lack(needs.count or needs.least, needs.host if needs.where == "node" else None)
+    if lack and session.settings.strict_gpus:
+        pytest.fail(f"{lack} (--strict-gpus)", pytrace=False)
+    if lack:
+        from mgpu_check.plugin.report import properties
+
+        properties.add_lack(item, lack)
+        raise pytest.skip.Exception(lack, _use_item_location=True)
+    begin(item, needs, session)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    needs = pyfuncitem.stash.get(NEEDS, None)
+    if needs is None:
+        session = pyfuncitem.config.stash[SESSION]
+        session.in_body = True
+        try:
+            return (yield)
+        finally:
+            session.in_body = False
+    from mgpu_check.plugin.execution import running
+
+    try:
+        with running(pyfuncitem, needs, pyfuncitem.config.stash[SESSION]):
+            return (yield)
+    except pytest.UsageError as error:
+        misuse = str(error)
+    except BaseException as error:
+        session = pyfuncitem.config.stash[SESSION]
+        if pyfuncitem.config.getoption("gpu_replay") and type(error).__name__ == "DidNotReproduce" and session.examples:
+            return True  # Hypothesis raises an error if the example passes, but for a replay that is the good case
+        if not isinstance(error, RankFailure):
+            raise
+        mark = pyfuncitem.get_closest_marker("xfail")
+        if mark is None or not mark.kwargs.get("raises") or error.__cause__ is None:
+            raise
+        pyfuncitem.stash[TOLD] = error
+        raise error.__cause__ from None  # xfail(raises=...) expects the error of the rank
+    pytest.fail(misuse, pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    if NEEDS not in item.stash or not isinstance(item, TestCaseFunction):
+        return (yield)
+    from mgpu_check.plugin.execution import running  # unittest does not call `pytest_pyfunc_call`
+
+    with running(item, item.stash[NEEDS], item.config.stash[SESSION]):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        session = item.config.stash[SESSION]
+        session.on_ranks = lambda: None
+        if NEEDS in item.stash:
+            activate(session.settings)
+            session.end_test(failed=item.stash.get(FAILED, True))
+            if reason := over():
+                item.session.shouldfail = f"mgpu-check: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if NEEDS not in item.stash:
+        return (yield)
+    from mgpu_check.plugin.report import failures, properties, replay
+
+    session = item.config.stash[SESSION]
+    # unittest catches errors itself. pytest fetches them from the item in this hook.
+    caught = call.excinfo or next(iter(getattr(item, "_excinfo", None) or ()), None)
+    error = caught.value if caught is not None else None
+    if call.when == "call" and item.stash.get(TOLD, None) is not None:
+        error, item.stash[TOLD] = item.stash[TOLD], None
+    replay.take_blobs(error)
+    if call.when == "setup":
+        needs = item.stash[NEEDS]
+        several = needs.where == "node" and len(session.settings.per_host) > 1
+        properties.add_identity(item, needs.host if several else None)
+    if call.when == "call" or error is not None:
+        failures.add_output(item, session, call.when)
+        properties.add_usage(item, session)
+    if call.when == "call":
+        item.stash[FAILED] = error is not None
+    report = yield
+    if report.outcome == "failed":
+        if call.excinfo is not None and error is not None and error is not call.excinfo.value:
+            call.excinfo = pytest.ExceptionInfo.from_exception(error)
+        failures.replace_traceback(item, report, call, session, in_parent=item.stash[NEEDS].where == "parent")
+        lines = replay.lines_for(item, _invocation(item.config), error, item.config.getoption("gpu_replay"))
+        if item.config.option.tbstyle != "line":
+            failures.add_second_look(report, session)
+            failures.add_replay(report, lines)
+        properties.add_failure(item, error, lines, session.seen)
+        report.user_properties = list(item.user_properties)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gpu_session = session.config.stash[SESSION]
+    gpu_session.finish(interrupted=session.exitstatus == pytest.ExitCode.INTERRUPTED)
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        if gpu_session.interrupted:
+            from mgpu_check.plugin.report import summary
+
+            summary.tell(session.config, gpu_session.interrupted)  # here, because the controller no longer listens
+        output[WORKER_REPORT] = {
+            "deaths": gpu_session.deaths,
+            "remarks": gpu_session.remarks,
+            "waits": gpu_session.waits,
+        }
+    if gpu_session.deaths and output is None:
+        from mgpu_check.plugin.report import idle
+
+        idle.add_case(session.config, gpu_session.deaths)
+    if gpu_session.deaths and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Collect the remarks of an xdist worker that has ended, for the summary in this process."""
+    told = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
+    session = node.config.stash[SESSION]
+    session.deaths += told.get("deaths", [])
+    session.remarks += told.get("remarks", [])
+    session.waits += told.get("waits", [])
+
+
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    if report.when != "call" or report.outcome != "passed" or not getattr(report, "user_properties", None):
+        return None  # a quick exit, because most tests have no known defects
+    from mgpu_check.plugin.report import properties
+
+    return ("KNOWN", "k", "KNOWN") if properties.defects_met(report)[0] else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    from mgpu_check.plugin.report import summary
+
+    summary.print_to(terminalreporter, config.stash[SESSION])

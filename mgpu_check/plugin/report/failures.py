@@ -1,0 +1,106 @@
+"""Put the errors and the output of ranks into pytest's reports."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+
+from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.plugin.report.replay import parts_of
+from mgpu_check.plugin.session import GpuSession
+
+__all__ = ["add_output", "add_replay", "add_second_look", "replace_traceback"]
+
+_REPLAY = "repeat with"
+_SECOND_LOOK = "second look"
+_TOLD_BELOW = "Failed to reproduce exception"
+
+
+def add_output(item: pytest.Item, session: GpuSession, when: str) -> None:
+    """Add the output of each rank as a report section; with ``-s``, also print it at once."""
+    for who, stream, text in session.output():
+        item.add_report_section(when, f"{stream} of {who}", text)
+        if item.config.option.capture == "no":
+            lines = "".join(f"[{who}] {line}\n" for line in text.splitlines())
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(lines.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def replace_traceback(
+    item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None], session: GpuSession, in_parent: bool
+) -> None:
+    """Replace the engine's traceback in the report by the errors of the ranks."""
+    error = call.excinfo.value if call.excinfo is not None else None
+    parts = parts_of(error)
+    if error is None or not any(isinstance(p, (RankFailure, RankHang)) for p in parts):
+        return
+    lines: list[str] = []
+    for number, part in enumerate(parts, 1):
+        session.explain(part)
+        if len(parts) > 1:
+            lines += ["", f"{f' failure {number} of {len(parts)} ':=^100}"]
+        lines += _story(part, item, report, in_parent)
+    if isinstance(error, BaseExceptionGroup):
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_TOLD_BELOW)]
+        unreliable = session.seen is not None and session.seen.unreliable
+        message = session.seen.headline if session.seen is not None and unreliable else error.message
+        lines[:0] = [message, *notes, *([] if len(parts) > 1 else [""])]
+    first = parts[0]
+    location = _location_in_test(first, item, report)
+    headline = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
+    if len(parts) > 1:
+        headline += f" (and {len(parts) - 1} more)"
+    crash = ReprFileLocation(location.path, location.lineno, _printable(headline))
+    entry = ReprEntryNative([line + "\n" for line in _printable("\n".join(lines)).split("\n")])
+    entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest prints the line itself
+    report.longrepr = ReprExceptionInfo(ReprTraceback(entries, None, style="native"), crash)
+
+
+def _story(error: BaseException, item: pytest.Item, report: pytest.TestReport, in_parent: bool) -> list[str]:
+    notes = [line for note in getattr(error, "__notes__", ()) for line in ("", note)]
+    if not isinstance(error, (RankFailure, RankHang)):
+        info = pytest.ExceptionInfo.from_exception(error)
+        return [str(info.getrepr(style="short")), *notes]
+    if not in_parent:
+        return [str(error), *notes]
+    # A test that calls `ranks.run` itself also has a failing line in this process.
+    location = _location_in_test(error, item, report)
+    return [f"{location.path}:{location.lineno}: in {item.name}", "", str(error), *notes]
+
+
+def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
+    """End the report of a failure with the shell lines that repeat it."""
+    _add(report, _REPLAY, lines)
+
+
+def add_second_look(report: pytest.TestReport, session: GpuSession) -> None:
+    """Add the results of the second look, if any, to the report of a failure."""
+    lines = [] if session.seen is None else session.seen.lines()
+    if lines:
+        _add(report, _SECOND_LOOK, lines)
+
+
+def _add(report: pytest.TestReport, title: str, lines: Sequence[str]) -> None:
+    if isinstance(report.longrepr, ExceptionRepr):
+        report.longrepr.addsection(title, "\n".join(lines))
+    elif isinstance(report.longrepr, str):
+        report.longrepr = "\n".join([report.longrepr, f"{f' {title} ':-^80}", *lines])
+
+
+def _printable(text: str) -> str:
+    """Escape lone surrogates, which neither files nor xdist's channels accept."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _location_in_test(error: BaseException, item: pytest.Item, report: pytest.TestReport) -> ReprFileLocation:
+    """Return the innermost line of the test's file in the error's traceback; without one, the start of the test."""
+    path, line, _ = report.location
+    if error.__traceback__ is not None:
+        for entry in reversed(pytest.ExceptionInfo.from_exception(error).traceback):
+            if Path(str(entry.path)) == item.path:
+                return ReprFileLocation(path, entry.lineno + 1, "")
+    return ReprFileLocation(path, (line or 0) + 1, "")

@@ -1,0 +1,210 @@
+"""Write a summary of a run in GitHub's Markdown, for the page of a CI job."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from mgpu_check.diagnosis.catalogue import CLASSES
+from mgpu_check.plugin import leasing
+from mgpu_check.plugin.report.markup import code, fenced, table, text
+from mgpu_check.plugin.report.outcomes import Outcome, Outcomes
+from mgpu_check.plugin.session import GpuSession
+from mgpu_check.settings import OPTIONS
+
+__all__ = ["LARGEST", "Page", "Summary", "render"]
+
+LARGEST = 900_000
+"""Bytes. GitHub does not show a step summary above 1 MiB."""
+
+_LONGEST_STORY = 20_000  # characters
+_BEGUN = (
+    "# mgpu-check: the run has not ended\n\nIt was killed, or failed to start: see its output for the reason. "
+    "Nothing is proven.\n"
+)
+_RESULTS = {
+    pytest.ExitCode.OK: "passed",
+    pytest.ExitCode.TESTS_FAILED: "FAILED",
+    pytest.ExitCode.INTERRUPTED: "INTERRUPTED",
+    pytest.ExitCode.INTERNAL_ERROR: "INTERNAL ERROR",
+    pytest.ExitCode.USAGE_ERROR: "USAGE ERROR",
+    pytest.ExitCode.NO_TESTS_COLLECTED: "NO TESTS",
+}
+
+
+class Summary:
+    """A pytest plugin that writes the summary. It runs in the process that receives the reports of all tests."""
+
+    def __init__(self, config: pytest.Config, session: GpuSession) -> None:
+        """Check that the files can be written, and write a summary that says that the run has not ended.
+
+        Raises:
+            pytest.UsageError: a file cannot be written; the message names the option, the file and the reason.
+        """
+        self._session = session
+        self._outcomes = Outcomes()
+        self._paths = [Path(config.invocation_params.dir, file) for file in session.settings.gpu_report]
+        self._trouble: list[str] = []
+        for path, file in zip(self._paths, session.settings.gpu_report, strict=True):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(_BEGUN, encoding="utf-8")
+            except OSError as error:
+                raise pytest.UsageError(
+                    f"mgpu-check: {session.settings.origins['gpu_report']}: {file!r} cannot be written "
+                    f"({error.strerror}); choose a file ending in .md, in a directory that you may write to"
+                ) from None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._outcomes.collected(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._outcomes.add(report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        content = render(self._outcomes, self._session, session.exitstatus)
+        for path in self._paths:
+            try:
+                path.write_text(content, encoding="utf-8", errors="backslashreplace")
+            except OSError as error:
+                self._trouble.append(f"{OPTIONS['gpu_report'].flag}: {path} cannot be written: {error.strerror}")
+        if self._trouble and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for path in self._paths if not self._trouble else []:
+            terminalreporter.write_sep("-", f"generated Markdown summary: {path}")
+        for line in self._trouble:
+            terminalreporter.line(f"mgpu-check: {line}", red=True)
+
+
+def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
+    """Render the summary, at most `LARGEST` bytes long."""
+    page = Page()
+    page.add(f"# mgpu-check: {_verdict(outcomes, session, exit_status)}", "")
+    page.add(*_header(session), "")
+    page.add(f"**{text(_counts(outcomes))}**", "")
+    failed = outcomes.failed
+    page.rows("Failed", ("test", "world sizes", "what", "looks like"), [_row_of_failure(one) for one in failed])
+    page.parts("more failures are shown in the log only", [_details(one) for one in failed])
+    if session.deaths:
+        page.add("## Ranks that died while no test used them", "", *fenced("\n".join(session.deaths)), "")
+    skipped = [(code(one.name), text(one.headline)) for one in outcomes.of("skipped", "xfailed")]
+    page.rows("Skipped, or expected to fail", ("test", "why"), skipped)
+    passed = outcomes.of("passed", "xpassed")
+    ours = [one for one in passed if one.ours]
+    page.rows(
+        "Passed",
+        ("test", "world sizes", "examples"),
+        [(code(one.name), text(one.sizes or "-"), text(one.examples)) for one in ours],
+    )
+    if others := len(passed) - len(ours):
+        page.add(f"{others} {'test' if others == 1 else 'tests'} without GPUs also passed.", "")
+    for line in [*session.remarks, *leasing.told(session.waits)]:
+        page.add(f"- {text(line)}")
+    return page.content()
+
+
+class Page:
+    """The lines of a page of at most `LARGEST` bytes."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._size = 0
+
+    def add(self, *lines: str) -> bool:
+        """Add all lines if they fit; otherwise add none. Return whether they fit."""
+        size = sum(len(line.encode(errors="backslashreplace")) + 1 for line in lines)
+        if self._size + size > LARGEST:
+            return False
+        self._lines += lines
+        self._size += size
+        return True
+
+    def rows(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Add a table under a title; do nothing if there are no rows."""
+        if not rows or not self.add(f"## {title}", "", *table(head)):
+            return
+        self._several((table((), row) for row in rows), len(rows), "more rows are left out")
+        self.add("")
+
+    def parts(self, what: str, parts: Sequence[Sequence[str]]) -> None:
+        self._several(parts, len(parts), what)
+
+    def _several(self, several: Iterable[Sequence[str]], count: int, what: str) -> None:
+        shown = 0
+        for lines in several:
+            if not self.add(*lines):
+                break
+            shown += 1
+        if shown < count:
+            # This line may exceed `LARGEST`, which is far enough below GitHub's limit.
+            self._lines += ["", f"… {count - shown} {what}: the summary would be too large for GitHub.", ""]
+
+    def content(self) -> str:
+        return "\n".join(self._lines).rstrip("\n") + "\n"
+
+
+def _verdict(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
+    """Return the result in one clause. A run without executed tests is not "passed"; a simulated run says so."""
+    known = exit_status in {int(status) for status in _RESULTS}
+    result = _RESULTS[pytest.ExitCode(exit_status)] if known else f"exit code {exit_status}"
+    if result == "passed" and not outcomes.of("passed", "xpassed", "xfailed"):
+        result = "nothing was run"
+    settings = session.settings
+    if settings.simulate and settings.asked:
+        result += f" on {settings.gpus} SIMULATED GPUs"
+    return result
+
+
+def _header(session: GpuSession) -> list[str]:
+    settings = session.settings
+    if settings.asked:
+        lines = [text(session.header())]
+        if settings.simulate:
+            lines += ["", "**SIMULATED**: this run tests code, and says nothing about hardware."]
+    else:
+        from mgpu_check.version import torch_version, version
+
+        lines = [
+            text(f"mgpu-check {version()}; torch {torch_version()}; no GPUs were requested"),
+            "",
+            "Tests that need GPUs were skipped; `--gpus=N` runs them, `--gpus=N --simulate` on a machine without GPUs.",
+        ]
+    import hypothesis.version as hypothesis
+
+    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return [
+        *lines,
+        "",
+        text(
+            f"Python {platform.python_version()}; pytest {pytest.__version__}; Hypothesis {hypothesis.__version__}; "
+            f"{machine}"
+        ),
+    ]
+
+
+def _counts(outcomes: Outcomes) -> str:
+    parts = [f"{count} {name}" for name, count in outcomes.counts().items()]
+    return ", ".join(parts) or "no tests were run"
+
+
+def _row_of_failure(one: Outcome) -> tuple[str, ...]:
+    links = [f"[{name}]({CLASSES[name].page})" if name in CLASSES else text(name) for name in one.mistakes]
+    phase = "" if one.phase in ("call", "") else f" ({one.phase})"
+    return code(one.name) + phase, text(one.sizes or "-"), text(one.headline), ", ".join(links) or "-"
+
+
+def _details(one: Outcome) -> list[str]:
+    story = one.story
+    if len(story) > _LONGEST_STORY:
+        half = _LONGEST_STORY // 2
+        story = f"{story[:half]}\n\n… {len(story) - 2 * half} characters …\n\n{story[-half:]}"
+    lines = ["<details>", f"<summary>{text(one.name)}</summary>", "", *fenced(story), ""]
+    if one.replay:
+        lines += ["Repeat with", "", *fenced(one.replay, "sh"), ""]
+    return [*lines, "</details>", ""]

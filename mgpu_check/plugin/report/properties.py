@@ -1,0 +1,96 @@
+"""Record facts about a test as properties of its report, for JUnit files and the closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mgpu_check.plugin.packaged import SUITE, package_of
+from mgpu_check.plugin.report.replay import parts_of
+from mgpu_check.plugin.report.suspects import Seen
+from mgpu_check.plugin.session import GpuSession
+from mgpu_check.processes.protocol import SEED
+
+__all__ = ["add_failure", "add_identity", "add_lack", "add_usage", "defects_met", "lacks_devices"]
+
+_LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
+
+
+def add_identity(item: pytest.Item, host: int | None) -> None:
+    """Record the property and the title of a check of the packaged suite. Clears the record of an earlier try.
+
+    Args:
+        host: host of the test, if the check runs on each of several hosts; otherwise None.
+    """
+    ours = (
+        "mgpu_check.failed_ranks",
+        "mgpu_check.mistakes",
+        "mgpu_check.replay",
+        "mgpu_check.second_look",
+    )  # from an earlier try, if failures are rerun
+    item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
+    if package_of(item) == SUITE:
+        name = item.path.stem.removeprefix("test_")
+        title = (getattr(item, "function", item).__doc__ or item.name).strip().splitlines()[0].rstrip(".")
+        _set(item, "property", name)
+        _set(item, "check", title if host is None else f"{title} (node {host})")
+
+
+def add_usage(item: pytest.Item, session: GpuSession) -> None:
+    """Record examples, world sizes, devices, seeds, drawn values and known defects of the test."""
+    _set(item, "examples", session.examples)
+    _set(item, "world_sizes", " ".join(map(str, session.sizes())))
+    if session.values is not None:
+        _set(item, "drawn", str(session.values))
+    showed = dict.fromkeys(met.name for met in session.met if met.failed)
+    _set(item, _SHOWED, " ".join(showed))
+    _set(item, _UNSEEN, " ".join(dict.fromkeys(met.name for met in session.met if met.name not in showed)))
+    _set(item, "simulated", session.settings.simulate or "")
+    _set(item, "devices", session.describe_devices())
+    _set(item, "seed", SEED)
+    function = getattr(item, "function", None)
+    for name in ("use_seed", "use_generated_seed"):
+        seed = getattr(function, f"_hypothesis_internal_{name}", None)
+        if seed is not None:
+            _set(item, "hypothesis_seed", seed)
+            return
+    seed = item.config.getoption("--hypothesis-seed", None)
+    if seed is not None and getattr(function, "is_hypothesis_test", False):
+        _set(item, "hypothesis_seed", seed)
+
+
+def add_lack(item: pytest.Item, lack: str) -> None:
+    """Record why there are too few devices for the test, which is skipped."""
+    _set(item, _LACK, lack)
+
+
+def lacks_devices(report: object) -> bool:
+    """Return whether a test was skipped because there are too few devices."""
+    return any(name == f"mgpu_check.{_LACK}" for name, _ in getattr(report, "user_properties", ()))
+
+
+def defects_met(report: object) -> tuple[list[str], list[str]]:
+    """Return the names of the known defects that a test has met: those that occurred, and those that did not."""
+    found = {str(name): str(value) for name, value in getattr(report, "user_properties", ())}
+    showed, unseen = (found.get(f"mgpu_check.{name}", "").split() for name in (_SHOWED, _UNSEEN))
+    return showed, unseen
+
+
+def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], seen: Seen | None) -> None:
+    """Record the failed ranks, the likely mistakes, the replay lines and the headline of the second look."""
+    if seen is not None and seen.headline:
+        _set(item, "second_look", seen.headline)
+    mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
+    if mistakes:
+        _set(item, "mistakes", " ".join(mistakes))
+    ranks = {rank for part in parts_of(error) for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
+    _set(item, "failed_ranks", " ".join(map(str, sorted(rank for rank in ranks if rank >= 0))))
+    _set(item, "replay", "\n".join(replay))
+
+
+def _set(item: pytest.Item, name: str, value: object) -> None:
+    """Set a property, and replace its value from an earlier try."""
+    key = f"mgpu_check.{name}"
+    item.user_properties[:] = [entry for entry in item.user_properties if entry[0] != key]
+    item.user_properties.append((key, value))

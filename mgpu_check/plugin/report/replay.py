@@ -1,0 +1,301 @@
+"""Build the shell line that repeats a failure."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_check.engine.remote import current
+from mgpu_check.plugin.packaged import command_of, package_of
+from mgpu_check.settings import OPTIONS
+
+__all__ = ["BLOB", "FLAG", "CommandLine", "Invocation", "lines_for", "parts_of", "take_blobs"]
+
+FLAG = "--gpu-replay"
+
+BLOB = "_mgpu_check_blob"
+"""Attribute of an exception that holds the Hypothesis example that raised it."""
+
+_OURS = frozenset({FLAG, *(option.flag for option in OPTIONS.values())})
+
+# Options that select tests, stop early, run in parallel, measure or show. A single test fails in the same way without
+# them. All other options are kept, because a repository's own options may change its tests.
+_DROPPED = frozenset(
+    """
+    --lf --last-failed --ff --failed-first --nf --new-first --lfnf --last-failed-no-failures --cache-show --cache-clear
+    --sw --stepwise --sw-skip --stepwise-skip --sw-reset --stepwise-reset --deselect --ignore --ignore-glob --pyargs
+    --keep-duplicates --collect-only --co --exitfirst --maxfail --quiet --verbose --verbosity --tb --show-capture --color
+    --code-highlight --no-header --no-summary --no-fold-skipped --durations --durations-min --showlocals --no-showlocals
+    --full-trace --force-short-summary --fold-skipped --xfail-tb --disable-warnings --disable-pytest-warnings --pastebin
+    --junitxml --junit-xml --junitprefix --junit-prefix --report-log --html --self-contained-html --setup-show --capture
+    --basetemp --numprocesses --maxprocesses --max-worker-restart --dist --tx --px --rsyncdir --rsyncignore --looponfail
+    --testrunuid --maxschedchunk --loadscope-reorder --no-loadscope-reorder --cov --cov-reset --cov-report --cov-config
+    --no-cov --no-cov-on-fail --cov-fail-under --cov-append --cov-branch --cov-context --cov-precision --reruns
+    --reruns-delay --only-rerun --rerun-except --pdb --pdbcls --trace --hypothesis-seed --hypothesis-verbosity
+    --hypothesis-explain --hypothesis-show-statistics
+    """.split()  # noqa: SIM905  # a list would be four times as long
+)
+_SWITCHES = "xvqslhdf"  # short options without a value, all dropped
+_DROPPED_LETTERS = "kmnr"  # short options with a value
+_IRRELEVANT_PLUGINS = ("no:cacheprovider", "no:terminal", "no:progress", "mgpu_check")
+
+_NOTE = re.compile(r"@reproduce_failure\('(?P<version>[^']+)', (?P<blob>b'[^']*'|b\"[^\"]*\")\)")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A pytest plugin that holds the `mgpu-check` command line as the user typed it.
+
+    Attributes:
+        words: the subcommand with its own options, such as () or ("selftest", "--quick").
+        arguments: the arguments that pytest received.
+        omits: the prefix that the user leaves out of option names in this command: "--accept-" for ``--report`` in place
+            of ``--accept-report``.
+        added: options that the command has added.
+    """
+
+    words: tuple[str, ...]
+    arguments: tuple[str, ...]
+    omits: str = ""
+    added: frozenset[str] = frozenset()
+
+    def pytest_addoption(self, parser: pytest.Parser) -> None:
+        parser.prog = " ".join(("mgpu-check", *self.words))
+
+    def origin_of(self, flag: str) -> str:
+        """Return the origin of an option's value: the option as typed, or the default of the command."""
+        return f"default of {' '.join(('mgpu-check', *self.words))}" if flag in self.added else self.as_typed(flag)
+
+    def as_typed(self, word: str) -> str:
+        """Return a word of `arguments` as users type it."""
+        return f"--{word.removeprefix(self.omits)}" if self.omits and word.startswith(self.omits) else word
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """The parts of this run's command line that a replay needs. Plain data, for xdist's workers.
+
+    Attributes:
+        directory: working directory of the call.
+        program: the shell words before the options, such as ("python", "-m", "pytest").
+        suite_program: the shell words for a check of the packaged suite.
+        options: options of mgpu-check, without those from the ini file, which pytest reads again.
+        suite_options: all options of mgpu-check; the packaged suite does not read this ini file.
+        kept: other options of the call that may change a test.
+        seed: of Hypothesis, from the command line; None if it was not given.
+    """
+
+    directory: str
+    program: tuple[str, ...]
+    suite_program: tuple[str, ...]
+    options: tuple[str, ...]
+    suite_options: tuple[str, ...]
+    kept: tuple[str, ...]
+    seed: str | None
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Invocation:
+        """Return the command line of this process."""
+        command = next((p for p in config.pluginmanager.get_plugins() if isinstance(p, CommandLine)), None)
+        arguments = command.arguments if command else [os.fspath(a) for a in config.invocation_params.args]
+        driver = current.driver()
+        ours = _program("mgpu_check", "mgpu-check") if driver is None else driver.command
+        program = (*ours, *command.words) if command else _pytest_program() if driver is None else (*ours, "pytest")
+        seed = config.getoption("--hypothesis-seed", None)
+        return cls(
+            directory=str(config.invocation_params.dir),
+            program=program,
+            suite_program=program if command else ours,
+            options=tuple(_own_options(config, arguments, everything=command is not None)),
+            suite_options=tuple(
+                command.as_typed(word) if command else word for word in _own_options(config, arguments, everything=True)
+            ),
+            kept=tuple(_kept(arguments, [str(path) for path in config.getoption("file_or_dir", None) or ()])),
+            seed=None if seed is None else str(seed),
+        )
+
+    @classmethod
+    def told(cls, values: Mapping[str, Any]) -> Invocation:
+        """Rebuild the command line of the parent process from `dataclasses.asdict`, whose tuples have become lists."""
+        plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        return cls(**plain)
+
+    def line(self, item: pytest.Item, extra: Sequence[str]) -> str:
+        """Return the shell line for one test, with `extra` options."""
+        names = item.nodeid.partition("::")[2]
+        if package := package_of(item):
+            command = (
+                self.suite_program
+                if self.suite_program == self.program
+                else (*self.suite_program, *command_of(package))
+            )
+            words = [*command, *self.suite_options, *self.kept, f"{item.path.name}::{names}"]
+        else:
+            path = os.path.relpath(item.path, self.directory)
+            words = [*self.program, *self.options, *self.kept, *self._ini(item), f"{path}::{names}"]
+        return shlex.join([*words, *extra])
+
+    def _ini(self, item: pytest.Item) -> list[str]:
+        """Return options for the ini file and rootdir if pytest would find a different ini file for this test alone."""
+        if any(word.startswith(("-c", "--config-file")) for word in self.kept):
+            return []
+        try:
+            from _pytest.config.findpaths import locate_config
+
+            found = locate_config(Path(self.directory), [item.path.parent])[1]
+        except Exception:  # an internal of pytest; without it, the line is still correct if there is only one ini file
+            return []
+        used = item.config.inipath
+        if found == used:
+            return []
+        ini = os.devnull if used is None else os.path.relpath(used, self.directory)
+        root = f"--rootdir={os.path.relpath(item.config.rootpath, self.directory)}"
+        return ["-c", ini, *([] if any(word.startswith("--rootdir") for word in self.kept) else [root])]
+
+
+def lines_for(
+    item: pytest.Item, invocation: Invocation, error: BaseException | None, replayed: str | None
+) -> list[str]:
+    """Return the shell lines that repeat a failure of `item`: one for each distinct error that Hypothesis found.
+
+    Args:
+        error: the failure; `take_blobs` has been called on it.
+        replayed: the value of ``--gpu-replay`` in this run, or None.
+    """
+    seed = _seed_of(item, invocation)
+    fallback = [f"{FLAG}={replayed}"] if replayed else [f"--hypothesis-seed={seed}"] if seed is not None else []
+    extras: list[list[str]] = []
+    flaky = error is not None and getattr(error, BLOB, None) is not None
+    for part in [error] if flaky else parts_of(error):
+        blob = getattr(part, BLOB, None)
+        extras.append([f"{FLAG}={blob}"] if blob else [] if part and _is_explicit(part) else fallback)
+    return list(dict.fromkeys(invocation.line(item, extra) for extra in extras or [fallback]))
+
+
+def parts_of(error: BaseException | None) -> list[BaseException]:
+    """Return the leaves of an exception group, as Hypothesis raises for distinct or flaky failures; else the error."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in parts_of(part)]
+    return [] if error is None else [error]
+
+
+def take_blobs(error: BaseException | None) -> None:
+    """Move the example from Hypothesis' note on an error to its attribute `BLOB`; also for the errors of a group."""
+    if error is None:
+        return
+    kept = []
+    for note in getattr(error, "__notes__", ()):
+        found = _NOTE.search(note)
+        if found is None:
+            kept.append(note)
+        else:
+            setattr(error, BLOB, f"{found['version']}:{ast.literal_eval(found['blob']).decode()}")
+    if len(kept) < len(getattr(error, "__notes__", ())):
+        error.__notes__ = kept
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            take_blobs(part)
+
+
+def _is_explicit(error: BaseException) -> bool:
+    """Return whether an error comes from an ``@example``, which every run tries first."""
+    return any("explicit test case" in note or "explicit example" in note for note in getattr(error, "__notes__", ()))
+
+
+def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
+    """Return the seed of the Hypothesis test `item`; None if it is no Hypothesis test, or its source sets the seed."""
+    function = getattr(item, "function", None)
+    if not getattr(function, "is_hypothesis_test", False) or getattr(function, "_hypothesis_internal_use_seed", None):
+        return None
+    return invocation.seed or getattr(function, "_hypothesis_internal_use_generated_seed", None)
+
+
+def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bool) -> Iterator[str]:
+    """Yield the options of mgpu-check for this run; with `everything`, also those from the ini file."""
+    typed = {word.partition("=")[0] for word in [*arguments, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]}
+    for name, option in OPTIONS.items():
+        if not option.repeats:
+            continue
+        text = config.getoption(name, None)
+        if text is not None and option.flag not in typed and not everything:
+            text = None  # it comes from `addopts` in the ini file
+        elif text is None:
+            text = os.environ.get(option.variable, config.getini(name) if everything else None)
+        if text is None:
+            continue
+        if isinstance(text, list):
+            yield from (f"{option.flag}={one}" for one in text)
+            continue
+        value = option.parse(str(text).strip())
+        if isinstance(value, bool):
+            if value:
+                yield option.flag
+        else:
+            yield option.flag if value == "cpu" else f"{option.flag}={text}"
+
+
+def _kept(arguments: Sequence[str], positionals: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments of the pytest call that may change how a test runs."""
+    rest = list(positionals)
+    keep = False
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            return
+        if not word.startswith("-") or word == "-":
+            if word in rest:
+                rest.remove(word)
+                keep = False
+            elif keep:
+                yield word  # the value of the option before
+            continue
+        if word.startswith("--"):
+            keep = word.partition("=")[0] not in _DROPPED | _OURS
+            if keep:
+                yield word
+            continue
+        letters = word[1:].lstrip(_SWITCHES)
+        keep = bool(letters) and letters[0] not in _DROPPED_LETTERS
+        if letters[:1] == "p":
+            plugin = letters[1:] or next(words, "")
+            keep = False
+            if plugin not in _IRRELEVANT_PLUGINS:
+                yield from ("-p", plugin)
+        elif keep:
+            yield "-" + letters
+
+
+def _pytest_program() -> tuple[str, ...]:
+    name = Path(sys.argv[0]).name
+    if name in ("pytest", "py.test"):
+        return (_reachable(name, os.path.abspath(sys.argv[0])),)
+    return (_python(), "-m", "pytest")
+
+
+def _program(module: str, script: str) -> tuple[str, ...]:
+    """Return the script of this environment, or ``python -m module`` if that was called or the script is missing."""
+    beside = str(Path(sys.executable).with_name(script))
+    if Path(sys.argv[0]).name == "__main__.py" or not os.path.exists(beside):
+        return (_python(), "-m", module)
+    return (_reachable(script, beside),)
+
+
+def _python() -> str:
+    names = [name for name in ("python", "python3") if _reachable(name, sys.executable) == name]
+    return names[0] if names else sys.executable
+
+
+def _reachable(name: str, path: str) -> str:
+    """Return `name` if the shell finds this environment's program by it; otherwise `path`."""
+    found: Any = shutil.which(name)
+    return name if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(path) else path

@@ -1,0 +1,164 @@
+"""Print the closing table of the packaged suite: property, check, examples, world sizes, result, seconds, drawn values."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+
+from mgpu_check.asserts.known_defects import KNOWN_DEFECTS
+from mgpu_check.plugin.report.properties import defects_met
+from mgpu_check.version import torch_version
+
+__all__ = ["Row", "print_to", "row_of", "told", "told_level", "told_unseen"]
+
+_LEAST_TEXT = 40
+_NUMBERS = 25  # width of the columns "examples" and "seconds" and of all gaps
+
+_LEVELS = {
+    "quick": "a few examples of each check; --gpu-level=standard draws four times as many, tests larger tensors and more "
+    "layers, and takes about five times as long",
+    "standard": "the usual number of examples; --gpu-level=long draws ten times as many",
+    "long": "ten times the usual number of examples",
+}
+
+_RESULTS = {
+    "passed": "passed",
+    "failed": "FAILED",
+    "skipped": "skipped",
+    "known": "KNOWN",
+    "xfailed": "known defect",
+    "xpassed": "passed",
+}
+
+
+@dataclass
+class Row:
+    """The table row of one check of the suite."""
+
+    property: str
+    check: str
+    examples: int
+    sizes: str
+    result: str
+    seconds: float
+    line: int
+    reason: str = ""
+    drawn: str = ""
+
+
+def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
+    """Return the row for the report of a check; None for other reports, and for a passed setup or teardown."""
+    if isinstance(report, pytest.CollectReport):  # a file that cannot be imported
+        return None
+    properties = dict(report.user_properties)
+    name = properties.get("mgpu_check.property")
+    if name is None or (report.when != "call" and report.outcome == "passed"):
+        return None
+    outcome: str = report.outcome
+    if hasattr(report, "wasxfail"):
+        outcome = "xfailed" if outcome == "skipped" else "xpassed"
+    showed, unseen = defects_met(report) if outcome == "passed" else ([], [])
+    measured = [str(properties["mgpu_check.measured"])] if "mgpu_check.measured" in properties else []
+    reason = "; ".join([*measured, *map(told, showed), *map(told_unseen, unseen)])
+    if outcome == "failed":
+        reason = str(properties.get("mgpu_check.second_look", ""))
+    if showed:
+        outcome = "known"
+    if outcome == "xfailed":
+        reason = report.wasxfail
+    elif outcome == "skipped" and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+    return Row(
+        property=str(name),
+        check=str(properties.get("mgpu_check.check", "")),
+        examples=int(str(properties.get("mgpu_check.examples", 0))),
+        sizes=str(properties.get("mgpu_check.world_sizes", "")) or "-",
+        result=_RESULTS[outcome] if report.when == "call" or outcome == "skipped" else f"ERROR in {report.when}",
+        seconds=report.duration,
+        line=report.location[1] or 0,
+        reason=reason,
+        drawn=str(properties.get("mgpu_check.drawn", "")),
+    )
+
+
+def told(name: str) -> str:
+    """Describe a known defect, with a link to its report."""
+    defect = KNOWN_DEFECTS[name]
+    return f"{defect.summary}: a known defect of others, {defect.link}"
+
+
+def told_unseen(name: str) -> str:
+    """Return a remark that a test met the conditions of a known defect, and the defect did not occur."""
+    defect = KNOWN_DEFECTS[name]
+    return (
+        f"the known defect {name} did not occur with torch {torch_version()}: it is fixed, or needs another condition; "
+        f"see {defect.link}"
+    )
+
+
+def told_level(level: str) -> str:
+    """Describe the packaged suite at a level, and what the next level adds."""
+    return f"level {level}: {_LEVELS[level]}"
+
+
+def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
+    """Print the table and a line about `level`, if checks of the packaged suite have run."""
+    rows = [
+        row
+        for reports in terminal.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and (row := row_of(report)) is not None
+    ]
+    if not rows:
+        return
+    rows.sort(key=lambda row: (row.property, row.line))
+    names = max(len("property"), *(len(row.property) for row in rows))
+    sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
+    results = max(len("result"), *(len(row.result) for row in rows))
+    checks = max(_LEAST_TEXT, terminal._tw.fullwidth - names - sizes - results - _NUMBERS)
+    terminal.section("checks", sep="-")
+    terminal.line(
+        f"{'property':<{names}}  {'check':<{checks}}  examples  "
+        f"{'world sizes':<{sizes}}  {'result':<{results}}  seconds",
+        bold=True,
+    )
+    last = ""
+    for row in rows:
+        first, *more = textwrap.wrap(row.check, checks)
+        terminal.write(f"{row.property if row.property != last else '':<{names}}  {first:<{checks}}  ")
+        terminal.write(f"{row.examples:>8}  {row.sizes:<{sizes}}  ")
+        terminal.write(f"{row.result:<{results}}", **_colour(row))
+        terminal.line(f"  {row.seconds:7.1f}")
+        for line in more:
+            terminal.line(f"{'':<{names}}  {line}")
+        _below(terminal, names, row.reason, "- ")
+        _below(terminal, names, row.drawn, "  drawn: ")
+        last = row.property
+    terminal.line(
+        f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
+        f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s",
+        bold=True,
+    )
+    terminal.line(told_level(level))
+
+
+def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str) -> None:
+    """Print a note below a row, wrapped to the terminal's width without breaking links."""
+    width = max(_LEAST_TEXT, terminal._tw.fullwidth - indent - 2)
+    for line in textwrap.wrap(
+        text,
+        width,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ):
+        terminal.line(f"{'':<{indent}}  {line}")
+
+
+def _colour(row: Row) -> dict[str, bool]:
+    if row.result == "passed":
+        return {"green": True}
+    return {"red": True} if row.result.startswith(("FAILED", "ERROR")) else {"yellow": True}

@@ -1,0 +1,191 @@
+"""Read the requirements of a test from its marks and fixtures. Must be cheap: it runs for every test of every repository."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from _pytest.unittest import TestCaseFunction
+
+from mgpu_check.devices.placement import WorldSize, spread
+
+__all__ = [
+    "HOST_PARAMETER",
+    "NEEDS",
+    "SIZE_PARAMETER",
+    "Needs",
+    "in_one_process",
+    "needs_of",
+    "placements",
+    "sizes_of",
+]
+
+OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
+
+SIZE_PARAMETER = "world_size_of_ranks"
+"""The parameter that turns a test with several sizes in its `ranks` mark into one test per size."""
+
+HOST_PARAMETER = "host_of_gpus"
+"""The parameter that turns a test in one process into one test per host."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The requirements of a test.
+
+    Attributes:
+        where: the processes that run its body: "ranks", "node", or "parent" for a test that calls `ranks.run` itself.
+        count: number of devices; 0 for all.
+        host: host of its process, for "node".
+        least: minimum number of devices, for a test that gets all.
+    """
+
+    where: Literal["ranks", "node", "parent"]
+    count: int
+    backend: str | None = None
+    timeout: float | None = None
+    host: int = 0
+    least: int = 0
+
+
+NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
+"""The stash key of an item's requirements."""
+
+
+def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
+    """Return world sizes by test id. A size that fits on one host, and on several, gets two ids: within and across.
+
+    Args:
+        per_host: number of devices of each host; empty on one machine.
+    """
+    found: dict[str, int] = {}
+    for size in sizes:
+        within = next((host for host, count in enumerate(per_host) if count >= size), None)
+        if within is None or size < 2 or len(per_host) < 2:
+            found[f"ranks={size}"] = size
+            continue
+        found[f"ranks={size}-within"] = WorldSize([size if host == within else 0 for host in range(len(per_host))])
+        found[f"ranks={size}-across"] = spread(size, per_host)
+    return found
+
+
+def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
+    """Return the world sizes of a `ranks` mark; empty for all devices.
+
+    Raises:
+        pytest.UsageError: an argument is invalid.
+    """
+    unknown = mark.kwargs.keys() - {"backend", "timeout"}
+    if unknown:
+        raise pytest.UsageError(
+            f"mark ranks: unknown argument {unknown.pop()!r}; it takes sizes, backend= and timeout="
+        )
+    return tuple(_count("ranks", size) for size in mark.args)
+
+
+def in_one_process(item: pytest.Item) -> bool:
+    """Return whether a test runs in the process that sees all devices of a host."""
+    mark = item.get_closest_marker("gpus")
+    return "gpus" in getattr(item, "fixturenames", ()) or (mark is not None and bool(mark.args))
+
+
+def _count(mark: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise pytest.UsageError(f"mark {mark}: {value!r} is not a number of devices; write whole numbers of at least 1")
+    return value
+
+
+def needs_of(item: pytest.Item) -> Needs | None:
+    """Return the requirements of `item`; None for a test without marks or fixtures of this plugin.
+
+    Raises:
+        pytest.UsageError: its marks and fixtures contradict each other.
+    """
+    if not isinstance(item, pytest.Function):
+        return None
+    arguments = {name for name in item._fixtureinfo.names_closure if _is_our_fixture(item, name)}
+    ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
+    if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
+        return None
+    _check_combination(item, arguments, ranks_mark, gpus_mark)
+    if ranks_mark is not None:
+        sizes = sizes_of(ranks_mark)
+        size = _parameter(item, SIZE_PARAMETER) or (sizes[0] if sizes else 0)
+        return Needs("ranks", size, ranks_mark.kwargs.get("backend"), _timeout(ranks_mark))
+    count, least = (0, 0) if gpus_mark is None else _counts(gpus_mark)
+    return Needs(
+        "parent" if "ranks" in arguments else "node", count, host=_parameter(item, HOST_PARAMETER), least=least
+    )
+
+
+def _check_combination(
+    item: pytest.Function, arguments: set[str], ranks_mark: pytest.Mark | None, gpus_mark: pytest.Mark | None
+) -> None:
+    """Raise pytest.UsageError if marks and fixtures of `item` contradict each other."""
+    if ranks_mark is None and "rank" in arguments:
+        raise pytest.UsageError("fixture 'rank' exists in tests that run on ranks; mark the test @pytest.mark.ranks(2)")
+    if ranks_mark is not None and (gpus_mark is not None or arguments & {"gpus", "ranks"}):
+        raise pytest.UsageError(
+            "a test marked 'ranks' runs on every rank and has only its own device; "
+            "it cannot use the fixtures 'gpus' or 'ranks', or the mark 'gpus'"
+        )
+    if "ranks" in arguments and "gpus" in arguments:
+        raise pytest.UsageError(
+            "a test runs either in the node process (fixture 'gpus') or starts ranks ('ranks'), not both"
+        )
+    if (ranks_mark or gpus_mark or "gpus" in arguments) and _no_plain_function(item):
+        raise pytest.UsageError(
+            "the marks 'ranks' and 'gpus' and the fixture 'gpus' are for plain test functions and methods of plain "
+            "classes, not for coroutines, generators or unittest.TestCase"
+        )
+
+
+def _counts(mark: pytest.Mark) -> tuple[int, int]:
+    """Return the exact and the minimum number of devices of a ``gpus`` mark; 0 for the one that it does not give."""
+    if not mark.args and mark.kwargs.keys() == {"least"}:
+        return 0, _count("gpus", mark.kwargs["least"])
+    if len(mark.args) == 1 and not mark.kwargs:
+        return _count("gpus", mark.args[0]), 0
+    raise pytest.UsageError(
+        "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or the minimum number, for "
+        "a test that gets all devices, @pytest.mark.gpus(least=2)"
+    )
+
+
+def _parameter(item: pytest.Function, name: str) -> int:
+    """Return the value of a parameter that this plugin has added to the test; 0 if it has not."""
+    value: Any = item.callspec.params.get(name, 0) if hasattr(item, "callspec") else 0
+    return int(value)
+
+
+def _is_our_fixture(item: pytest.Function, name: str) -> bool:
+    """Return whether an argument is a fixture of this plugin, not a parameter or a user's fixture of the same name."""
+    if name not in OUR_FIXTURES:
+        return False
+    definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
+    return bool(definitions) and definitions[-1].func.__module__ == "mgpu_check.plugin.fixtures"
+
+
+def _timeout(mark: pytest.Mark) -> float | None:
+    timeout = mark.kwargs.get("timeout")
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        raise pytest.UsageError(
+            f"mark ranks: timeout={timeout!r} is not valid; write a finite number of seconds above 0"
+        )
+    return timeout
+
+
+def _no_plain_function(item: pytest.Function) -> bool:
+    function = item.function
+    return (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+        or isinstance(item, TestCaseFunction)
+    )

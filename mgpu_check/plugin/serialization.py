@@ -1,0 +1,100 @@
+"""Prepare test functions to run in other processes: wrap them, and choose the modules that are pickled by value."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from mgpu_check.plugin.planting import Planting
+
+__all__ = ["Shipped", "bare", "by_value", "warning_filters"]
+
+
+Filter = tuple[str, str, type[Warning], str, int]
+"""Arguments of `warnings.filterwarnings`: action, message, category, module, line."""
+
+
+def warning_filters() -> tuple[Filter, ...]:
+    """Return the current warning filters, highest priority first. pytest sets them per test, from options and marks."""
+    found: list[Any] = []
+    for action, message, category, module, line in warnings.filters:
+        # Message and module are patterns; in the interpreter's own filters, plain texts or None.
+        texts = [getattr(part, "pattern", part) or "" for part in (message, module)]
+        # With "always", every rank would print the same line for every example.
+        found.append(("default" if action in ("always", "all") else action, texts[0], category, texts[1], line))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A function to call on ranks with pytest's handling of assertions and warnings.
+
+    Attributes:
+        fault: what to plant in the process during the call, or None.
+        drawn: whether its arguments may come from a Hypothesis example.
+        coverage: configuration of coverage.py; None if coverage is not measured.
+        replacements: pickled replacements in modules; see `replacements.Replacements.pickled`.
+    """
+
+    function: Callable[..., Any]
+    fault: Planting | None
+    filters: tuple[Filter, ...]
+    drawn: bool = False
+    coverage: str | None = None
+    replacements: bytes = b""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        from mgpu_check.plugin import in_rank  # in the rank: it imports torch
+
+        return in_rank.call(
+            self.function,
+            args,
+            kwargs,
+            filters=self.filters,
+            fault=self.fault,
+            drawn=self.drawn,
+            coverage=self.coverage,
+            replacements=self.replacements,
+        )
+
+
+def bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of `function` without attributes: ranks need neither pytest's marks nor Hypothesis' settings."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(bare(function.__func__), function.__self__)
+    if isinstance(function, functools.partial):
+        return functools.partial(bare(function.func), *function.args, **function.keywords)
+    if not isinstance(function, types.FunctionType):
+        return function
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__qualname__ = function.__qualname__
+    copy.__module__ = function.__module__
+    return copy
+
+
+@contextlib.contextmanager
+def by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
+    """Within the context, pickle `modules` by value: ranks cannot import test modules as pytest has rewritten them."""
+    registered = []
+    for module in modules:
+        # With --import-mode=importlib, pytest removes a conftest from `sys.modules`; cloudpickle then pickles it by value.
+        there = module.__name__ in sys.modules
+        if there and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            registered.append(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,341 @@
+"""The state of one pytest run: its settings, its pool of ranks, and the lines for its summary."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.devices.inventory import Device
+from mgpu_check.plugin import launched
+from mgpu_check.plugin.leasing import Leasing, RunDirectory
+from mgpu_check.plugin.missing_devices import TooFewDevices, lack, too_few
+from mgpu_check.plugin.planting import Planting
+from mgpu_check.settings import Settings
+from mgpu_check.version import torch_version, version
+
+if TYPE_CHECKING:
+    from mgpu_check.asserts.known_defects import Met
+    from mgpu_check.engine.pool import RankPool
+    from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.plugin.report.drawn import Drawn
+    from mgpu_check.plugin.report.suspects import Seen
+    from mgpu_check.plugin.second_look import Failed
+
+__all__ = ["PRELOAD", "FirstFailure", "GpuSession", "TooFewDevices"]
+
+# Every rewritten test refers to this module, through pytest's assertion rewriting.
+PRELOAD = ("mgpu_check.plugin.in_rank",)
+
+
+class FirstFailure(BaseException):
+    """Raised by the first failing example of a test, to end the test at once: see `GpuSession.first_failure`.
+
+    Not an ``Exception``, because Hypothesis would run the example again.
+    """
+
+    def __init__(self, failure: AssertionError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class GpuSession:
+    """The plugin's state during a pytest run. Ranks are started only when they are needed.
+
+    Attributes:
+        settings: the options of the run; `count_devices` replaces "all" by the number of devices.
+        devices: the real devices; empty before they are counted, and on a node simulated on the CPU.
+        examples: number of examples, or plain runs, that the current test has completed.
+        failing: the last failing example of the current test.
+        seen: the result of the second look at that example.
+        values: the values drawn by a check of the packaged suite; None in other tests.
+        looked: seconds that all second looks of the run have taken.
+        met: the known defects that the current test has met.
+        on_example: called after each example, to show progress.
+        fault: name of a fault that is planted on ranks during every call; None for no fault.
+        first_failure: end a test at its first failing example, by `FirstFailure`.
+        drawn: whether the current test draws examples.
+        in_body: whether the body of a test is running, not a fixture.
+        remarks: lines for the end of the run.
+        deaths: lines about ranks that died while no test used them; any line makes the run fail.
+        interrupted: the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call.
+        shared: directory where the workers of one run lease simulated devices; None in a run of one process.
+        waits: seconds that each delayed test waited for devices.
+        on_wait: called with a line about each long wait.
+        on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
+        replacements: pickles the replacements of fixtures for a function; see `Replacements.pickled`.
+        until_end: contexts that end with the current test.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.devices: list[Device] = []
+        self.examples = 0
+        self.failing: Failed | None = None
+        self.seen: Seen | None = None
+        self.values: Drawn | None = None
+        self.looked = 0.0
+        self.met: list[Met] = []
+        self.fault: Planting | None = None
+        self.first_failure = False
+        self.drawn = False
+        self.in_body = False
+        self.remarks: list[str] = []
+        self.deaths: list[str] = []
+        self.interrupted = ""
+        self.on_example: Callable[[], None] = lambda: None
+        self.shared: Path | None = None
+        self.waits: list[float] = []
+        self.on_wait: Callable[[str], None] = lambda line: None
+        self.on_ranks: Callable[[], None] = lambda: None
+        self.replacements: Callable[[Callable[..., Any]], bytes] = lambda function: b""
+        self.until_end = contextlib.ExitStack()
+        self._leasing: Leasing | None = None
+        self._directory = RunDirectory()
+        self._pool: RankPool | None = None
+        self._agents: AgentLauncher | None = None
+        self._last = "none"
+
+    @property
+    def pool(self) -> RankPool:
+        if self._pool is None:
+            assert self.settings.gpus, "the pool of a run that has no devices"
+            self._pool = self._new_pool(self.settings.gpus)
+        return self._pool
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether agents of a launcher start the ranks."""
+        return self._agents is not None
+
+    def _new_pool(self, devices: int) -> RankPool:
+        # Imported here: every pytest run with this package installed creates a session, but few need ranks.
+        from mgpu_check.engine.hash_seeds import FIRST
+        from mgpu_check.engine.launcher import LocalLauncher
+        from mgpu_check.engine.pool import RankPool
+        from mgpu_check.engine.rank_side.coverage import coverage_here
+        from mgpu_check.plugin.forwarding import deliver
+        from mgpu_check.plugin.serialization import Shipped, warning_filters
+
+        self._agents = launched.launcher_of_this_run(self.settings)
+        return RankPool(
+            self._agents or LocalLauncher(PRELOAD, self.settings.simulate, FIRST),
+            devices,
+            self.settings.simulate,
+            self.settings.rank_timeout,
+            wrap=lambda function: Shipped(
+                function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements(function)
+            ),
+            hear=deliver,
+            masks=lambda slots: self.leasing.mask(slots),
+            memory=lambda: min((device.memory for device in self.devices), default=None),
+        )
+
+    @property
+    def leasing(self) -> Leasing:
+        """The leases of the current test. Use it only after the devices have been counted."""
+        if self._leasing is None:
+            self._leasing = Leasing(
+                self.settings,
+                self.devices,
+                self.shared,
+                launched=launched.is_launched(),
+                waits=self.waits,
+                on_wait=lambda line: self.on_wait(line),
+            )
+        return self._leasing
+
+    def count_devices(self) -> None:
+        """Count the real devices, in a process of their own, and check that there are enough.
+
+        Raises:
+            TooFewDevices: there are not; the message names the requested and the visible devices, and the remedy.
+        """
+        from mgpu_check.engine.inventory import look
+
+        settings = self.settings
+        backing = settings.simulate
+        if launched.is_launched():
+            self._take_slots()
+            return
+        if backing == "cpu":
+            return
+        pool = self._pool = self._new_pool(settings.gpus or 1)
+        found = look(pool)
+        self.devices = list(found.devices)
+        needed = int(backing.partition(":")[2]) + 1 if backing else settings.gpus
+        if not self.devices or (needed is not None and needed > len(self.devices)):
+            self.close()
+            raise TooFewDevices(too_few(settings, found, os.environ, torch_version()))
+        if backing is None:
+            self.settings = settings.counted(len(self.devices))
+            pool.set_slots(self.settings.gpus or 0)
+            self.leasing.check()
+
+    def hand_over(self) -> dict[str, Any]:
+        """Return the devices and the lease directory, for a pytest-xdist worker on this machine."""
+        shared = str(self._directory.make()) if self.settings.simulate else ""
+        return {"devices": [dataclasses.asdict(device) for device in self.devices], "shared": shared}
+
+    def take_over(self, told: dict[str, Any] | None, run: str) -> None:
+        """Use the devices of the controller in a pytest-xdist worker.
+
+        Args:
+            told: the result of the controller's `hand_over`; None on another machine, where the worker counts its own.
+            run: unique id of this run.
+
+        Raises:
+            TooFewDevices: see `count_devices`.
+        """
+        if told is None:
+            self.shared = self._directory.of(run) if self.settings.simulate else None
+            self.count_devices()
+            return
+        self.shared = self._directory.join(Path(told["shared"])) if told["shared"] else None
+        self.devices = [Device(**device) for device in told["devices"]]
+        self.settings = self.settings.counted(len(self.devices))
+
+    def _take_slots(self) -> None:
+        self._pool = self._new_pool(1)
+        assert self._agents is not None
+        try:
+            self.settings, self.devices = launched.take_seats(self.settings, self._pool, self._agents)
+        except launched.Misfit as misfit:
+            raise TooFewDevices(str(misfit)) from None
+
+    def lack(self, count: int, host: int | None = None) -> str | None:
+        """Return why a test for `count` devices (0: all) cannot run here, or on `host`; None if it can."""
+        return lack(self.settings, count, host)
+
+    def count_example(self) -> None:
+        """Count a completed example, or the plain run, of the current test."""
+        self.examples += 1
+        self.on_example()
+
+    def forget_test(self) -> None:
+        """Reset the per-test state. A new test starts, which may be skipped before it gets devices."""
+        self.examples = 0
+        self.failing = self.seen = self.values = None
+        self.met.clear()
+        if self._pool is not None:
+            self._pool.sizes = set()
+
+    def hear_covered(self, facts: Mapping[str, Any]) -> None:
+        """Record the cases that the current test covers besides its arguments."""
+        if self.values is not None:
+            self.values.note(facts)
+
+    def begin_test(self, name: str, count: int = 0) -> int:
+        """Start a test: lease its devices, and check that no rank died since the last test. May wait for the devices.
+
+        Args:
+            count: number of devices that the test needs for its exclusive use; 0 for all.
+
+        Returns:
+            The number of devices of the test.
+        """
+        self.forget_test()
+        slots = self.leasing.begin(count, name)
+        self._note_deaths()
+        self.pool.begin_test(slots)
+        self._last = name
+        return self.pool.devices
+
+    @contextlib.contextmanager
+    def some_devices(self, size: int | None) -> Iterator[None]:
+        """Within the context, lease `size` devices, or all, for a call outside of tests, as in a fixture's teardown."""
+        if self.leasing.active:
+            yield
+            return
+        right = isinstance(size, int) and 0 < size <= len(self.pool.slots)
+        slots = self.leasing.begin(size if size and right else 0, "a fixture")
+        before, self.pool.available = self.pool.available, slots or self.pool.available
+        try:
+            yield
+        finally:
+            self.pool.available = before
+            self.leasing.end()
+
+    def end_test(self, failed: bool) -> None:
+        """End a test: clean up its ranks, and give its devices back.
+
+        Raises:
+            RankDied: a rank died after it had returned its result.
+        """
+        try:
+            if self._pool is not None:
+                for line in self._pool.end_test(failed):
+                    self.remarks.append(f"{self._last} left behind {line}; its ranks were replaced")
+        finally:
+            self.until_end.close()
+            self.leasing.end()
+
+    def finish(self, interrupted: bool = False) -> None:
+        """Check the ranks for the last time, and end them.
+
+        Args:
+            interrupted: whether Ctrl-C ended the run, possibly during a call.
+        """
+        stopped = self._pool.stopped() if interrupted and self._pool is not None else None
+        self.interrupted = "" if stopped is None else str(stopped)
+        if stopped is None:  # otherwise the interruption has ended them, so their deaths are no finding
+            self._note_deaths()
+        self.close()
+
+    def _note_deaths(self) -> None:
+        if self._pool is not None:
+            self.deaths += self._pool.died_idle(f" (the last test was {self._last})")
+
+    def output(self) -> list[tuple[str, str, str]]:
+        """Return the output of the ranks in this test: (process, stream, text)."""
+        return [] if self._pool is None else self._pool.output()
+
+    def sizes(self) -> list[int]:
+        """Return the world sizes that the current test has used."""
+        return [] if self._pool is None else sorted(self._pool.sizes)
+
+    def explain(self, error: BaseException) -> None:
+        """Let the ranks extend the text of a failure that they have just raised."""
+        if self._pool is not None:
+            self._pool.explain(error)
+
+    def describe_devices(self) -> str:
+        """Describe the devices of the current test, in one line."""
+        settings = self.settings
+        if settings.simulate:
+            return f"SIMULATED {settings.simulate} x{len(self.leasing.indices)}"
+        slots = [] if self._pool is None else self._pool.available
+        own = [self.devices[slot.index] for slot in slots if slot.index < len(self.devices)]
+        if settings.per_host:
+            own = self.devices  # host by host
+        return ", ".join(f"cuda:{device.index} {device.name} {device.uuid}".rstrip() for device in own)
+
+    def close(self) -> None:
+        """End all processes of the run."""
+        if self._pool is not None:
+            self._pool.close()
+        if self._leasing is not None:
+            self._leasing.end()
+        self._directory.leave()
+
+    def header(self) -> str:
+        """Return the header line of a run."""
+        settings = self.settings
+        parts = [f"mgpu-check {version()}"]
+        if settings.simulate:
+            parts.append(f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware")
+            parts.append("backend gloo in place of nccl")
+        elif self.devices:
+            parts.append(", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0]))
+            parts.append("backend nccl, gloo for CPU tensors")
+        else:
+            parts.append("all visible GPUs" if settings.gpus is None else f"{settings.gpus} GPUs")
+        if self._agents is not None:
+            parts.append(launched.describe(self._agents))
+        parts.append(f"torch {torch_version()}")
+        sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
+        parts.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
+        return "; ".join(parts)

@@ -1,0 +1,68 @@
+"""Units of a device that compute wrongly."""
+
+from __future__ import annotations
+
+import torch
+
+from mgpu_check.simulated.defects.chance import SPOIL, Chance, dtype_matches
+from mgpu_check.simulated.defects.parameters import Parameters
+from mgpu_check.simulated.hardware import Defect, Operation, cells
+
+__all__ = ["RepeatingRandom", "Unit"]
+
+
+class Unit(Defect):
+    """Some operators give wrong elements.
+
+    Parameters: device, dtype (of the first input), above (bytes of the result), heat (seconds that the device has been busy
+    before), pattern, every, probability, seed.
+
+    Args:
+        operations: names of operators.
+        tf32: True to affect only operations that may round float32 products to TF32.
+    """
+
+    def __init__(self, parameters: Parameters, operations: tuple[str, ...], tf32: bool = False) -> None:
+        self._parameters = parameters
+        self._operations = frozenset(operations)
+        self._tf32 = tf32
+        self._chance = Chance(parameters)
+        self._pattern = SPOIL[str(parameters.get("pattern", "bits"))]
+
+    def operated(self, operation: Operation) -> None:
+        given = self._parameters
+        if operation.device != given["device"] or operation.name not in self._operations or not operation.outputs:
+            return
+        result = operation.outputs[0]
+        dtype = operation.inputs[0].dtype if operation.inputs else result.dtype
+        if (
+            not dtype_matches(given, dtype)
+            or result.numel() * result.itemsize <= int(given.get("above", 0))
+            or operation.heat < float(given.get("heat", 0))
+            or (self._tf32 and (dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"))
+            or not self._chance.now()
+        ):
+            return
+        elements = cells(result)
+        if elements is not None and elements.numel():
+            if result.dtype is torch.bool:
+                elements[:1] ^= 1
+            else:
+                self._pattern(elements, self._chance.random)
+
+
+class RepeatingRandom(Defect):
+    """Random numbers repeat: the second half of a tensor equals the first."""
+
+    _NAMES = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "normal_", "uniform_", "random_"})
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._device = parameters["device"]
+
+    def operated(self, operation: Operation) -> None:
+        if operation.device == self._device and operation.name in self._NAMES:
+            for drawn in operation.outputs:
+                elements = cells(drawn)
+                if elements is not None:
+                    half = elements.numel() // 2
+                    elements[half : 2 * half] = elements[:half].clone()

@@ -1,0 +1,50 @@
+"""Hypothesis strategies: tensors, batches, operators over devices, and numbers of devices.
+
+They draw specs (see `mgpu_check.specs`), which are re-exported here.
+"""
+
+from __future__ import annotations
+
+from mgpu_check.suite.common.strategies.tensors import dtypes, layouts, seeds, shapes, tensors
+from mgpu_check.suite.common.strategies.worlds import (
+    all_devices,
+    device_counts,
+    device_orders,
+    device_pairs,
+    large_worlds,
+    places,
+    world_pairs,
+    world_sizes,
+)
+from mgpu_check.suite.common.tensors import TensorSpec
+from mgpu_check.suite.mismatch.cases import OperatorTable
+from mgpu_check.suite.mismatch.strategies import operator_tables
+from mgpu_check.suite.scatter.cases import BatchSpec, Leaf, Nested, Sample, Split
+from mgpu_check.suite.scatter.strategies import batch_sizes, batches, splits
+
+__all__ = [
+    "BatchSpec",
+    "Leaf",
+    "Nested",
+    "OperatorTable",
+    "Sample",
+    "Split",
+    "TensorSpec",
+    "all_devices",
+    "batch_sizes",
+    "batches",
+    "device_counts",
+    "device_orders",
+    "device_pairs",
+    "dtypes",
+    "large_worlds",
+    "layouts",
+    "operator_tables",
+    "places",
+    "seeds",
+    "shapes",
+    "splits",
+    "tensors",
+    "world_pairs",
+    "world_sizes",
+]

@@ -1,0 +1,1 @@
+"""Property: a reduction leaves on each rank what one device computes."""

@@ -1,0 +1,1 @@
+"""Property: collectives deliver what their documentation says, for all dtypes, sizes, groups and forms of call."""

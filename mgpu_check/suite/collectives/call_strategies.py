@@ -1,0 +1,265 @@
+"""Lists of collective calls, by seed, and strategies of worlds and groups for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mgpu_check import settings
+from mgpu_check.suite.collectives.cases import (
+    COPIED,
+    COPYING,
+    FLOATING,
+    OPERATIONS,
+    REDUCED,
+    REDUCING,
+    ROOTED,
+    CollectiveCall,
+    left_out,
+)
+from mgpu_check.suite.common.strategies.worlds import world_sizes
+
+__all__ = [
+    "all_reduces",
+    "asynchronous",
+    "copies",
+    "in_groups",
+    "layouts",
+    "other_reductions",
+    "partitions",
+    "rounding",
+    "seeds",
+    "sizes",
+    "special",
+    "worlds",
+]
+
+PLACES = ("device", "cpu")
+LARGE = {
+    "all_reduce": "float32",
+    "broadcast": "float32",
+    "all_gather_into_tensor": "int8",
+    "reduce_scatter_tensor": "float16",
+}
+"""Dtypes of the calls with more than 1 Mi elements, chosen so that each rank's part has 1 to 4 MiB."""
+_FUNCTIONS = (*REDUCING, *COPYING)
+_SPECIAL = (*FLOATING, "complex64", "complex128")
+
+
+@st.composite
+def worlds(draw: st.DrawFn, least: int = 1) -> int:
+    """Draw world sizes, the whole world first, so that the first example finds errors of large worlds."""
+    whole = settings.active().gpus or 0
+    return draw(world_sizes(least) if draw(st.booleans()) else world_sizes(max(least, whole)))
+
+
+seeds = st.integers(0, 2**16)
+
+
+def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
+    return [call for call in calls if not left_out(call)]
+
+
+def _reductions(functions: Sequence[str], places: Sequence[str], values: str, seed: int) -> list[CollectiveCall]:
+    combinations = itertools.product(functions, places, REDUCED, OPERATIONS)
+    return _right(
+        [
+            CollectiveCall(function, dtype, op=op, values=values, place=place, root=seed + number + 1, seed=seed)
+            for number, (function, place, dtype, op) in enumerate(combinations)
+        ]
+    )
+
+
+def all_reduces(seed: int) -> list[CollectiveCall]:
+    """Return an all_reduce for every dtype and operation, on devices and the CPU."""
+    return _reductions(("all_reduce",), PLACES, "borders", seed)
+
+
+def other_reductions(seed: int) -> list[CollectiveCall]:
+    """Return `reduce` and `reduce_scatter_tensor` for every dtype and operation on devices.
+
+    Also a third, by seed, of `reduce_scatter` with lists on devices, and a fifth of all three functions on the CPU.
+    """
+    turns = ("reduce_scatter", "reduce_scatter_tensor", "reduce")
+    return [
+        *_reductions(("reduce", "reduce_scatter_tensor"), ("device",), "borders", seed),
+        *_reductions(("reduce_scatter",), ("device",), "borders", seed)[seed % 3 :: 3],
+        *(
+            call
+            for turn, function in enumerate(turns)
+            for call in _reductions((function,), ("cpu",), "borders", seed)[(seed + turn) % 5 :: 5]
+        ),
+    ]
+
+
+def special(seed: int) -> list[CollectiveCall]:
+    """Return reductions of NaN, infinities, zeros and subnormals for each floating-point dtype and operation."""
+    return [
+        call
+        for number, call in enumerate(_reductions(REDUCING, PLACES, "special", seed))
+        if call.dtype in _SPECIAL and (call.function == "all_reduce" or (number + seed) % 8 == 0)
+    ]
+
+
+def rounding(seed: int) -> list[CollectiveCall]:
+    """Return sums, means and products that round."""
+    return _right(
+        [
+            CollectiveCall(function, dtype, 997, op=op, values="random", place=place, root=seed, seed=seed)
+            for function in REDUCING
+            for place in PLACES
+            for dtype in _SPECIAL
+            for op in ("SUM", "AVG", "PRODUCT")
+            if function == "all_reduce" or (op == "SUM" and place == "device")
+        ]
+    )
+
+
+def copies(seed: int) -> list[CollectiveCall]:
+    """Return every copying collective for every dtype on devices, and for half of the dtypes on the CPU."""
+    return _right(
+        [
+            CollectiveCall(function, dtype, place=place, values="bits", root=seed + number, seed=seed)
+            for function in COPYING
+            for place in PLACES
+            for number, dtype in enumerate(COPIED)
+            if place == "device" or (number + seed) % 2 == 0
+        ]
+    )
+
+
+def _drawn(
+    function: str,
+    number: int,
+    seed: int,
+    *,
+    place: str | None = None,
+    dtype: str | None = None,
+    op: str | None = None,
+    **more: Any,
+) -> CollectiveCall:
+    """Return a call; derive dtype, operation, place and root from a number if they are not given.
+
+    The dtype is the next one that the backend supports.
+    """
+    turn = number + seed
+    place = place or PLACES[turn % 2]
+    if function in REDUCING:
+        dtypes = REDUCED if place == "device" else tuple(dtype for dtype in REDUCED if dtype != "bool")
+        op = op or ("SUM", "MAX", "MIN", "PRODUCT", "SUM")[turn // 3 % 5]
+    else:
+        dtypes = COPIED if place == "device" else REDUCED[:-2]
+        op = "SUM"
+    first = turn * 5 % len(dtypes)
+    for name in [dtype] if dtype else [*dtypes[first:], *dtypes[:first]]:
+        call = CollectiveCall(
+            function,
+            name,
+            op=op,
+            values="exact" if function in REDUCING else "bits",
+            place=place,
+            root=turn,
+            seed=turn,
+            **more,
+        )
+        if left_out(call):
+            call = replace(call, op="SUM")
+        if not left_out(call):
+            break
+    return call
+
+
+def sizes(seed: int) -> list[CollectiveCall]:
+    """Return calls with no elements, with few, and with about 4,096, 64 Ki and 1 Mi elements."""
+    calls = []
+    for number, function in enumerate(_FUNCTIONS):
+        for elements in (0, 1, 3, 63 + 2 * (seed % 30)):
+            calls.append(_drawn(function, number + elements, seed, elements=elements))
+        for border in (1 << 12, 1 << 16):
+            calls.append(_drawn(function, number, seed, elements=border + 1, dtype="float32", place="device"))
+        calls.append(_drawn(function, number, seed, elements=(1 << (12, 16)[seed % 2]) - 1 + seed // 2 % 2))
+        if function in LARGE:
+            calls.append(_drawn(function, number, seed, elements=(1 << 20) + 1, dtype=LARGE[function], place="device"))
+    for number, dtype in enumerate((*FLOATING, "int64", "uint8")):
+        calls.append(_drawn("all_reduce", number, seed, elements=(1 << 16) + 1, dtype=dtype, place="device"))
+    return calls
+
+
+def layouts(seed: int) -> list[CollectiveCall]:
+    """Return calls on views, of several dimensions, in place, and with parts of different sizes."""
+    calls = []
+    for number, function in enumerate(_FUNCTIONS):
+        shapes: tuple[str, ...] = ("matrix", "channels_last", "transposed", "gaps")
+        if function in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            shapes = ("in place",)
+        elif function == "all_to_all":
+            shapes = ("uneven", "uneven", *shapes)
+        elif function == "all_to_all_single":
+            shapes = ("uneven", "uneven")
+        for turn, layout in enumerate(shapes):
+            dtype = FLOATING[(turn + seed) % 4] if layout == "channels_last" else None
+            calls.append(_drawn(function, number + turn, seed, elements=24, layout=layout, place="device", dtype=dtype))
+            if layout in ("in place", "uneven", "matrix"):
+                calls.append(_drawn(function, number + turn + 1, seed, elements=24, layout=layout, place="cpu"))
+        calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
+        if function in ("all_to_all", "all_to_all_single"):
+            calls += [_drawn(function, number, seed, elements=0, layout="uneven", place=place) for place in PLACES]
+    return _right(calls)
+
+
+def asynchronous(seed: int) -> list[CollectiveCall]:
+    """Return every collective as an asynchronous call, with few, more than 4,096 and more than 64 Ki elements.
+
+    The largest calls are only on devices, the others also on the CPU. Each reduction occurs as a sum at least once.
+    """
+    calls = []
+    for turn, (elements, places) in enumerate(((37, PLACES), (5003, PLACES), ((1 << 16) + 1, PLACES[:1]))):
+        for number, function in enumerate(_FUNCTIONS):
+            op = "SUM" if turn == 0 else None
+            for place in places:
+                calls.append(
+                    _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True, op=op)
+                )
+    return calls
+
+
+@st.composite
+def partitions(draw: st.DrawFn, size: int) -> list[tuple[int, ...]]:
+    """Draw groups: a random partition of the ranks, and three groups that overlap it, two of them without one rank."""
+    order = draw(st.permutations(range(size)))
+    cuts = sorted({0, size, *draw(st.lists(st.integers(1, max(1, size - 1)), max_size=3))})
+    groups = [tuple(sorted(order[start:end])) for start, end in itertools.pairwise(cuts)]
+    groups += [tuple(sorted(order[:-1])), tuple(sorted(order[1:])), tuple(sorted(order[:2]))]
+    return sorted({group for group in groups if group})
+
+
+def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCall]:
+    """Return every collective in each group, with roots named by their rank in the group and in the world.
+
+    Half of the reductions are means, whose divisor must be the size of the group.
+    """
+    calls = []
+    for turn, members in enumerate(groups):
+        for number, function in enumerate(_FUNCTIONS):
+            odd = (turn + number + seed) % 2
+            mean = bool(odd) and function in REDUCING
+            if odd and not mean and function not in ROOTED:
+                continue
+            calls.append(
+                _drawn(
+                    function,
+                    number + turn,
+                    seed,
+                    elements=41,
+                    members=members,
+                    root_by=("global", "group")[odd],
+                    place=PLACES[(turn // 2 + number) % 2],
+                    op="AVG" if mean else None if turn % 3 == 2 else "SUM",
+                    dtype=FLOATING[(turn + number + seed) // 2 % 4] if mean else None,
+                )
+            )
+    return calls

@@ -1,0 +1,95 @@
+"""Collect wrong results of collectives, and report the attributes that the wrong calls have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mgpu_check.errors import CollectiveMismatch
+from mgpu_check.processes.rank_lists import named
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.engine.rank_side.rank import Rank
+
+__all__ = ["WrongResult", "assert_shared", "raise_findings"]
+
+_SHOWN = 3
+_COMMON = ("function", "dtype", "op", "values", "place", "layout", "elements", "asynchronous", "members", "root")
+
+
+@dataclass(frozen=True)
+class WrongResult:
+    """A wrong result on this rank; `call` is a call or its description."""
+
+    call: object
+    text: str
+
+    @classmethod
+    def of(
+        cls,
+        call: object,
+        got: torch.Tensor,
+        expected: torch.Tensor,
+        wrong: torch.Tensor,
+        looks: str = "",
+        label: str = "",
+    ) -> WrongResult:
+        """Describe the wrong elements of a vector; `wrong` is their mask."""
+        first = int(wrong.nonzero()[0])
+        text = f"{label}: " if label else ""
+        text += f"element {first}: got {got[first].item()!r}, expected {expected[first].item()!r}; "
+        text += f"{int(wrong.sum())} of {got.numel()} elements are wrong"
+        return cls(call, f"{text}; {looks}" if looks else text)
+
+
+def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> None:
+    """Raise one error for all findings of this rank, with their common attributes; return if there are no findings."""
+    __tracebackhide__ = True
+    if not findings:
+        return
+    wrong = {id(finding.call): finding.call for finding in findings}
+    lines = [f"  {finding.call}: {finding.text}" for finding in findings[:_SHOWN]]
+    if len(findings) > _SHOWN:
+        lines.append(f"  and {len(findings) - _SHOWN} more")
+    head = f"{len(wrong)} of {calls} collectives went wrong on {named([rank.index])} of {rank.size} ({rank.device})"
+    if len(wrong) > 1 and (common := _common(list(wrong.values()))):
+        head += f"; all of them: {common}"
+    raise CollectiveMismatch("\n".join([head, *lines]), ranks=[rank.index])
+
+
+def _common(calls: Sequence[object]) -> str:
+    parts = []
+    for name in _COMMON:
+        values = {getattr(call, name, None) for call in calls}
+        if len(values) == 1 and (value := values.pop()) not in (None, (), False):
+            parts.append("async" if value is True else f"{name} {value}")
+    return ", ".join(parts)
+
+
+def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, Sequence[tuple[str, str]]]) -> None:
+    """Assert that all ranks hold the same bits of the results that they share.
+
+    Args:
+        checksums: the return value of `assert_collectives_match` on each rank.
+
+    Raises:
+        CollectiveMismatch: `.ranks` has the ranks that differ from the majority; all ranks if there is no majority.
+    """
+    __tracebackhide__ = True
+    by_rank = dict(checksums) if isinstance(checksums, Mapping) else dict(enumerate(checksums))
+    held: dict[str, dict[str, list[int]]] = {}
+    for rank, entries in by_rank.items():
+        for what, checksum in entries:
+            held.setdefault(what, {}).setdefault(checksum, []).append(rank)
+    for what, ranks in held.items():
+        if len(ranks) > 1:
+            most = max(ranks.values(), key=len)
+            tied = sum(len(same) == len(most) for same in ranks.values()) > 1
+            others = sorted(rank for same in ranks.values() if same is not most for rank in same)
+            raise CollectiveMismatch(
+                f"{what}: ranks disagree about the bits of the result: {named(others)} against {named(most)}",
+                ranks=sorted([*most, *others]) if tied else others,
+            )

@@ -1,0 +1,377 @@
+"""Check functional, differentiable and coalesced collectives, on small whole numbers whose sums are exact."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional  # they have no public name yet
+from torch.distributed.nn import functional as differentiable
+
+from mgpu_check.asserts.bits import same_bits
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.numerics.bounds import significand_bits
+from mgpu_check.suite.collectives.exact import groups_of
+from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
+from mgpu_check.suite.collectives.runner import of_one_tensor
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = ["assert_coalesced_match", "assert_differentiable_match", "assert_functional_match"]
+
+_ROWS, _COLUMNS = 3, 4
+_SEVERAL = 6
+"""The number of tensors in a coalesced call."""
+_Parts = Sequence[torch.Tensor]
+
+
+def _given(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROWS) -> torch.Tensor:
+    """Return a member's input, (rows * size, columns * size): whole numbers so small that `dtype` sums them exactly."""
+    count = rows * size * _COLUMNS * size
+    span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
+    values = (torch.arange(count) * 7 + place * 3 + seed) % span
+    given: torch.Tensor = values.view(rows * size, -1).to(dtype)
+    return given
+
+
+@dataclass(frozen=True)
+class _Team:
+    """The ranks that call collectives together, in ascending order: all ranks, or a group that contains this rank."""
+
+    rank: Rank
+    members: tuple[int, ...]
+    group: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def place(self) -> int:
+        return self.members.index(self.rank.index)
+
+    def roots(self, seed: int) -> list[int]:
+        """Return up to two members whose place in the group equals their rank.
+
+        Torch reads a root as a place in the group in some functions, and as a rank of the world in others.
+        """
+        able = [member for place, member in enumerate(self.members) if member == place]
+        return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
+
+
+def _judged(rank: Rank, members: tuple[int, ...], judge: Callable[[_Team, _Account], None]) -> None:
+    """Make a group of the members, let them run `judge` in it, and raise the errors. A collective of all ranks."""
+    __tracebackhide__ = True
+    account = _Account(rank, f", group {list(members)}" if members else "")
+    members = members or tuple(range(rank.size))
+    with groups_of(rank, [members]) as groups:
+        if rank.index in members:
+            judge(_Team(rank, members, groups[members] or dist.group.WORLD), account)
+    account.done()
+
+
+class _Account:
+    def __init__(self, rank: Rank, where: str) -> None:
+        self.rank, self.where, self.findings, self.calls = rank, where, list[WrongResult](), 0
+
+    def compare(self, what: str, got: Any, right: torch.Tensor) -> None:
+        self.calls += 1
+        what += self.where
+        if isinstance(got, functional.AsyncCollectiveTensor):
+            got = got.trigger_wait()
+        here = got.detach().cpu()
+        if same_bits(right, here):
+            return
+        if right.shape != here.shape or right.dtype != here.dtype:
+            shapes = [f"{tuple(one.shape)} {name_of(one.dtype)}" for one in (here, right)]
+            self.findings.append(WrongResult(what, f"got {shapes[0]}, expected {shapes[1]}"))
+            return
+        wrong = (here != right).reshape(-1)
+        self.findings.append(WrongResult.of(what, here.reshape(-1), right.reshape(-1), wrong))
+
+    def done(self) -> None:
+        __tracebackhide__ = True
+        raise_findings(self.findings, self.calls, self.rank)
+
+
+def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
+    """Assert that each functional collective returns the result of its model, and does not change its input.
+
+    Args:
+        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
+
+    Raises:
+        CollectiveMismatch: with all errors of this rank.
+    """
+    __tracebackhide__ = True
+    _judged(rank, members, lambda team, account: _functional(team, account, dtype, seed))
+
+
+def _functional(team: _Team, account: _Account, dtype: torch.dtype, seed: int) -> None:
+    size, me, group = team.size, team.place, team.group
+    parts = [_given(other, size, seed, dtype) for other in range(size)]
+    mine = parts[me].to(team.rank.device)
+    stacked = torch.stack(parts)
+    total = stacked.sum(0, dtype=dtype)
+    reductions = {"sum": total, "min": stacked.amin(0), "max": stacked.amax(0)}
+    for op, right in reductions.items():
+        account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(mine, op, group), right)
+    for root in team.roots(seed)[:1]:
+        account.compare(f"functional broadcast from {root}", functional.broadcast(mine, root, group), parts[root])
+    for dim in (0, 1):
+        got = functional.all_gather_tensor(mine, dim, group)
+        account.compare(f"functional all_gather_tensor, dimension {dim}, {dtype}", got, torch.cat(parts, dim))
+        got = functional.reduce_scatter_tensor(mine, "sum", dim, group)
+        account.compare(
+            f"functional reduce_scatter_tensor, dimension {dim}, {dtype}", got, total.chunk(size, dim)[me].contiguous()
+        )
+    to = [[(giver + getter + seed) % 3 for getter in range(size)] for giver in range(size)]
+    sends = [parts[giver][: sum(to[giver])] for giver in range(size)]
+    right = torch.cat([sends[giver].split(to[giver])[me] for giver in range(size)])
+    got = functional.all_to_all_single(
+        sends[me].to(team.rank.device), [to[giver][me] for giver in range(size)], to[me], group
+    )
+    account.compare(f"functional all_to_all_single, uneven, {dtype}", got, right)
+    widths = [mine.shape[1], *(number % 3 + 1 for number in range(_SEVERAL - 1))]
+    several = [mine[:, :width].contiguous() for width in widths]
+    coalesced: dict[str, tuple[Sequence[Any], torch.Tensor]] = {
+        "all_reduce_coalesced": (functional.all_reduce_coalesced(several, "sum", group), total),
+        "all_gather_into_tensor_coalesced": (
+            functional.all_gather_into_tensor_coalesced(several, group),
+            torch.cat(parts),
+        ),
+        "reduce_scatter_tensor_coalesced": (
+            functional.reduce_scatter_tensor_coalesced(several, "sum", [0] * _SEVERAL, group),
+            total.chunk(size)[me],
+        ),
+    }
+    for name, (results, right) in coalesced.items():
+        for number, (got, width) in enumerate(zip(results, widths, strict=True)):
+            account.compare(f"functional {name}, tensor {number}", got, right[:, :width])
+    account.compare("the input of functional collectives", mine, parts[me])
+
+
+def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
+    """Assert that differentiable collectives give the results and gradients of a computation in one process.
+
+    The loss is the sum over all ranks of weights · result. The gradient of a rank's input must be that of this sum.
+
+    Args:
+        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
+
+    Raises:
+        CollectiveMismatch: with all errors of this rank.
+    """
+    __tracebackhide__ = True
+
+    def judge(team: _Team, account: _Account) -> None:
+        for what, right_of, run in _differentiable(team, seed):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                _differentiate(team, seed, account, what, right_of, run)
+
+    _judged(rank, members, judge)
+
+
+def _differentiate(
+    team: _Team,
+    seed: int,
+    account: _Account,
+    what: str,
+    right_of: Callable[[_Parts], list[torch.Tensor]],
+    run: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    parts = [_given(other, team.size, seed, torch.float32).requires_grad_() for other in range(team.size)]
+    results = right_of(parts)
+    weights = [torch.full_like(result, 1.0 + other) for other, result in enumerate(results)]
+    torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
+    me, device = team.place, team.rank.device
+    mine = parts[me].detach().to(device).requires_grad_()
+    got = run(mine)
+    account.compare(what, got, results[me].detach().contiguous())
+    (weights[me].to(device) * got).sum().backward()
+    gradient, right = mine.grad, parts[me].grad
+    assert gradient is not None and right is not None
+    account.compare(f"the gradient of {what}", gradient, right)
+
+
+_Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _differentiable(team: _Team, seed: int) -> Iterator[_Case]:
+    size, group = team.size, team.group
+
+    def shares(parts: _Parts) -> list[torch.Tensor]:
+        total = torch.stack(list(parts)).sum(0)
+        return list(total.chunk(size))
+
+    def exchanged(parts: _Parts) -> list[torch.Tensor]:
+        return [torch.cat([part.chunk(size)[to] for part in parts]) for to in range(size)]
+
+    yield (
+        "differentiable all_reduce",
+        lambda parts: [torch.stack(list(parts)).sum(0)] * size,
+        lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, group),
+    )
+    yield (
+        "differentiable all_gather",
+        lambda parts: [torch.cat(list(parts))] * size,
+        lambda mine: torch.cat(differentiable.all_gather(mine, group)),
+    )
+    for root in team.roots(seed):
+        yield from _rooted(root, team)
+    yield (
+        "differentiable reduce_scatter",
+        shares,
+        lambda mine: differentiable.reduce_scatter(
+            torch.empty_like(mine[: len(mine) // size]), [part.contiguous() for part in mine.chunk(size)], group=group
+        ),
+    )
+    yield (
+        "differentiable all_to_all_single",
+        exchanged,
+        lambda mine: differentiable.all_to_all_single(torch.empty_like(mine), mine.clone(), group=group),
+    )
+    yield (
+        "differentiable all_to_all",
+        exchanged,
+        lambda mine: torch.cat(
+            differentiable.all_to_all(
+                [torch.empty_like(part) for part in mine.chunk(size)], list(mine.chunk(size)), group
+            )
+        ),
+    )
+    yield (
+        "all_gather_tensor_autograd",
+        lambda parts: [torch.cat(list(parts), 1)] * size,
+        lambda mine: functional.all_gather_tensor_autograd(mine, 1, group),
+    )
+    yield (
+        "reduce_scatter_tensor_autograd",
+        shares,
+        lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, group),
+    )
+    rows = [_ROWS] * size
+    yield (
+        "all_to_all_single_autograd",
+        exchanged,
+        lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, group),
+    )
+
+
+def _rooted(root: int, team: _Team) -> Iterator[_Case]:
+    """Yield the collectives with a root. Results on other ranks are undocumented, so these are multiplied by 0."""
+    size, group = team.size, team.group
+    here = int(team.place == root)
+
+    def at_root(whole: Callable[[_Parts], torch.Tensor]) -> Callable[[_Parts], list[torch.Tensor]]:
+        return lambda parts: [whole(parts) * (other == root) for other in range(size)]
+
+    yield (
+        f"differentiable broadcast from {root}",
+        lambda parts: [parts[root] + 0 * part for part in parts],
+        lambda mine: differentiable.broadcast(mine.clone(), root, group),
+    )
+    yield (
+        f"differentiable reduce to {root}",
+        at_root(lambda parts: torch.stack(list(parts)).sum(0)),
+        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * here,
+    )
+    yield (
+        f"differentiable gather to {root}",
+        at_root(lambda parts: torch.cat(list(parts))),
+        lambda mine: torch.cat(differentiable.gather(mine, root, group)) * here,
+    )
+    yield (
+        f"differentiable scatter from {root}",
+        lambda parts: [
+            chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, parts[root].chunk(size), strict=True)
+        ],
+        lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group),
+    )
+
+
+def assert_coalesced_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
+    """Assert that coalesced collectives give the same results as separate calls for each tensor.
+
+    Args:
+        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
+
+    Raises:
+        CollectiveMismatch: with all errors of this rank.
+    """
+    __tracebackhide__ = True
+    _judged(rank, members, lambda team, account: _coalesced(team, account, seed))
+
+
+def _coalesced(team: _Team, account: _Account, seed: int) -> None:
+    size, me, group = team.size, team.place, team.group
+    dtype = (torch.float32, torch.int64, torch.bfloat16)[seed % 3]
+    parts = [
+        [_given(other, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
+        for other in range(size)
+    ]
+    for asynchronous in (False, True):
+        late = ", async" if asynchronous else ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            held = [part.to(team.rank.device) for part in parts[me]]
+            _wait(dist.all_reduce_coalesced(held, group=group, async_op=asynchronous))
+            for number, got in enumerate(held):
+                right = torch.stack([parts[other][number] for other in range(size)]).sum(0, dtype=dtype)
+                account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, right)
+    for asynchronous in (False, True):
+        _in_one_call(team, account, seed, asynchronous)
+    # On the CPU, by gloo: NCCL does not support all_gather_coalesced of lists.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        lists = [[torch.empty_like(part) for part in parts[me]] for _ in range(size)]
+        dist.all_gather_coalesced(lists, parts[me], group=group)
+        for other in range(size):
+            for number, got in enumerate(lists[other]):
+                what = f"all_gather_coalesced, tensor {number} of rank {team.members[other]}"
+                account.compare(what, got, parts[other][number])
+
+
+def _in_one_call(team: _Team, account: _Account, seed: int, asynchronous: bool) -> None:
+    """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
+    size, me, group, device = team.size, team.place, team.group, team.rank.device
+    parts = [
+        [_given(other, size, seed + 5 * number, torch.float32, rows=number // 2 + 1) for number in range(_SEVERAL)]
+        for other in range(size)
+    ]
+    several = list(zip(*parts, strict=True))
+    whole = [torch.cat(given) for given in several]
+    total = [torch.stack(given).sum(0) for given in several]
+    mine = [part.to(device) for part in parts[me]]
+    makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
+        "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got, group=group)),
+        "all_gather_into_tensor": (
+            [torch.empty_like(one, device=device) for one in whole],
+            whole,
+            lambda got, given: of_one_tensor("all_gather")(got, given, group=group),
+        ),
+        "reduce_scatter_tensor": (
+            [torch.empty_like(part[: len(part) // size]) for part in mine],
+            [one.chunk(size)[me] for one in total],
+            lambda got, given: of_one_tensor("reduce_scatter")(got, given, group=group),
+        ),
+    }
+    late = ", async" if asynchronous else ""
+    for name, (taken, right, call) in makes.items():
+        # A private name, because there is no public one yet; libraries use it too.
+        with dist.distributed_c10d._coalescing_manager(group, device, async_ops=asynchronous) as manager:
+            for got, given in zip(taken, mine, strict=True):
+                call(got, given)
+        if asynchronous:
+            manager.wait()
+        for number, (got, expected) in enumerate(zip(taken, right, strict=True)):
+            account.compare(f"{name} in a coalescing manager{late}, tensor {number}", got, expected.contiguous())
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()

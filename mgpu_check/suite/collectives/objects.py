@@ -1,0 +1,171 @@
+"""Check collectives of Python objects, and barriers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
+
+__all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
+
+BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
+_KINDS = 6
+"""The number of kinds of objects; as many consecutive numbers give one of each kind."""
+_HELD = 0.06
+"""Seconds for which a barrier is watched, enough for a rank that does not wait to leave it."""
+
+
+def object_of(seed: int, rank: int, number: int = 0) -> object:
+    """Return an object that differs between ranks in content, kind and size: a few bytes to some 100 KiB."""
+    drawn = random.Random(seed * 1009 + rank * 31 + number)
+    pool: list[object] = [
+        None,
+        rank,
+        f"rank {rank} ✓" * drawn.randint(0, 300),
+        {"rank": rank, "values": [drawn.random() for _ in range(drawn.randint(0, 40))]},
+        drawn.randbytes(70_000 + drawn.randint(0, 9)),
+        (float("inf"), -0.0, {rank, -1}, [[], {}]),
+    ]
+    return (rank, number, pool[(seed + rank + number) % len(pool)])
+
+
+def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None = None) -> None:
+    """Assert that each collective of objects brings equal copies of the objects to the right ranks.
+
+    Args:
+        group: a group of all ranks; None for the default one. Objects travel over the CPU if the group has a backend for it.
+
+    Raises:
+        CollectiveMismatch: with all errors of this rank.
+    """
+    __tracebackhide__ = True
+    size, root, me = rank.size, seed % rank.size, rank.index
+    all_of = [object_of(seed, other) for other in range(size)]
+    findings: list[WrongResult] = []
+
+    def compare(what: str, got: object, right: object) -> None:
+        if got != right:
+            findings.append(WrongResult(what, f"got {_short(got)}, expected {_short(right)}"))
+
+    def apart(what: str, got: list[object]) -> None:
+        # A later change of a result must not change the input.
+        if any(one is all_of[me] for one in got):
+            findings.append(WrongResult(what, "it gives this rank's own object back, expected a copy"))
+
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, all_of[me], group=group)
+    compare("all_gather_object", gathered, all_of)
+    apart("all_gather_object", gathered)
+    dist.all_gather_object(gathered, _empty(seed, me), group=group)
+    compare(
+        "all_gather_object of empty objects",
+        [repr(one) for one in gathered],
+        [repr(_empty(seed, n)) for n in range(size)],
+    )
+    collected: list[object] | None = [None] * size if me == root else None
+    dist.gather_object(all_of[me], collected, dst=root, group=group)
+    compare(f"gather_object to rank {root}", collected, all_of if me == root else None)
+    apart("gather_object", collected or [])
+    spread: list[object] = [f"nothing for rank {me}"]
+    parts = [object_of(seed, root, to) for to in range(size)] if me == root else None
+    dist.scatter_object_list(spread, parts, src=root, group=group)
+    compare(f"scatter_object_list from rank {root}", spread, [object_of(seed, root, me)])
+    told = _told(seed, me, root)
+    dist.broadcast_object_list(told, src=root, group=group)
+    compare(f"broadcast_object_list from rank {root}", told, _told(seed, root, root))
+    if size > 1:
+        target = (root + 1) % size
+        carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
+        if me == root:
+            dist.send_object_list(carried, target, group=group)
+        elif me == target:
+            dist.recv_object_list(carried, root, group=group)
+            right = [object_of(seed, root, 7), object_of(seed, root, 8)]
+            compare(f"send_object_list of rank {root} to rank {target}", carried, right)
+    raise_findings(findings, 6, rank)
+
+
+def _empty(seed: int, rank: int) -> object:
+    """Return a false object, of a different type on each of seven consecutive ranks."""
+    return (0, "", False, [], {}, 0.0, b"")[(seed + rank) % 7]
+
+
+def _told(seed: int, rank: int, root: int) -> list[object]:
+    """Return a rank's list before a broadcast: an entry that is None on rank `root` only, and an object of each kind."""
+    return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... ({len(text)} characters)"
+
+
+def assert_barrier_holds(
+    rank: Rank, late: int, kind: BarrierKind = "of devices", members: tuple[int, ...] = ()
+) -> None:
+    """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
+
+    Rank `late` waits until all others are about to enter the barrier, watches for a while whether one of them leaves it, and only
+    then enters. A right barrier never fails this check. A wrong one passes only if no other rank is scheduled meanwhile.
+
+    Args:
+        late: the rank that enters last.
+        kind: the form of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
+            "asynchronous" is a barrier of devices with async_op, followed by a wait.
+        members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this function.
+
+    Raises:
+        CollectiveMismatch: on rank `late`.
+    """
+    __tracebackhide__ = True
+    backend = "gloo" if kind == "monitored" else None
+    group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
+    devices = [rank.device.index]
+    waits: dict[BarrierKind, Callable[[], Any]] = {
+        "of devices": lambda: dist.barrier(group, device_ids=devices),
+        "of the CPU": lambda: dist.barrier(group),
+        "monitored": lambda: dist.monitored_barrier(group),
+        "asynchronous": lambda: (work := dist.barrier(group, async_op=True, device_ids=devices)) and work.wait(),
+    }
+    wait = waits[kind]
+    store = _fresh_store()
+    if members and rank.index not in members:
+        return
+    left, size = 0, len(members) or rank.size
+    if rank.index != late:
+        store.add("before", 1)
+        wait()
+        store.add("behind", 1)
+    else:
+        while store.add("before", 0) < size - 1:
+            time.sleep(0.001)
+        ends = time.monotonic() + _HELD
+        while time.monotonic() < ends and not left:
+            left = store.add("behind", 0)
+            time.sleep(0.002)
+        wait()
+    if group is not None:
+        # Wait by the store, not by the barrier, which may be broken: no rank may destroy the group while another makes it.
+        store.add("done", 1)
+        while store.add("done", 0) < size:
+            time.sleep(0.001)
+        dist.destroy_process_group(group)
+    where = f" in the group {list(members)}" if members else ""
+    findings = (
+        [WrongResult(f"barrier {kind}{where}", f"{left} ranks left it before rank {late} had entered it")]
+        if left
+        else []
+    )
+    raise_findings(findings, 1, rank)
+
+
+def _fresh_store() -> Any:
+    """Return a store that all ranks share and that no earlier call has used: the store of a new group."""
+    group = dist.new_group(backend="gloo")
+    return dist.distributed_c10d._world.pg_map[group][1]

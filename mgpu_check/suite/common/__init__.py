@@ -1,0 +1,1 @@
+"""Data, worlds, references and planted faults that several properties share."""

@@ -1,0 +1,1 @@
+"""Training without rounding: any distribution over devices gives the same bits."""

@@ -1,0 +1,115 @@
+"""Break torch from outside: the constructor and the communication of DistributedDataParallel, and any function."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+__all__ = [
+    "DDP",
+    "communicated",
+    "data_parallel_fault",
+    "ddp_fault",
+    "replaced_method",
+    "slices",
+    "upper_bits",
+    "wrapped",
+]
+
+DDP = DistributedDataParallel
+Plant = Callable[[], Iterator[None]]
+Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor]
+
+
+def ddp_fault(summary: str, *checks: str, condition: str = "", least_gpus: int = 1) -> Callable[[Plant], Plant]:
+    """Register a fault that the checks `caught_by` of `suite/test_distributed.py` must catch."""
+    return fault("distributed", summary, caught_by=checks, condition=condition, least_gpus=least_gpus)
+
+
+def data_parallel_fault(summary: str, check: str, condition: str = "") -> Callable[[Plant], Plant]:
+    """Register a fault that a check of `suite/test_data_parallel.py` must catch."""
+    return fault("data_parallel", summary, caught_by=(check,), condition=condition)
+
+
+@contextlib.contextmanager
+def wrapped(
+    after: Callable[[DistributedDataParallel], None] = lambda model: None,
+    before: Callable[[nn.Module], None] = lambda module: None,
+    **forced: Any,
+) -> Iterator[None]:
+    """Build DDP with other arguments, and change the module before and the wrapper after."""
+    real = DistributedDataParallel.__init__
+
+    def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        before(module)
+        real(self, module, *args, **(kwargs | forced))
+        after(self)
+
+    with replaced(DistributedDataParallel, "__init__", init):
+        yield
+
+
+@contextlib.contextmanager
+def communicated(
+    change: Change, where: Callable[[DistributedDataParallel], bool] = lambda model: True
+) -> Iterator[None]:
+    """Make DDP communicate a copy of each bucket changed by `change`, for the models that `where` selects.
+
+    Other models get no communication hook, because a model accepts only one, and because `join` divides differently with one.
+    """
+
+    def register(model: DistributedDataParallel) -> None:
+        if not where(model):
+            return
+        group = model.process_group
+
+        def communicate(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            buffer = change(bucket.buffer().clone(), bucket, model) * (1 / group.size())
+            dist.all_reduce(buffer, group=group)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+
+        # DDP compares annotations with its own types, and does not resolve string annotations.
+        communicate.__annotations__.clear()
+        model.register_comm_hook(None, communicate)
+
+    with wrapped(register):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_method(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function or method by `around`, which gets the original and then the arguments of the call."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(real, *args, **kwargs)
+
+    with replaced(owner, name, call):
+        yield
+
+
+def slices(buffer: torch.Tensor, bucket: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield each parameter of a bucket with its flat part of `buffer`."""
+    at = 0
+    for parameter in bucket.parameters():
+        yield parameter, buffer[at : at + parameter.numel()]
+        at += parameter.numel()
+
+
+def upper_bits(values: torch.Tensor) -> torch.Tensor:
+    """Round float32 to the 11 significand bits of TF32, by Veltkamp's splitting; return other dtypes unchanged."""
+    if values.dtype != torch.float32:
+        return values
+    large = values * ((1 << 13) + 1)
+    return large - (large - values)

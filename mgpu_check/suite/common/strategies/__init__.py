@@ -1,0 +1,1 @@
+"""Strategies of tensors and of worlds, for several properties."""

@@ -1,0 +1,61 @@
+"""Strategies of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from mgpu_check.suite.common.tensors import DTYPES, LAYOUTS, TensorSpec, layouts_for
+
+__all__ = ["LAYOUTS", "TensorSpec", "dtypes", "layouts", "seeds", "shapes", "tensors"]
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable."""
+    return st.integers(0, 999)
+
+
+def dtypes(choices: Sequence[str] = DTYPES) -> st.SearchStrategy[str]:
+    """Draw names of dtypes; simplest first."""
+    return st.sampled_from(tuple(choices))
+
+
+def layouts(dims: int) -> st.SearchStrategy[str]:
+    """Draw names of layouts that exist for tensors with `dims` dimensions; shrinks to contiguous."""
+    return st.sampled_from(layouts_for(dims))
+
+
+def shapes(
+    min_dims: int = 0, max_dims: int = 4, min_size: int = 0, max_size: int = 6
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw shapes with `min_dims` to `max_dims` dimensions of `min_size` to `max_size` each."""
+    return st.lists(st.integers(min_size, max_size), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn,
+    *,
+    shape: st.SearchStrategy[tuple[int, ...]] | tuple[int, ...] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    values: Sequence[str] = ("distinct",),
+    layouts: Sequence[str] = LAYOUTS,
+) -> TensorSpec:
+    """Draw specs of tensors: shape, dtype, layout, seed and kind of values.
+
+    Args:
+        shape: a shape, or a strategy of shapes; by default 0 to 4 dimensions of 0 to 6 elements.
+        dtypes: the dtypes to draw from, simplest first.
+        values: the kinds of values to draw from, simplest first.
+        layouts: the layouts to draw from, simplest first; those that do not exist for the shape are left out.
+    """
+    drawn = shape if isinstance(shape, tuple) else draw(shapes() if shape is None else shape)
+    possible = [name for name in layouts if name in layouts_for(len(drawn))] or ["contiguous"]
+    return TensorSpec(
+        drawn,
+        draw(st.sampled_from(tuple(dtypes))),
+        draw(st.sampled_from(possible)),
+        draw(seeds()),
+        draw(st.sampled_from(tuple(values))),
+    )

@@ -1,0 +1,1 @@
+"""Property: DataParallel trains like one device."""

@@ -1,0 +1,362 @@
+"""Check how DataParallel passes arguments, outputs, modes and exceptions to and from replicas.
+
+Values are compared bit for bit with those of the module on the CPU. Each message names the wrong device.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from mgpu_check.asserts.known_defects import known_defect
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.suite.data_parallel.results import (
+    Devices,
+    both_ways,
+    distinct_rows,
+    indices_of,
+    require_same,
+    told,
+)
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = [
+    "assert_arguments_arrive",
+    "assert_autocast_dtype_kept",
+    "assert_dimension_split",
+    "assert_exceptions_named",
+    "assert_few_rows_use_few_devices",
+    "assert_modes_seen",
+    "assert_outputs_ordered",
+    "assert_scalars_gathered",
+]
+
+_WIDTH = 6
+_LARGE = 9001
+"""Columns of one output: thirty rows of it exceed 1 MiB."""
+
+
+def _named(devices: Devices) -> str:
+    return f"DataParallel on {', '.join(map(str, devices))}"
+
+
+class _Several(nn.Module):
+    """A module with outputs of different shapes, dtypes and containers, all with different values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(float(_WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scaled = x * self.weight
+        return (
+            scaled,
+            -scaled,
+            {"sum": scaled.sum(1).long(), "none": None, "pair": [x.to(torch.bfloat16), (x > 0, x.double() + 0.5)]},
+            x[:, :1].expand(-1, _LARGE).contiguous(),
+        )
+
+
+def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
+    """Assert that outputs of all forms are gathered whole and in order on the output device.
+
+    The output device is the default, which is the first, or another one. If `devices` are all devices in order, DataParallel gets
+    no `device_ids`.
+
+    Raises:
+        GradientMismatch: names output and element, or the wrong device of an output.
+    """
+    __tracebackhide__ = True
+    x = distinct_rows(rows, seed)
+    expected = _Several()(x)
+    for number, order in enumerate(both_ways(devices)):
+        model = _Several().to(order[0])
+        home = order[(seed + number) % len(order)]
+        for output_device in (None, home):
+            wrapped = DataParallel(model, device_ids=told(order), output_device=output_device)
+            if wrapped.device_ids != indices_of(order):
+                raise GradientMismatch(f"{_named(order)}: it has devices {wrapped.device_ids}")
+            got = wrapped(x)
+            where = order[0] if output_device is None else output_device
+            if len(order) == 1:
+                where = order[0]
+            require_same(f"{_named(order)}, output_device={output_device}: the output", got, expected, where)
+
+
+class _Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * self.weight
+
+
+def assert_scalars_gathered(devices: Devices, seed: int) -> None:
+    """Assert that a module with a scalar output gives one scalar per replica, in order, with the right gradients.
+
+    Raises:
+        GradientMismatch: a scalar or a gradient is missing or wrong.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        x = distinct_rows(2 * len(order) + 1, seed)
+        model = _Sum().to(order[0])
+        with warnings.catch_warnings():
+            # DataParallel warns that it gathers scalars into a vector.
+            warnings.simplefilter("ignore", UserWarning)
+            got = DataParallel(model, device_ids=indices_of(order))(x)
+        shards = x.chunk(len(order))
+        sums = torch.stack([shard.sum() for shard in shards])
+        expected = sums * 3 if len(order) > 1 else (sums * 3)[0]
+        require_same(f"{_named(order)}: the scalars", got.detach(), expected, order[0])
+        factors = torch.arange(1.0, len(shards) + 1)
+        (got * factors.to(order[0])).sum().backward()
+        gradient = model.weight.grad
+        require_same(f"{_named(order)}: the gradient of the weight", gradient, (sums * factors).sum(), order[0])
+
+
+def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
+    """Assert that dim=1 splits and joins columns, and splits the columns of keyword arguments too.
+
+    Raises:
+        GradientMismatch: names the element, or the device and the argument.
+    """
+    __tracebackhide__ = True
+    x = distinct_rows(5, seed, max(rows, 1))
+    # One row: a wrong split by rows would give all of it to one replica.
+    y = distinct_rows(1, seed + 1, max(rows, 1))
+    for order in both_ways(devices):
+        # Running sums along the columns of a shard show how the batch was split.
+        expected = torch.cat([part.cumsum(1) for part in x.chunk(len(order), 1)], 1)
+        got = DataParallel(_RunningSums().to(order[0]), device_ids=indices_of(order), dim=1)(x)
+        what = f"{_named(order)}, dim=1"
+        require_same(f"{what}: the output", got, expected, order[0])
+        model = _Recording().to(order[0])
+        DataParallel(model, device_ids=indices_of(order), dim=1)(x, y=y)
+        parts = y.chunk(len(order), 1)
+        for device, note, own in zip(order, _in_order(model.notes, order, what, len(parts)), parts, strict=False):
+            where = f"{what}: the replica on {device}, keyword arguments"
+            require_same(where, note["kwargs"], {"y": own}, device, [device.index])
+
+
+class _RunningSums(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+class _Recording(nn.Module):
+    """A module that records arguments, device and modes of each replica's call, and returns its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.part = nn.Identity()
+        self.notes: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._note(args=args, kwargs=kwargs)
+        return torch.as_tensor(kwargs["x"] if "x" in kwargs else args[0]) + self.weight
+
+    def _note(self, **more: Any) -> None:
+        note = {
+            "device": self.weight.device,
+            "current": torch.cuda.current_device(),
+            "grad": torch.is_grad_enabled(),
+            "training": self.training,
+            "training of a part": self.part.training,
+            "autocast": torch.is_autocast_enabled("cuda"),
+            **more,
+        }
+        with self.lock:
+            self.notes.append(note)
+
+
+def _in_order(notes: list[dict[str, Any]], order: Devices, what: str, count: int) -> list[dict[str, Any]]:
+    """Return the notes of the replicas in the order of the devices, if each of the first `count` devices has one.
+
+    Raises:
+        GradientMismatch: a replica was not called exactly once, or was called on another device.
+    """
+    at = {device: [note for note in notes if note["device"] == device] for device in order}
+    called = [len(at[device]) for device in order]
+    if called != [1] * count + [0] * (len(order) - count):
+        text = ", ".join(f"{device} {times}" for device, times in zip(order, called, strict=True))
+        raise GradientMismatch(
+            f"{what}: calls of replicas per device: {text}; expected one on each of the first {count}"
+        )
+    return [at[device][0] for device in order[:count]]
+
+
+def assert_arguments_arrive(devices: Devices, seed: int) -> None:
+    """Assert that each replica gets its part of tensors on its device, and other arguments unchanged.
+
+    Tensors are positional or keyword arguments, and nested in containers.
+
+    Raises:
+        GradientMismatch: names the device and the argument.
+    """
+    __tracebackhide__ = True
+    for number, order in enumerate(both_ways(devices)):
+        rows = 2 * len(order) + 1
+        x, y = distinct_rows(rows, seed), distinct_rows(rows, seed + 1).long()
+        parts = [part.chunk(len(order)) for part in (x, y, x.double(), y > 3)]
+        model = _Recording().to(order[0])
+        args: tuple[Any, ...] = (x, [y, "word"]) if (seed + number) % 2 else ()
+        kwargs: dict[str, Any] = {"more": {"d": (x.double(), 7)}, "flags": y > 3, "text": "a word", "nothing": None}
+        kwargs |= {} if args else {"x": x, "y": [y, "word"]}
+        DataParallel(model, device_ids=indices_of(order))(*args, **kwargs)
+        notes = _in_order(model.notes, order, _named(order), len(parts[0]))
+        for device, note, mine in zip(order, notes, zip(*parts, strict=True), strict=False):
+            own_x, own_y, own_d, own_flags = mine
+            expected: dict[str, Any] = {
+                "more": {"d": (own_d, 7)},
+                "flags": own_flags,
+                "text": "a word",
+                "nothing": None,
+            }
+            expected |= {} if args else {"x": own_x, "y": [own_y, "word"]}
+            what = f"{_named(order)}: the replica on {device}"
+            require_same(
+                f"{what}, positional arguments",
+                note["args"],
+                (own_x, [own_y, "word"]) if args else (),
+                device,
+                [device.index],
+            )
+            require_same(f"{what}, keyword arguments", note["kwargs"], expected, device, [device.index])
+
+
+def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
+    """Assert that a batch with fewer rows than devices uses the first devices, one row on each.
+
+    A batch without rows must use one device.
+
+    Raises:
+        GradientMismatch: the wrong replicas were called, or the output is wrong.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        for rows in {0, 1, max(1, len(order) - 1)}:
+            x = distinct_rows(rows, seed)
+            model = _Recording().to(order[0])
+            got = DataParallel(model, device_ids=indices_of(order))(x)
+            what = f"{_named(order)}, a batch of {rows} rows"
+            require_same(f"{what}: the output", got.detach(), x, order[0])
+            # DataParallel splits as torch.chunk, which may give fewer parts than requested.
+            _in_order(model.notes, order, what, max(1, len(x.chunk(len(order)))))
+
+
+def assert_modes_seen(devices: Devices, seed: int) -> None:
+    """Assert that the threads of replicas have the caller's training flag, gradient mode and autocast, and their own device.
+
+    Raises:
+        GradientMismatch: names the device and the mode.
+    """
+    __tracebackhide__ = True
+    for number, order in enumerate(both_ways(devices)):
+        x = distinct_rows(2 * len(order), seed)
+        for index in range(8):
+            training, grad, cast = bool(index & 1), bool(index & 2), bool(index & 4)
+            model = _Recording().to(order[0])
+            parallel = DataParallel(model, device_ids=indices_of(order)).train(training)
+            model.part.train(not training)  # as a frozen part of a model that trains
+            inference = not grad and bool((seed + number) % 2)
+            before = torch.cuda.current_device()
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(grad),
+                torch.autocast("cuda", torch.float16, cast),
+            ):
+                got = parallel(x)
+            what = f"{_named(order)}, training={training}, gradients={grad}, autocast={cast}"
+            for note in _in_order(model.notes, order, what, len(order)):
+                device = note["device"]
+                for mode, expected in {
+                    "training": training,
+                    "training of a part": not training,
+                    "grad": grad,
+                    "autocast": cast,
+                    # With a single device, DataParallel calls the module in the caller's thread and device.
+                    "current": device.index if len(order) > 1 else before,
+                }.items():
+                    if note[mode] != expected:
+                        message = f"{what}: on {device} {mode} is {note[mode]}, expected {expected}"
+                        raise GradientMismatch(message, ranks=[device.index])
+            if got.requires_grad != grad:
+                raise GradientMismatch(f"{what}: requires_grad of the output is {got.requires_grad}, expected {grad}")
+            if torch.cuda.current_device() != before:
+                message = f"{what}: the current device is {torch.cuda.current_device()} afterwards, {before} before"
+                raise GradientMismatch(message)
+
+
+def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
+    """Assert that replicas compute in the dtype of the caller's autocast.
+
+    Raises:
+        GradientMismatch: names both dtypes.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        parallel = DataParallel(nn.Linear(_WIDTH, 2).to(order[0]), device_ids=indices_of(order))
+        x = distinct_rows(2 * len(order), seed)
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cuda", dtype):
+                outputs = [part.dtype for part in parallel(x).chunk(len(order))]
+            facts = {"dtype": name_of(dtype), "devices": len(order)}
+
+            def explained(outputs: list[torch.dtype] = outputs) -> None:
+                assert outputs == [torch.float16] * len(outputs)
+
+            with known_defect("data-parallel-autocast-dtype", explained=explained, **facts):
+                if outputs != [dtype] * len(outputs):
+                    raise GradientMismatch(f"{_named(order)}: under autocast to {dtype} outputs are of {outputs[0]}")
+
+
+class _Refusing(nn.Module):
+    """A module that raises if a row is -1."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x == -1).any()):
+            raise self.kind(f"refused {int((x == -1).sum())} rows")
+        return x + self.weight
+
+
+def assert_exceptions_named(devices: Devices, seed: int) -> None:
+    """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call must work.
+
+    Raises:
+        GradientMismatch: no exception or another one was raised, it does not name the replica, or the next output is wrong.
+    """
+    __tracebackhide__ = True
+    for number, order in enumerate(both_ways(devices)):
+        place = (seed + number) % len(order)
+        x = torch.arange(float(2 * len(order))).view(-1, 1)
+        spoilt = x.clone()
+        spoilt[2 * place] = -1
+        kind = (RuntimeError, ValueError, KeyError)[seed % 3]
+        parallel = DataParallel(_Refusing(kind).to(order[0]), device_ids=indices_of(order))
+        what = f"{_named(order)}: {kind.__name__} in replica {place}, on {order[place]},"
+        names = ["refused 1 rows"] + ([f"replica {place}", f"device {order[place].index}"] if len(order) > 1 else [])
+        try:
+            parallel(spoilt)
+        except Exception as error:
+            if type(error) is not kind or not all(name in str(error) for name in names):
+                message = (
+                    f"{what} was raised as {type(error).__name__}: {error}; its text must contain {', '.join(names)}"
+                )
+                raise GradientMismatch(message, ranks=[order[place].index]) from error
+        else:
+            raise GradientMismatch(f"{what} was not raised", ranks=[order[place].index])
+        require_same(f"{_named(order)}, after an exception: the output", parallel(x).detach(), x, order[0])

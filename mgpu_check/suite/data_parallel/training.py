@@ -1,0 +1,316 @@
+"""Compare training under DataParallel with one device, bit for bit, on whole numbers whose sums do not round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.suite.common.averaged_statistics import averaging, drawn, wrong_statistics
+from mgpu_check.suite.common.whole_numbers.cases import WholeRun
+from mgpu_check.suite.common.whole_numbers.models import settle
+from mgpu_check.suite.common.whole_numbers.reference import (
+    OneDevice,
+    Rows,
+    as_it_is,
+    assert_gradients_are,
+    buffers_of,
+    counted,
+    exact_arithmetic,
+    freeze_first,
+    parameters_of,
+    put_buffers,
+    total,
+)
+from mgpu_check.suite.data_parallel.results import Devices, both_ways, indices_of, require_same
+from mgpu_check.suite.recipes.training import weighted
+
+__all__ = [
+    "assert_backward_of_several_calls",
+    "assert_frozen_parameters_kept",
+    "assert_hooks_called",
+    "assert_models_train",
+    "assert_second_gradients",
+    "assert_sparse_gradients_added",
+    "assert_statistics_of_the_first_device",
+]
+
+
+def _wrapped(model: nn.Module, order: Devices) -> nn.Module:
+    return DataParallel(model.to(order[0]), device_ids=indices_of(order))
+
+
+def _shards(batch: Rows, order: Devices) -> list[Rows]:
+    """Split a batch as DataParallel does."""
+    return list(zip(*(part.chunk(len(order)) for part in batch), strict=True))
+
+
+def _what(run: WholeRun, order: Devices, more: str = "") -> str:
+    return f"DataParallel of {run.model} on {', '.join(map(str, order))}{more}"
+
+
+def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that outputs, gradients and parameters of every step equal those of one device.
+
+    The runs use the devices in the given order and in reverse, in turn.
+
+    Raises:
+        GradientMismatch: names run, step, parameter and element, or a shard whose gradient is missing.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for number, run in enumerate(runs):
+            orders = both_ways(devices)
+            _train(run, orders[(run.seed + number) % len(orders)])
+
+
+def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that a model with a frozen first layer trains, and that this layer does not change or get a gradient.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                _train(run, order, frozen=True)
+
+
+def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
+    __tracebackhide__ = True
+    prepare = freeze_first if frozen else as_it_is
+    one, model = OneDevice(run, order[0], prepare), run.build()
+    prepare(model)
+    parallel = _wrapped(model, order)
+    optimizer = run.optimize(model)
+    for number, batch in enumerate(run.batches(), start=1):
+        x, targets = batch
+        what = _what(run, order, ", first layer frozen" if frozen else "")
+        expected = one.outputs(x)
+        optimizer.zero_grad()
+        outputs = parallel(x)
+        assert_same({"outputs": outputs}, {"outputs": expected}, f"{what}, step {number}")
+        weighted(outputs, targets.to(order[0])).backward()
+        parts = one.parts(_shards(batch, order))
+        assert_gradients_are(model, parts, what=f"{what}, gradients of step {number}")
+        optimizer.step()
+        one.step(total(parts))
+        assert_same(parameters_of(model), parameters_of(one.held), f"{what}, parameters after step {number}")
+        settle(model, run.most)
+        one.settle()
+
+
+def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that in training only the first device's shard changes buffers, and that evaluation does not change them.
+
+    All replicas must start with the module's buffers, of int64, float32 and bool, on which their outputs depend. BatchNorm with
+    momentum=None must average its statistics over all batches.
+
+    Raises:
+        GradientMismatch: names the buffer, or the output.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                model = run.build()
+                one = OneDevice(run, order[0])
+                parallel = _wrapped(model, order)
+                for number, (x, _) in enumerate(run.batches(), start=1):
+                    evaluated = number % 2 == 0
+                    parallel.train(not evaluated)
+                    what = _what(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
+                    before = {name: value.cpu().clone() for name, value in buffers_of(model).items()}
+                    put_buffers(one.exact, before)
+                    expected = one.outputs(x)
+                    with torch.no_grad():
+                        outputs = parallel(x)
+                    assert_same({"outputs": outputs}, {"outputs": expected}, what)
+                    first = x.chunk(len(order))[0]
+                    if not evaluated:
+                        before = counted(before, first)
+                    assert_same(buffers_of(model), before, f"{what}, buffers")
+        for order in both_ways(devices):
+            _average(order, runs[0].seed)
+
+
+def _average(order: Devices, seed: int) -> None:
+    __tracebackhide__ = True
+    layer = averaging().to(order[0])
+    parallel = _wrapped(layer, order)
+    batches = drawn(3 * len(order), seed)
+    for number, batch in enumerate(batches, start=1):
+        with torch.no_grad():
+            parallel(batch)
+        wrong = wrong_statistics(layer, [before.chunk(len(order))[0] for before in batches[:number]])
+        if wrong:
+            names = ", ".join(map(str, order))
+            raise GradientMismatch(
+                f"DataParallel of BatchNorm on {names}, momentum=None: {wrong}", ranks=[order[0].index]
+            )
+
+
+def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed parameters.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                one, model = OneDevice(run, order[0]), run.build()
+                parallel = _wrapped(model, order)
+                first, second = run.batches()[0], run.batches()[-1]
+                for number in range(2):
+                    what = _what(run, order, f", two calls before one backward pass, round {number + 1}")
+                    model.zero_grad()
+                    losses = [weighted(parallel(x), targets.to(order[0])) for x, targets in (first, second)]
+                    (losses[0] + losses[1]).backward()
+                    parts = one.parts([*_shards(first, order), *_shards(second, order)])
+                    assert_gradients_are(model, parts, what=what)
+                    with torch.no_grad():
+                        # In place, as in load_state_dict and optimizers.
+                        for mine, exact in zip(model.parameters(), one.exact.parameters(), strict=True):
+                            mine.neg_()
+                            exact.neg_()
+
+
+def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that hooks are called as documented, and that hooks can change arguments and outputs.
+
+    Forward hooks of a module are called on each replica, a forward hook of DataParallel once, and the hook of a parameter with the
+    whole gradient.
+
+    Raises:
+        GradientMismatch: a hook was called the wrong number of times, on the wrong device, or with a wrong gradient.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                _call_hooks(run, order)
+        for order in both_ways(devices):
+            _change_by_hooks(order)
+
+
+class _Shifted(nn.Module):
+    """A module that adds its keyword argument, 0 by default."""
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return x + shift
+
+
+def _change_by_hooks(order: Devices) -> None:
+    __tracebackhide__ = True
+    module = _Shifted()
+    module.register_forward_pre_hook(lambda _, given, named: (given, {"shift": 2 * given[0] + 1}), with_kwargs=True)
+    module.register_forward_hook(lambda _, given, named, output: 4 * output + named.get("shift", 0), with_kwargs=True)
+    x = torch.arange(2.0 * len(order) + 1, device=order[0])
+    got = _wrapped(module, order)(x)
+    what = f"DataParallel on {', '.join(map(str, order))}, hooks that change arguments and outputs"
+    assert_same({"outputs": got}, {"outputs": 4 * (3 * x + 1) + 2 * x + 1}, what)
+
+
+def _call_hooks(run: WholeRun, order: Devices) -> None:
+    __tracebackhide__ = True
+    one, model = OneDevice(run, order[0]), run.build()
+    parallel = _wrapped(model, order)
+    replicas: dict[str, list[torch.device]] = {}
+    wholes: list[torch.device] = []
+    seen: list[torch.Tensor] = []
+    layer = next(model.children())
+    kinds: dict[str, Callable[..., object]] = {
+        "forward pre-hook": layer.register_forward_pre_hook,
+        "forward hook": layer.register_forward_hook,
+    }
+    for kind, register in kinds.items():
+        for keywords in (False, True):
+            called = replicas.setdefault(f"{kind}, with_kwargs={keywords},", [])
+            register(lambda module, given, *_, called=called: called.append(given[0].device), with_kwargs=keywords)
+    parallel.register_forward_hook(lambda module, given, output: wholes.append(output.device))
+    name, parameter = next(model.named_parameters())
+    parameter.register_hook(seen.append)
+    x, targets = run.batches()[0]
+    weighted(parallel(x), targets.to(order[0])).backward()
+    what = _what(run, order)
+    used = list(order[: len(_shards((x, targets), order))])
+    for kind, places in replicas.items():
+        got = sorted(map(str, places))
+        if got != sorted(map(str, used)):
+            text = f"the {kind} of a layer was called on {', '.join(got) or 'no device'}, expected once on each replica"
+            raise GradientMismatch(f"{what}: {text}")
+    if wholes != [order[0]]:
+        raise GradientMismatch(
+            f"{what}: the forward hook of DataParallel was called {len(wholes)} times, expected once on {order[0]}"
+        )
+    expected = total(one.parts(_shards((x, targets), order)))[name]
+    if len(seen) != 1:
+        raise GradientMismatch(f"{what}: the hook of {name} was called {len(seen)} times, expected once")
+    assert expected is not None
+    assert_same({name: seen[0]}, {name: expected}, f"{what}: the argument of a hook")
+
+
+def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients of gradients, as for a gradient penalty, equal those of one device.
+
+    The computation is in float64, which holds all of these whole numbers exactly.
+
+    Raises:
+        GradientMismatch: names the parameter and the element.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            x, targets = (part.double() for part in run.batches()[0])
+            one = run.build().double()
+            expected = _second(one, one, x, targets)
+            for order in both_ways(devices):
+                model = run.build().double()
+                got = _second(model, _wrapped(model, order), x, targets.to(order[0]))
+                assert_same(got, expected, _what(run, order, ", gradients of gradients"))
+
+
+def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradient of a weighted sum of gradients, by name of parameter.
+
+    Args:
+        called: the model or its wrapper.
+        x, targets: a batch in float64; x has shape (samples, features), targets the shape of the outputs.
+    """
+    outputs = called(x)
+    named = dict(model.named_parameters())
+    first = torch.autograd.grad(
+        (outputs.square() * targets.remainder(4)).sum(), list(named.values()), create_graph=True
+    )
+    penalty = sum((one * (place + 1)).sum() for place, one in enumerate(first))
+    second = torch.autograd.grad(torch.as_tensor(penalty), list(named.values()), allow_unused=True)
+    return {name: one for name, one in zip(named, second, strict=True) if one is not None}
+
+
+def assert_sparse_gradients_added(devices: Devices, seed: int) -> None:
+    """Assert that the sparse gradient of an embedding sums the gradients of all replicas for each row.
+
+    Raises:
+        GradientMismatch: names the element.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        count = 3 * len(order) + 1
+        # Each replica looks up some rows alone, and some that other replicas look up too.
+        rows, factors = (torch.arange(count) * 3 + seed) % (count + 2) // 2, torch.arange(1.0, count + 1)
+        model = nn.Embedding(count, 2, sparse=True).to(order[0])
+        outputs = _wrapped(model, order)(rows)
+        (outputs.sum(1) * factors.to(order[0])).sum().backward()
+        expected = torch.zeros(count, 2).index_add_(0, rows, factors[:, None].expand(-1, 2))
+        gradient = model.weight.grad
+        what = f"DataParallel of a sparse embedding on {', '.join(map(str, order))}"
+        if gradient is None or not gradient.is_sparse:
+            raise GradientMismatch(f"{what}: its gradient is {None if gradient is None else gradient.layout}")
+        require_same(f"{what}: the gradient", gradient.to_dense(), expected, order[0])

@@ -1,0 +1,1 @@
+"""Property: every device computes, copies and keeps state like the CPU."""

@@ -1,0 +1,243 @@
+"""Check copies between all devices of a process and the host: the data arrives, and no other memory changes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mgpu_check.devices.observations import Entry, Observation, Subject, Work
+from mgpu_check.suite.common.contents import CHUNK, HOST, Mismatch, bytes_of_content, compare, fill, tag_of
+
+__all__ = ["BORDERS", "Copies", "Path", "examine_copies", "examine_host_copies"]
+
+Path = Literal["engine", "strided", "casting"]
+
+BORDERS = (4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20, 64 << 20, 512 << 20)
+"""Sizes in bytes at which drivers and libraries change their method of copying."""
+
+_GUARD = 256
+_SHARE = 0.7
+_CHUNKS = 6
+"""Chunks of memory that a comparison needs in addition to the compared data."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of several sizes, made for each pair.
+
+    Attributes:
+        path: "engine": contiguous, by a copy engine; "strided": every second byte, and "casting": uint8 to int16, by a kernel that
+            reads or writes the memory of its peer.
+        sizes: elements of each copy; sizes that do not fit into memory are replaced by one that does.
+        source, destination: the offset of the copy in its allocation, in bytes, which sets its alignment.
+        together: copy all pairs at once; else one pair after the other.
+        pinned: whether memory of the host is pinned.
+    """
+
+    path: Path
+    sizes: tuple[int, ...]
+    source: int = 0
+    destination: int = 0
+    together: bool = False
+    pinned: bool = True
+    seed: int = 0
+
+    def __str__(self) -> str:
+        sizes = "+".join(map(str, self.sizes))
+        how = ", all at once" if self.together else ""
+        return f"{self.path}, {sizes} bytes, alignment {self.source} to {self.destination}{how}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Source and destination of a copy; None is the host."""
+
+    subject: Subject
+    source: int | None
+    destination: int | None
+
+    def tag(self, seed: int, *, before: bool = False) -> int:
+        source, destination = (HOST if end is None else end for end in (self.source, self.destination))
+        return tag_of(source, destination, seed, before=before)
+
+    def __str__(self) -> str:
+        names = ("the host" if end is None else f"cuda:{end}" for end in (self.source, self.destination))
+        return " -> ".join(names)
+
+
+def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[Entry]:
+    """Copy between all ordered pairs of `devices`; return an observation for each, by the positions of its devices."""
+    pairs = itertools.permutations(range(len(devices)), 2)
+    return _examine([_Way(Subject("copy", pair), *pair) for pair in pairs], devices, case)
+
+
+def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[Entry]:
+    """Copy from the host to each of `devices` and back; return an observation for each way, by the position of the device."""
+    ways = []
+    for index in range(len(devices)):
+        ways += [_Way(Subject("upload", (index,)), None, index), _Way(Subject("download", (index,)), index, None)]
+    return _examine(ways, devices, case)
+
+
+def _examine(ways: Sequence[_Way], devices: Sequence[torch.device], case: Copies) -> list[Entry]:
+    names = {}
+    for way in ways:
+        names[way.tag(case.seed)] = f"the data of the copy {way}"
+        names[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
+    free = _free(devices)
+    largest = _largest(free, case, copies=max(1, len(devices) - 1) if case.together else 1)
+    found: dict[_Way, list[_Copy]] = {way: [] for way in ways}
+    for size in _cut(case.sizes, largest):
+        for group in [list(ways)] if case.together else [[way] for way in ways]:
+            copies = [_Copy(way, devices, case, size, _chunk(free)) for way in group]
+            involved = {device for copy in copies for device in copy.devices}
+            _synchronize(involved)
+            for copy in copies:
+                copy.start()
+            _synchronize(involved)
+            for copy in copies:
+                copy.check(names)
+                found[copy.way].append(copy)
+    return [_observation(way, copies, case) for way, copies in found.items()]
+
+
+def _largest(free: int, case: Copies, copies: int) -> int:
+    """Return the largest size that fits into the memory of each device."""
+    each = 2 if case.path == "strided" else 1
+    needed = copies * (each + max(each, 2 if case.path == "casting" else 1)) if copies > 1 else 2
+    return max(1, int(free * _SHARE - _CHUNKS * _chunk(free)) // needed - 4 * _GUARD)
+
+
+def _free(devices: Sequence[torch.device]) -> int:
+    """Return the least number of free bytes on any device."""
+    torch.cuda.empty_cache()
+    return min(torch.cuda.mem_get_info(device)[0] for device in devices)
+
+
+def _chunk(free: int) -> int:
+    return min(max(CHUNK, free // 16), 1 << 26)
+
+
+def _cut(sizes: Sequence[int], largest: int) -> list[int]:
+    """Return the sizes that fit, and in place of all others one that fits, with the alignment of the first of them."""
+    fitting = [size for size in sizes if size <= largest]
+    beyond = [size for size in sizes if size > largest]
+    if beyond:
+        fitting.append(max(1, largest - largest % 4096 - 4096 + beyond[0] % 4096))
+    return list(dict.fromkeys(fitting))
+
+
+class _Copy:
+    """A copy, with the memory around its destination."""
+
+    def __init__(self, way: _Way, devices: Sequence[torch.device], case: Copies, size: int, chunk: int) -> None:
+        self.way, self.size = way, size
+        self.wrong: list[Mismatch] = []
+        self.outside = False
+        self._case = case
+        ends = [torch.device("cpu") if end is None else devices[end] for end in (way.source, way.destination)]
+        self.devices = [device for device in ends if device.type != "cpu"]
+        self._tag, self._before = way.tag(case.seed), way.tag(case.seed, before=True)
+        self._step = 2 if case.path == "strided" else 1
+        self._dtype = torch.int16 if case.path == "casting" else torch.uint8
+        self._begin = _GUARD + case.destination
+        self._chunk = chunk
+        length = self._step * size
+        source = self._memory(case.source + length, ends[0])
+        fill(source, self._tag, chunk=self._chunk)
+        self._source = source[case.source :: self._step]
+        width = self._dtype.itemsize
+        whole = self._memory((self._begin + length + _GUARD) * width, ends[1])
+        fill(whole, self._before, chunk=self._chunk)
+        self._whole: torch.Tensor | None = whole.view(self._dtype)
+
+    def _memory(self, size: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and self._case.pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def start(self) -> None:
+        """Start the copy, on its own streams if others run at the same time."""
+        assert self._whole is not None
+        target = self._whole[self._begin : self._begin + self._step * self.size : self._step]
+        with self._streams():
+            target.copy_(self._source, non_blocking=self._case.pinned)
+
+    @contextlib.contextmanager
+    def _streams(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device in self.devices if self._case.together else ():
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            yield
+
+    def check(self, names: Mapping[int, str]) -> None:
+        """Compare the destination and the memory around it, on its device, and free it."""
+        assert self._whole is not None
+        for low in range(0, self._whole.numel(), self._chunk):
+            high = min(low + self._chunk, self._whole.numel())
+            expected = self._expected(low, high)
+            width = self._dtype.itemsize
+            mismatch = compare(
+                self._whole[low:high].view(torch.uint8), expected.view(torch.uint8), names, start=low * width
+            )
+            if mismatch is not None:
+                self.wrong.append(mismatch)
+                self.outside |= not self._copied(mismatch.first // width)
+        self._whole = None
+        del self._source
+
+    def _expected(self, low: int, high: int) -> torch.Tensor:
+        """Return the right elements from `low` to `high` of the destination's memory."""
+        assert self._whole is not None
+        device, width = self._whole.device, self._dtype.itemsize
+        expected = bytes_of_content(self._before, low * width, high * width, device).view(self._dtype)
+        first, end = (min(self.size, max(0, -(-(at - self._begin) // self._step))) for at in (low, high))
+        if first < end:
+            start = self._case.source
+            content = bytes_of_content(self._tag, start + first * self._step, start + end * self._step, device)
+            at = self._begin + first * self._step - low
+            expected[at : at + (end - first - 1) * self._step + 1 : self._step] = content[:: self._step]
+        return expected
+
+    def _copied(self, element: int) -> bool:
+        index, between = divmod(element - self._begin, self._step)
+        return between == 0 and 0 <= index < self.size
+
+    @property
+    def seen(self) -> str:
+        first = self.wrong[0]
+        count = sum(mismatch.count for mismatch in self.wrong)
+        width = self._dtype.itemsize
+        of = self.size * width
+        if self.outside:
+            return f"{count} bytes outside of the destination of {of} bytes were changed: {first.looks}"
+        at = (first.first // width - self._begin) // self._step * width
+        return f"{count} of {of} bytes are wrong, from byte {at} on: {first.looks}"
+
+
+def _observation(way: _Way, copies: Sequence[_Copy], case: Copies) -> Observation:
+    work = Work(bytes=sum(copy.size for copy in copies), operations=len(copies))
+    wrong = [copy for copy in copies if copy.wrong]
+    text = str(case)
+    if way.subject.kind != "copy":
+        text = f"{'pinned' if case.pinned else 'pageable'} memory, {text}"
+    if not wrong:
+        return Observation("links", way.subject, "passed", case=text, work=work)
+    most = max(wrong, key=lambda copy: copy.size)
+    evidence = dict(most.wrong[0].evidence) | {
+        "size": most.size,
+        "path": case.path,
+        "sizes that failed": [copy.size for copy in wrong],
+        "sizes that passed": [copy.size for copy in copies if not copy.wrong],
+    }
+    return Observation("links", way.subject, "failed", most.seen, text, work, evidence)
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)

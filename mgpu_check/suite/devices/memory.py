@@ -1,0 +1,187 @@
+"""Check the memory of devices: statistics, refused allocations, and tensors loaded onto them."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.errors import DeviceMismatch
+from mgpu_check.suite.common.agreement import Wrong, difference, named_wrong
+from mgpu_check.suite.common.values import ALL, anything
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = ["assert_loads_arrive", "assert_memory_recovers"]
+
+_BLOCK = (4 << 20) + 4096  # bytes: a multiple of 512, because torch rounds its statistics to that
+
+_FIGURES: dict[str, Callable[[Any], object]] = {
+    "memory_allocated": lambda device: torch.cuda.memory_allocated(device),
+    "max_memory_allocated": lambda device: torch.cuda.max_memory_allocated(device),
+    "memory_reserved": lambda device: torch.cuda.memory_reserved(device),
+    "mem_get_info": lambda device: torch.cuda.mem_get_info(device),
+}
+"""Statistics of a device, or of the current one for None. Each call looks its function up, because `selftest` replaces it."""
+
+
+def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
+    """Assert that each device counts current and peak memory, refuses what it cannot hold, and still works afterwards.
+
+    Returns:
+        the number of devices.
+
+    Raises:
+        DeviceMismatch: naming the device, the statistic, and the expected value.
+    """
+    __tracebackhide__ = True
+    for device in reversed(devices):
+        _recovers(device)
+    return len(devices)
+
+
+def _require(device: torch.device, condition: bool, text: str) -> None:
+    if not condition:
+        raise DeviceMismatch(f"{device}: {text}", ranks=(device.index,))
+
+
+def _recovers(device: torch.device) -> None:
+    __tracebackhide__ = True
+    free, total = torch.cuda.mem_get_info(device)
+    said = torch.cuda.get_device_properties(device).total_memory
+    text = f"{free} bytes are free of {total}, and its properties say {said}"
+    _require(device, 0 <= free <= total and total <= said, text)
+    gc.collect()  # or cycles of earlier tests could be freed during the measurement
+    # Cached memory could make the free memory of two devices equal, and so hide that one device's number is the other's.
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    held = torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
+    _refuses(device, total + (1 << 20), total)
+    _require(device, bool((held == 7).all()), "a failed allocation has changed the memory that was held before")
+    after = torch.full((_BLOCK,), 9, dtype=torch.uint8, device=device)
+    apart = bool((after == 9).all()) and bool((held == 7).all())
+    _require(device, apart, "two blocks are the same memory, after an allocation failed")
+    _figures_follow_the_argument(device)
+    now = torch.cuda.memory_allocated(device)
+    text = f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}"
+    _require(device, now - before >= 2 * _BLOCK, text)
+    del held, after
+    peak = torch.cuda.max_memory_allocated(device)
+    _require(device, peak >= now, f"max_memory_allocated is {peak}, and {now} bytes were allocated at one time")
+    left = torch.cuda.memory_allocated(device)
+    _peaks_begin_anew(device)
+    _require(device, left <= before, f"all was freed, and {left - before} bytes still count as allocated")
+
+
+def _refuses(device: torch.device, wanted: int, total: int) -> None:
+    """Require that an allocation of more bytes than the device has raises `torch.OutOfMemoryError`."""
+    try:
+        torch.empty(wanted, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError as error:
+        _require(device, False, f"an allocation beyond its memory raised {type(error).__name__}: {error}")
+    else:
+        _require(device, False, f"{wanted} bytes were allocated, of {total} that it has")
+
+
+def _forms(device: torch.device) -> tuple[Any, ...]:
+    """Return a device as an object, an index and a text."""
+    return device, device.index, str(device)
+
+
+def _figures_follow_the_argument(device: torch.device) -> None:
+    """Require that each statistic is that of its device for every form of the argument; None means the current device."""
+    __tracebackhide__ = True
+    for form in (*_forms(device)[1:], None):
+        for name, figure in _FIGURES.items():
+            first = figure(device)
+            with torch.cuda.device(device if form is None else -1):  # -1 keeps the current device
+                told = figure(form)
+            # Others may allocate between two calls, so compare only if the number did not change meanwhile.
+            text = f"{name}({form!r}) is {told}, but with a torch.device it is {first}"
+            _require(device, first != figure(device) or told == first, text)
+
+
+def _peaks_begin_anew(device: torch.device) -> None:
+    """Require that a reset peak equals the allocated memory, for every form of the argument."""
+    __tracebackhide__ = True
+    for form in _forms(device):
+        torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
+        torch.cuda.reset_peak_memory_stats(form)
+        peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        text = f"max_memory_allocated is {peak} after reset_peak_memory_stats({form!r}), and {now} is allocated"
+        _require(device, peak == now, text)
+
+
+def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that `torch.load` puts tensors on the device that `map_location` selects.
+
+    `map_location` is None, a text, a device, a dict that rotates devices, or a callable. Every bit of each dtype must arrive, and
+    tensors that share memory must share it again.
+
+    Returns:
+        the number of loads.
+
+    Raises:
+        DeviceMismatch: naming the form of `map_location`, the device and the error.
+    """
+    __tracebackhide__ = True
+    state = {device.index: _kept(device, seed) for device in devices}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    others = [devices[-1], *devices[:-1]]
+    turned = {str(device): str(other) for device, other in zip(devices, others, strict=True)}
+    forms: dict[str, tuple[Any, Callable[[torch.device], torch.device]]] = {
+        "nothing": (None, lambda device: device),
+        "'cpu'": ("cpu", lambda device: torch.device("cpu")),
+        f"{str(devices[-1])!r}": (str(devices[-1]), lambda device: devices[-1]),
+        f"torch.device({str(devices[-1])!r})": (devices[-1], lambda device: devices[-1]),
+        f"the dict {turned}": (turned, lambda device: torch.device(turned[str(device)])),
+        "a callable that returns the storage on the CPU": (
+            lambda storage, place: storage,
+            lambda device: torch.device("cpu"),
+        ),
+        f"a callable that calls cuda({devices[-1].index})": (
+            lambda storage, place: storage.cuda(devices[-1].index),
+            lambda device: devices[-1],
+        ),
+    }
+    wrong: list[Wrong] = []
+    for name, (form, where) in forms.items():
+        buffer.seek(0)
+        loaded = torch.load(buffer, map_location=form)
+        for device in devices:
+            what = _found(loaded[device.index], where(device), seed + device.index)
+            if what:
+                wrong.append(
+                    Wrong(device, f"torch.load with {name} as map_location, of tensors saved on {device}", what)
+                )
+    if wrong:
+        raise named_wrong(wrong, devices, len(forms), "the saved data")
+    return len(forms)
+
+
+def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    state = {name_of(dtype): anything(40, dtype, seed + device.index).to(device) for dtype in ALL}
+    # A view with gaps into the memory of another tensor.
+    state["view"] = state["float32"].view(8, 5)[1:6, ::2]
+    return state
+
+
+def _found(state: dict[str, torch.Tensor], where: torch.device, seed: int) -> str:
+    for name, tensor in state.items():
+        if tensor.device != where:
+            return f"{name} is on {tensor.device}, expected it on {where}"
+        if name != "view" and (what := difference(tensor, anything(40, tensor.dtype, seed), "bits")):
+            return what
+    if what := difference(state["view"], state["float32"].view(8, 5)[1:6, ::2], "bits"):
+        return f"a view: {what}"
+    before = state["float32"].clone()
+    state["view"].fill_(3.0)
+    if torch.equal(before[5:10].nan_to_num(), state["float32"][5:10].nan_to_num()):
+        return "two tensors that shared memory do not"
+    return ""

@@ -1,0 +1,113 @@
+"""Yield cases of layers, losses and gradients in each floating dtype; the reference is float64 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional as F
+
+from mgpu_check.suite.common.agreement import Case, Function
+from mgpu_check.suite.common.values import FLOATS, significands, small, whole
+from mgpu_check.suite.devices.operators.activations import ACTIVATIONS
+from mgpu_check.suite.devices.operators.losses import LOSSES, WIDE_LOSSES
+from mgpu_check.suite.devices.operators.optimizing import optimizer_cases
+from mgpu_check.suite.devices.operators.sequences import RECURRENT, SEQUENCES
+from mgpu_check.suite.devices.operators.spatial import SPATIAL, WIDE_SPATIAL
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = ["layer_cases"]
+
+_ROWS, _COLUMNS = 12, 16
+
+
+_LAYERS: tuple[tuple[str, Function], ...] = (
+    *ACTIVATIONS,
+    *LOSSES,
+    *SPATIAL,
+    *SEQUENCES,
+    ("layer_norm", lambda x: F.layer_norm(x, (_COLUMNS,), x[0], x[1])),
+    ("layer_norm of many rows", lambda x: F.layer_norm(x.view(-1, 4), (4,), x[0, :4], x[1, :4])),
+    ("group_norm", lambda x: F.group_norm(x.view(3, 4, -1), 2)),
+    ("group_norm with a weight and a bias", lambda x: F.group_norm(x.view(3, 4, -1), 2, x[0, :4], x[1, :4])),
+    ("batch_norm", lambda x: F.batch_norm(x, None, None, training=True)),
+    ("batch_norm of an evaluation", lambda x: F.batch_norm(x, x[0].detach(), x[1].detach().abs() + 0.5)),
+    ("rms_norm", lambda x: F.rms_norm(x, (_COLUMNS,))),
+    ("var", lambda x: torch.var(x, dim=1)),
+    ("std", lambda x: x.std(dim=0)),
+    ("var without correction", lambda x: torch.var(x, dim=1, correction=0)),
+    ("std with a correction of 2", lambda x: x.std(dim=0, correction=2)),
+    ("norm 2", lambda x: torch.linalg.vector_norm(x, dim=1)),
+    ("logsumexp", lambda x: torch.logsumexp(x, dim=1)),
+    ("normalize", lambda x: F.normalize(x, dim=1)),
+    ("linear of many features", lambda x: F.linear(x.view(-1, 1)[:5], x.view(-1, 1), x.view(-1))),
+    ("index with many that are equal", lambda x: x[torch.arange(4 * _ROWS, device=x.device) * 5 % _ROWS]),
+    ("norm 1", lambda x: torch.linalg.vector_norm(x, 1, dim=0)),
+    ("cosine_similarity", lambda x: F.cosine_similarity(x, x.flip(0))),
+    ("pairwise_distance", lambda x: F.pairwise_distance(x, x.flip(0) + 3)),
+    ("bilinear", lambda x: F.bilinear(x[:, :4], x[:, 4:8], x.view(-1)[:48].view(3, 4, 4))),
+)
+"""Functions of one matrix with elements in (-2, 2)."""
+
+_WIDE_LAYERS = (*RECURRENT, *WIDE_LOSSES, *WIDE_SPATIAL)
+"""Functions for float32 and float64 only."""
+
+
+def layer_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
+    """Yield each function in each dtype, gradients of a small network, and steps of optimizers.
+
+    In float32 the gradients of all functions are added, and functions of many steps; with `more` in float64 too.
+    """
+    yield from optimizer_cases(seed)
+    for dtype in FLOATS:
+        x = small((_ROWS, _COLUMNS), dtype, seed)
+        with_gradients = dtype == torch.float32 or (more and dtype == torch.float64)
+        for name, call in (*_LAYERS, *(_WIDE_LAYERS if with_gradients else ())):
+            yield Case(f"{name} of {name_of(dtype)}", call, (x,), "close")
+            if with_gradients:
+                yield Case(f"gradient of {name} of {name_of(dtype)}", _gradient(call), (x,), "close")
+        weights = small((_COLUMNS, _COLUMNS), dtype, seed + 1), small((_COLUMNS, 3), dtype, seed + 2)
+        yield Case(f"gradients of a network of {name_of(dtype)}", _network, (x, *weights), "close")
+        yield from _exact_gradients(dtype, seed)
+
+
+def _gradient(call: Function) -> Function:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        result = call(leaf)
+        # Unequal weights: with equal ones the gradients of a row could cancel.
+        weights = torch.arange(result.numel(), device=x.device).view(result.shape) % 5
+        return torch.autograd.grad(result, leaf, 2 * result.detach() + weights.to(x.dtype))[0]
+
+    return gradient
+
+
+def _network(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+    """Return the loss of one training step, its gradients, and the parameters after it."""
+    leaves = [first.detach().clone().requires_grad_(), second.detach().clone().requires_grad_()]
+    loss = F.mse_loss(torch.tanh(x @ leaves[0] / 8) @ leaves[1] / 4, x[:, :3])
+    gradients = list(torch.autograd.grad(loss, leaves))
+    return [
+        loss.detach(),
+        *gradients,
+        *((leaf - 0.5 * one).detach() for leaf, one in zip(leaves, gradients, strict=True)),
+    ]
+
+
+def _exact_gradients(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    """Yield gradients that are exact: those of moves, and those of products of whole numbers."""
+
+    def product(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(F.linear(*leaves), leaves, g)
+
+    def taken(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        index = torch.arange(_ROWS, device=x.device) * 5 % _ROWS
+        return torch.autograd.grad(torch.cat([leaf[index], leaf.t().contiguous().t()], dim=1), leaf, g)[0]
+
+    kind = name_of(dtype)
+    operands = [whole(shape, dtype, seed + i) for i, shape in enumerate([(_ROWS, 8), (5, 8), (_ROWS, 5)])]
+    yield Case(f"gradients of a product of {kind}", product, tuple(operands), "numbers")
+    sharp = significands((_ROWS, 8), dtype, seed), significands((_ROWS, 16), dtype, seed + 1)
+    yield Case(f"gradient of moves of {kind}", taken, sharp, "numbers")

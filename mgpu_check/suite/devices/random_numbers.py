@@ -1,0 +1,281 @@
+"""Check the random generators of devices: each is independent, and only seeds and states determine its numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import DeviceMismatch
+from mgpu_check.suite.common.digests import digest
+from mgpu_check.suite.devices.context import current_device_kept
+from mgpu_check.suite.devices.seeded_ranks import DrawnBy
+from mgpu_check.torch_hooks.tensors import indices_of
+
+__all__ = [
+    "assert_dropout_as_seeded",
+    "assert_generators_apart",
+    "assert_states_return",
+    "drawn_by",
+]
+
+_COUNT = 257
+
+_DRAWS: dict[str, Callable[[torch.device], torch.Tensor]] = {
+    "rand": lambda device: torch.rand(_COUNT, device=device),
+    "randn": lambda device: torch.randn(_COUNT, device=device),
+    "randn of float16": lambda device: torch.randn(_COUNT, device=device, dtype=torch.float16),
+    "randint": lambda device: torch.randint(0, 1 << 40, (_COUNT,), device=device),
+    "randperm": lambda device: torch.randperm(_COUNT, device=device),
+    "bernoulli": lambda device: torch.empty(_COUNT, device=device).bernoulli_(0.5),
+    "normal_": lambda device: torch.empty(_COUNT, device=device).normal_(),
+    "uniform_": lambda device: torch.empty(_COUNT, device=device, dtype=torch.float64).uniform_(),
+    "multinomial": lambda device: torch.multinomial(torch.ones(_COUNT, device=device), 31),
+    "rand_like": lambda device: torch.rand_like(torch.empty(_COUNT, device=device)),
+    "dropout": lambda device: F.dropout(torch.ones(_COUNT, device=device), 0.5),
+}
+
+
+def _draws(device: torch.device) -> dict[str, int]:
+    """Call each drawing function with the default generator of a device; return name of the function -> digest."""
+    return {name: digest(draw(device)) for name, draw in _DRAWS.items()}
+
+
+def drawn_by(rank: Rank, seed: int) -> DrawnBy:
+    """Return the digests of a rank's numbers on its GPU, once with the seed of all ranks, once with its own seed."""
+    device = rank.device
+    torch.manual_seed(seed)
+    same = _draws(device)
+    torch.manual_seed(seed + 1 + rank.index)
+    return DrawnBy(torch.cuda.get_device_name(device), same, own=_draws(device))
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the states of all generators, of devices and of the CPU, at the end of the context."""
+    devices, host = torch.cuda.get_rng_state_all(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state_all(devices)
+        torch.set_rng_state(host)
+
+
+def _wrong(text: str, *devices: torch.device) -> DeviceMismatch:
+    return DeviceMismatch(text, ranks=indices_of(*devices))
+
+
+def _require_same(first: dict[str, int], second: dict[str, int], what: str, device: torch.device) -> None:
+    odd = [name for name in first if first[name] != second[name]]
+    if odd:
+        raise _wrong(f"{device}: {what}, but {', '.join(odd)} gave different numbers", device)
+
+
+def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that seeding affects the right generators, and that drawing affects only the generator of its device.
+
+    `torch.manual_seed` and `manual_seed_all` must seed all devices, and `torch.cuda.manual_seed` the current one.
+
+    Returns:
+        the number of devices.
+
+    Raises:
+        DeviceMismatch: naming the device, the seed, and the functions whose numbers wrongly differ or agree.
+    """
+    __tracebackhide__ = True
+    with current_device_kept(), _generators_kept():
+        _seeds(devices, seed)
+        _independence(devices, seed)
+    return len(devices)
+
+
+def _seeds(devices: Sequence[torch.device], seed: int) -> None:
+    first = {}
+    torch.manual_seed(seed)
+    for device in devices:
+        first[device] = _draws(device)
+    for name, seeding in (
+        ("torch.manual_seed", torch.manual_seed),
+        ("torch.cuda.manual_seed_all", torch.cuda.manual_seed_all),
+    ):
+        seeding(seed)
+        for device in reversed(devices):
+            _require_same(first[device], _draws(device), f"seeded twice with {seed} by {name}", device)
+    torch.manual_seed(seed + 1)
+    for device in devices:
+        same = [name for name, word in _draws(device).items() if word == first[device][name]]
+        if same:
+            raise _wrong(f"{device}: seeds {seed} and {seed + 1} gave the same {', '.join(same)}", device)
+    for device in reversed(devices):
+        torch.cuda.set_device(device)
+        others = {other: torch.cuda.get_rng_state(other) for other in devices if other != device}
+        torch.cuda.manual_seed(seed + 2)
+        torch.cuda.manual_seed(seed)
+        if torch.cuda.initial_seed() != seed:
+            raise _wrong(f"{device}: torch.cuda.initial_seed() is {torch.cuda.initial_seed()}, expected {seed}", device)
+        for other, state in others.items():
+            if not torch.equal(torch.cuda.get_rng_state(other), state):
+                raise _wrong(
+                    f"torch.cuda.manual_seed with {device} current has changed the generator of {other}", device, other
+                )
+        _require_same(first[device], _draws(device), f"seeded with {seed} by torch.cuda.manual_seed", device)
+
+
+def _independence(devices: Sequence[torch.device], seed: int) -> None:
+    """Require that drawing changes the generator of its device, and no other."""
+    torch.manual_seed(seed)
+    for device in devices:
+        for name, draw in _DRAWS.items():
+            before = {other: torch.cuda.get_rng_state(other) for other in devices}
+            host = torch.get_rng_state()
+            draw(device)
+            after = {other: torch.cuda.get_rng_state(other) for other in devices}
+            if torch.equal(after[device], before[device]):
+                raise _wrong(f"{device}: {name} did not change the generator, so the same numbers will repeat", device)
+            changed = [other for other in devices if other != device and not torch.equal(after[other], before[other])]
+            if changed:
+                raise _wrong(f"{name} on {device} has changed the generator of {changed[0]}", device, changed[0])
+            if not torch.equal(torch.get_rng_state(), host):
+                raise _wrong(f"{name} on {device} has changed the generator of the CPU", device)
+
+
+def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that a restored generator state gives the same numbers again, and that `torch.Generator` objects are independent.
+
+    The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
+
+    Returns:
+        the number of devices.
+
+    Raises:
+        DeviceMismatch: naming the device, the call and the functions whose numbers differ.
+    """
+    __tracebackhide__ = True
+    with _generators_kept():
+        for number, device in enumerate(devices):
+            torch.cuda.manual_seed_all(seed + number)
+            _draws(device)  # so that the state is not just a seed
+            state, every = torch.cuda.get_rng_state(device), torch.cuda.get_rng_state_all()
+            first = _draws(device)
+            torch.cuda.set_rng_state(state, device)
+            _require_same(first, _draws(device), "its state was kept and set again", device)
+            torch.cuda.set_rng_state_all(every)
+            _require_same(first, _draws(device), "all states were kept and set again", device)
+            torch.cuda.set_rng_state_all(every)
+            with torch.random.fork_rng(devices=[device]):
+                torch.cuda.manual_seed_all(seed + 77)
+                _draws(device)
+            _require_same(first, _draws(device), "fork_rng has been left", device)
+            torch.cuda.set_rng_state_all(every)
+            _own_generator(device, seed)
+            _require_same(first, _draws(device), "a generator of one's own has drawn", device)
+        _forks(devices, seed)
+    return len(devices)
+
+
+def _forks(devices: Sequence[torch.device], seed: int) -> None:
+    """Require that `fork_rng` restores the states of all devices in its argument."""
+    torch.cuda.manual_seed_all(seed)
+    every = torch.cuda.get_rng_state_all()
+    first = {device: _draws(device) for device in devices}
+    torch.cuda.set_rng_state_all(every)
+    with torch.random.fork_rng(devices=devices):
+        torch.cuda.manual_seed_all(seed + 78)
+        for device in devices:
+            torch.rand(_COUNT, device=device)
+    for device in devices:
+        _require_same(first[device], _draws(device), "fork_rng of several devices has been left", device)
+
+
+def _own_generator(device: torch.device, seed: int) -> None:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    if generator.device != device:
+        raise _wrong(f"a generator made for {device} is one of {generator.device}", device)
+    state = generator.get_state()
+    first = torch.rand(_COUNT, device=device, generator=generator)
+    second = torch.rand(_COUNT, device=device, generator=generator)
+    if torch.equal(first, second):
+        raise _wrong(f"{device}: a generator has given the same numbers twice", device)
+    generator.set_state(state)
+    again = torch.rand(_COUNT, device=device, generator=generator)
+    other = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
+    if not (torch.equal(first, again) and torch.equal(first, other)):
+        raise _wrong(f"{device}: generators with the same state, or with the same seed, gave different numbers", device)
+
+
+def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that dropout follows its seed, scales the kept elements, and uses the same mask forward and backward.
+
+    Its mask must change from call to call. The mask must also be the same when `torch.utils.checkpoint` recomputes the forward
+    pass, on devices that are not current too.
+
+    Returns:
+        the number of devices.
+
+    Raises:
+        DeviceMismatch: naming the device and the error.
+    """
+    __tracebackhide__ = True
+    with _generators_kept():
+        for device in devices:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                _dropout(device, dtype, seed)
+            _recomputed(device)
+    return len(devices)
+
+
+def _dropout(device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    layer, count = torch.nn.Dropout(0.25), 1 << 12
+    masks = []
+    for seeded in (seed, seed, None):
+        if seeded is not None:
+            torch.manual_seed(seeded)
+        x = torch.ones(count, device=device, dtype=dtype, requires_grad=True)
+        out = layer(x)
+        out.sum().backward()
+        assert x.grad is not None
+        values = out.detach().unique().tolist()
+        scale = torch.tensor(1 / 0.75, dtype=dtype).item()
+        if not torch.equal(out, x.grad):
+            raise _wrong(f"{device}: dropout of {dtype} drops different elements forward and backward", device)
+        if values != [0.0, scale]:
+            raise _wrong(f"{device}: dropout of {dtype} makes {values} of ones, expected [0.0, {scale!r}]", device)
+        masks.append(out.detach() != 0)
+    # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding 1963).
+    share = float(masks[0].double().mean())
+    if abs(share - 0.75) > 0.06:
+        raise _wrong(f"{device}: dropout of {dtype} with p=0.25 keeps a share of {share:.3f}", device)
+    if not torch.equal(masks[0], masks[1]):
+        raise _wrong(f"{device}: dropout of {dtype} drops different elements with the same seed", device)
+    if any(torch.equal(first, second) for first, second in pairwise(masks[1:])):
+        raise _wrong(f"{device}: dropout of {dtype} drops the same elements each time", device)
+
+
+_RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "use_reentrant=True": lambda x: checkpoint(F.dropout, x, use_reentrant=True),
+    "use_reentrant=False": lambda x: checkpoint(F.dropout, x, use_reentrant=False),
+    "use_reentrant=False, of a list": lambda x: checkpoint(lambda xs: F.dropout(xs[0]), [x], use_reentrant=False),
+    "use_reentrant=False, of a dict": lambda x: checkpoint(
+        lambda batch: F.dropout(batch["x"]), {"x": x}, use_reentrant=False
+    ),
+}
+
+
+def _recomputed(device: torch.device) -> None:
+    """Require that recomputed dropout drops the same elements as forward, and does not change the state of the generator."""
+    for name, call in _RECOMPUTED.items():
+        x = torch.ones(_COUNT, device=device, requires_grad=True)
+        out = call(x)
+        after = torch.cuda.get_rng_state(device)
+        out.sum().backward()
+        assert x.grad is not None
+        if not torch.equal(out, x.grad):
+            raise _wrong(f"{device}: dropout in a checkpoint, {name}, drops different elements backward", device)
+        if not torch.equal(after, torch.cuda.get_rng_state(device)):
+            raise _wrong(f"{device}: a checkpoint, {name}, did not restore the state of the generator", device)

@@ -1,0 +1,261 @@
+"""Devices: each computes, stores and copies correctly in every dtype, alone and together with the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check import strategies
+from mgpu_check.settings import active
+from mgpu_check.suite.common.budget import examples
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check import Ranks
+    from mgpu_check.engine.rank_side.rank import Rank
+    from mgpu_check.suite.devices.seeded_ranks import DrawnBy
+
+
+MORE = st.builds(lambda: active().gpu_level != "quick")
+"""True above the level "quick". Drawn, because the options are known when examples are drawn, but not on the devices."""
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_elementwise_results(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Elementwise functions and conversions match the CPU in each dtype, for all pairs of special values."""
+    from mgpu_check.suite.common.agreement import assert_devices_agree
+    from mgpu_check.suite.devices.operators.elementwise import elementwise_cases
+
+    assert_devices_agree(gpus, elementwise_cases(seed))
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_products(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Products and convolutions, by every function and in every floating dtype, keep all digits of factors and sums."""
+    from mgpu_check.suite.common.agreement import assert_devices_agree
+    from mgpu_check.suite.devices.operators.products import product_cases
+
+    assert_devices_agree(gpus, product_cases(seed))
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_reductions(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Sums, minima, maxima, sorts and searches are exact in each dtype."""
+    from mgpu_check.suite.common.agreement import assert_devices_agree
+    from mgpu_check.suite.devices.operators.reductions import reduction_cases
+
+    assert_devices_agree(gpus, reduction_cases(seed))
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_moves_keep_every_bit(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Operators that move elements within a device keep every bit of each dtype, contiguous or not."""
+    from mgpu_check.suite.common.agreement import assert_devices_agree
+    from mgpu_check.suite.devices.operators.moves import move_cases
+
+    assert_devices_agree(gpus, move_cases(seed))
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds(), more=MORE)
+def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
+    """Layers, losses and gradients are as close to float64 as their dtype allows."""
+    from mgpu_check.suite.common.agreement import assert_devices_agree
+    from mgpu_check.suite.devices.operators.layers import layer_cases
+
+    assert_devices_agree(gpus, layer_cases(seed, more=more))
+
+
+@examples(2, quick=1)
+@given(seed=strategies.seeds(), more=MORE)
+def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
+    """Operators that read or write more than 4 MiB are right."""
+    from mgpu_check.suite.common.agreement import assert_devices_agree
+    from mgpu_check.suite.devices.operators.large import large_cases
+
+    assert_devices_agree(gpus, large_cases(seed, more=more))
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Functions are within their documented bounds, and random numbers have the right distribution, weighted draws included."""
+    from mgpu_check.suite.devices.operators.drawn import assert_drawn_by_weight
+    from mgpu_check.suite.devices.operators.judged import assert_arithmetic_known
+
+    assert_arithmetic_known(gpus, ("functions", "drawing"), seed)
+    assert_drawn_by_weight(gpus, seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Each operator in the documentation of autocast gives the documented dtype and right values, also in nested regions."""
+    from mgpu_check.suite.devices.operators.autocasting import assert_autocast_as_documented
+
+    assert_autocast_as_documented(gpus, seed)
+
+
+@examples(2, quick=1)
+@given(seed=strategies.seeds(), more=MORE)
+def test_copies_around_borders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
+    """Copies around 64 KiB, 1 MiB and up to 4 MiB arrive whole between all devices and the host, and write nothing else."""
+    from mgpu_check.suite.devices.copies import assert_copies_whole
+
+    assert_copies_whole(gpus, seed, more=more)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_of_every_dtype(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Every copying call keeps every bit of each dtype and layout in both directions, NaN payloads included."""
+    from mgpu_check.suite.devices.copies import assert_copies_arrive
+
+    assert_copies_arrive(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_that_convert(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A copy to another device and dtype gives the same values as a conversion on the CPU."""
+    from mgpu_check.suite.devices.copies import assert_casts_arrive
+
+    assert_casts_arrive(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_of_pinned_memory(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Copies from and to pinned memory arrive, also if the host waits only for a stream or an event."""
+    from mgpu_check.suite.devices.copies import assert_pinned_copies_arrive
+
+    assert_pinned_copies_arrive(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A module moves with all its state: parameters, gradients, non-persistent buffers, tied weights and modes."""
+    from mgpu_check.suite.devices.modules import assert_modules_move
+
+    assert_modules_move(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_have_memory_of_their_own(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Documented copies have memory of their own, and documented views share the memory of their source."""
+    from mgpu_check.suite.devices.modules import assert_memory_owned
+
+    assert_memory_owned(gpus, seed)
+
+
+def test_cuda_follows_the_current_device(gpus: tuple[torch.device, ...]) -> None:
+    """The device "cuda" without an index is the current device, in any order of devices."""
+    from mgpu_check.suite.devices.context import assert_cuda_follows
+
+    assert_cuda_follows(gpus)
+
+
+def test_guards_restore(gpus: tuple[torch.device, ...]) -> None:
+    """Guards of devices and streams restore the previous one, also when nested or left by an exception."""
+    from mgpu_check.suite.devices.context import assert_guards_restore
+
+    assert_guards_restore(gpus)
+
+
+def test_threads_have_their_own_device(gpus: tuple[torch.device, ...]) -> None:
+    """Each thread has a current device of its own."""
+    from mgpu_check.suite.devices.context import assert_threads_apart
+
+    assert_threads_apart(gpus)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_host_waits_for_streams(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """After a wait for a stream, an event, or a stream that depends on them, the host sees the queued work done."""
+    from mgpu_check.suite.devices.streams import assert_host_waits
+
+    assert_host_waits(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_streams_wait_for_each_other(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A stream that waits for a stream of any device sees its writes, and memory in use is not allocated again."""
+    from mgpu_check.suite.devices.streams import assert_devices_wait
+
+    assert_devices_wait(gpus, seed)
+
+
+def test_events_tell_the_time(gpus: tuple[torch.device, ...]) -> None:
+    """An event completes when its stream reaches it, and not before."""
+    from mgpu_check.suite.devices.streams import assert_events_tell
+
+    assert_events_tell(gpus)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_generators_are_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Seeds affect the named devices only, and drawing on one device does not change the others."""
+    from mgpu_check.suite.devices.random_numbers import assert_generators_apart
+
+    assert_generators_apart(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_states_of_generators_return(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A restored generator state gives the same numbers again."""
+    from mgpu_check.suite.devices.random_numbers import assert_states_return
+
+    assert_states_return(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_dropout(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Dropout follows its seed, drops the requested share, and drops the same elements in backward as in forward."""
+    from mgpu_check.suite.devices.random_numbers import assert_dropout_as_seeded
+
+    assert_dropout_as_seeded(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(size=strategies.all_devices(), seed=strategies.seeds())
+def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
+    """Ranks with one seed draw the same numbers on GPUs of one model, and ranks with different seeds draw different ones."""
+    from mgpu_check.suite.devices.seeded_ranks import assert_ranks_draw_as_seeded
+
+    assert_ranks_draw_as_seeded(ranks.run(_drawn, seed, size=size))
+
+
+def _drawn(rank: Rank, seed: int) -> DrawnBy:
+    from mgpu_check.suite.devices.random_numbers import drawn_by
+
+    return drawn_by(rank, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_map_location(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """`torch.load` puts tensors where each form of `map_location` says, bit for bit, and keeps shared memory shared."""
+    from mgpu_check.suite.devices.memory import assert_loads_arrive
+
+    assert_loads_arrive(gpus, seed)
+
+
+def test_memory_recovers(gpus: tuple[torch.device, ...]) -> None:
+    """A device refuses an allocation that does not fit, keeps its data, counts both, and continues to work."""
+    from mgpu_check.suite.devices.memory import assert_memory_recovers
+
+    assert_memory_recovers(gpus)

@@ -1,0 +1,1 @@
+"""Property: DistributedDataParallel trains like one device, with each of its options."""

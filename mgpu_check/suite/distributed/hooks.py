@@ -1,0 +1,315 @@
+"""Check communication hooks of DistributedDataParallel that average, compress and approximate. All are collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import gradient_or_zeros
+from mgpu_check.asserts.known_defects import known_defect
+from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.whole_numbers.cases import WholeRun
+from mgpu_check.suite.common.whole_numbers.reference import Gradients, Rows, judged, slack, terms_of
+from mgpu_check.suite.distributed.options import SMALL_BUCKET, own_group
+from mgpu_check.suite.distributed.replica import Place, Replica, under_ddp
+
+__all__ = [
+    "assert_averaging_hook_exact",
+    "assert_compressed_gradients_rounded",
+    "assert_hooks_keep_to_groups",
+    "assert_low_rank_hook_exact",
+]
+
+Hook = Callable[[Any, Any], Any]
+"""A communication hook: it takes a state, such as a process group, and a bucket."""
+
+_COMPRESSING: tuple[tuple[Hook, torch.dtype], ...] = (
+    (default_hooks.fp16_compress_hook, torch.float16),
+    (default_hooks.bf16_compress_hook, torch.bfloat16),
+)
+
+
+def _wrapped() -> list[tuple[Hook, torch.dtype]]:
+    """Return allreduce_hook in each compressing wrapper, with the dtype of the wrapper."""
+    return [
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), torch.float16),
+        (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), torch.bfloat16),
+    ]
+
+
+def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequence[WholeRun]) -> None:
+    """Assert that `allreduce_hook`, and a user's hook that sums and then divides, give the gradients of DDP without a hook.
+
+    Args:
+        runs: the runs for both hooks.
+        long: runs of more steps, for `allreduce_hook` only.
+
+    Raises:
+        GradientMismatch: names run, step, rank, parameter and element.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for name, hook, megabytes, trained in (
+            ("allreduce_hook, small buckets", default_hooks.allreduce_hook, SMALL_BUCKET, runs),
+            ("a hook, one bucket", _sum_then_divide, 25, runs),
+            ("allreduce_hook, one bucket", default_hooks.allreduce_hook, 25, long),
+        ):
+            for run in trained:
+                _averaged(run, Place.of(rank), findings, hook, what=name, bucket_cap_mb=megabytes)
+
+
+def _averaged(run: WholeRun, place: Place, findings: Findings, hook: Hook, **options: Any) -> None:
+    """Train with an averaging hook, and check the buckets that it gets in each step; `options` are those of `Replica`."""
+    replica = Replica(run, place, findings, **options)
+    seen: list[int] = []
+    replica.parallel.register_comm_hook(_group_of(place), _noting(hook, seen))
+    for _ in range(run.steps):
+        seen.clear()
+        replica.step()
+        _judge_buckets(replica, seen)
+
+
+def _group_of(place: Place) -> dist.ProcessGroup:
+    return place.rank.group if place.group is None else place.group
+
+
+def _noting(hook: Hook, seen: list[int]) -> Hook:
+    def noted(group: Any, bucket: Any) -> Any:
+        parameters, gradients = bucket.parameters(), bucket.gradients()
+        seen.extend(map(id, parameters))
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        shaped = [gradient.shape for gradient in gradients] == [parameter.shape for parameter in parameters]
+        if not shaped or not torch.equal(flat, bucket.buffer()):
+            seen.append(0)
+        return hook(group, bucket)
+
+    # DDP compares annotations with its own types, and does not resolve annotations that are strings.
+    noted.__annotations__.clear()
+    return noted
+
+
+def _judge_buckets(replica: Replica, seen: list[int]) -> bool:
+    """Check, and return, whether the hook got each parameter once, with its gradient, in the order of the buffer."""
+    wanted = sorted(id(parameter) for parameter in replica.module.parameters())
+    where = f"{replica.what}, step {replica.number}, rank {replica.place.rank.index}"
+    message = f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once, with its gradient"
+    replica.findings.require(sorted(seen) == wanted, message, ranks=[replica.place.rank.index])
+    return sorted(seen) == wanted
+
+
+def _sum_then_divide(group: Any, bucket: Any) -> Any:
+    size = group.size()
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / size)
+
+
+def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that compressing hooks and wrappers round gradients to their dtype, and no further.
+
+    The hooks are fp16_compress_hook, bf16_compress_hook, and both wrappers. Data for float16 is small, because float16 ends at
+    65504. The mean of gradients of this size must not overflow.
+
+    Raises:
+        GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the dtype.
+    """
+    __tracebackhide__ = True
+    place = Place.of(rank)
+    with judged() as findings:
+        for run in runs:
+            for hook, dtype in (*_COMPRESSING, *(_wrapped() if run is runs[0] else ())):
+                _compressed(run, place, findings, hook, dtype)
+        for hook, dtype in _COMPRESSING:
+            _judge_largest(place, hook, dtype, findings)
+
+
+def _compressed(
+    run: WholeRun, place: Place, findings: Findings, hook: Hook, dtype: torch.dtype, what: str = ""
+) -> None:
+    """Run one backward pass with a hook that compresses to `dtype`, and compare the gradients."""
+    own = replace(run, small=dtype == torch.float16)
+    replica = Replica(own, place, findings, what=hook.__name__ + what)
+    replica.parallel.register_comm_hook(place.group, hook)
+    shards = _filling(replica, replica.shards(replica.next_batch()), dtype)
+    replica.backward(shards[place.index])
+    _judge_compressed(replica, replica.one.parts(shards), dtype)
+
+
+def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
+    """Multiply targets, and so gradients, by an odd number, so that sums need all bits of `dtype` but are still exact."""
+    parts = replica.one.parts(shards)
+    largest = max(float(torch.stack(terms_of(parts, name)).abs().sum(0).max()) for name in parts[0])
+    # A rank's own gradients are larger by the number of ranks until the hook divides, and float16 ends at 65504.
+    limits = torch.finfo(dtype)
+    most = int(min(2 / limits.eps, limits.max / replica.place.size) / max(largest, 1.0))
+    factor = (most - 1) | 1 if most > 1 else 1
+    return [(x, targets * factor) for x, targets in shards]
+
+
+def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dtype) -> None:
+    for name, parameter in replica.module.named_parameters():
+        terms = terms_of(parts, name)
+        tolerance = slack(dtype, replica.place.size, terms)
+        replica.judge_gradient(name, parameter, torch.stack(terms).sum(0), tolerance, "compressed")
+        got, rank = gradient_or_zeros(parameter), replica.place.rank.index
+        kept = got.dtype == parameter.dtype and torch.equal(got.to(dtype).to(got.dtype), got)
+        message = f"{replica.what}, rank {rank}, gradient of {name}: it holds values that {dtype} cannot represent"
+        replica.findings.require(kept, message, ranks=[rank])
+
+
+def _judge_largest(place: Place, hook: Hook, dtype: torch.dtype, findings: Findings) -> None:
+    """Check that the hook divides gradients before it sums them, if `dtype` holds each gradient but not the sum."""
+    device = place.rank.device
+    # Unless the divisor is a power of two, quotients may round up, and then their sum must not overflow.
+    rounds = bool(place.size & (place.size - 1))
+    largest = torch.finfo(dtype).max * (0.875 if rounds else 1.0)
+    module = nn.Linear(1, 1, bias=False).to(device)
+    parallel = under_ddp(module, device, process_group=place.group)
+    parallel.register_comm_hook(place.group, hook)
+    parallel(torch.full((1, 1), largest, device=device)).sum().backward()
+    got = gradient_or_zeros(module.weight).item()
+    off = (place.size + 2) * torch.finfo(dtype).eps * largest if rounds else 0.0
+    message = f"DDP on {place.size} ranks, {hook.__name__}, rank {place.rank.index}: the mean of gradients of {largest:g} is {got:g}"
+    findings.require(abs(got - largest) <= off, message, ranks=[place.rank.index])
+
+
+def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that PowerSGD is exact before its first compressed step, and that ranks then agree.
+
+    A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. The same holds for
+    `batched_powerSGD_hook`, which compresses a bucket as one matrix.
+
+    Raises:
+        GradientMismatch: a gradient differs from that of one device, or the error was not kept.
+        ReplicaMismatch: compressed gradients differ between ranks.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            _low_rank(run, Place.of(rank), findings)
+            # Several buckets: PowerSGD must keep an error for each, but count steps, not buckets.
+            short = replace(run, steps=3)
+            _low_rank(short, Place.of(rank), findings, ", small buckets", bucket_cap_mb=SMALL_BUCKET)
+            _low_rank(run, Place.of(rank), findings, hook="batched_powerSGD_hook")
+
+
+def _low_rank(
+    run: WholeRun, place: Place, findings: Findings, what: str = "", hook: str = "powerSGD_hook", **options: Any
+) -> None:
+    """Train by PowerSGD, which compresses from the third step on; `options` are those of DistributedDataParallel."""
+    replica = Replica(run, place, findings, what=f"{hook}{what}", **options)
+    state = powerSGD_hook.PowerSGDState(_group_of(place), matrix_approximation_rank=1, start_powerSGD_iter=2)
+    order: list[int] = []
+    replica.parallel.register_comm_hook(state, _noting(getattr(powerSGD_hook, hook), order))
+    for number in range(1, run.steps + 1):
+        if number <= 2:  # PowerSGD counts steps from 0
+            replica.step()
+            continue
+        shards = replica.shards(replica.next_batch())
+        replica.optimizer.zero_grad()
+        order.clear()
+        before, done = _left_out(state), False
+        with known_defect("batched-power-sgd-refuses", hook=hook):
+            replica.backward(shards[place.index])
+            done = True
+        if not done:
+            return  # DDP cannot step after an exception in backward
+        if _judge_buckets(replica, order):
+            _judge_left_out(replica, shards[place.index], order, _left_out(state) - before)
+        held = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
+        with findings.collected():
+            assert_replicas_agree(held, group=place.group, what=f"{replica.what}, gradients of step {number}")
+
+
+def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
+    """Assert that hooks of models that train in a group of ranks average over exactly this group.
+
+    `post_localSGD_hook` averages over all ranks in the first two steps. Afterwards it averages over the group, or not at all.
+
+    Args:
+        runs: runs of at least three steps, so that PowerSGD compresses and local steps occur.
+        first: the ranks of one group; all others form the second group.
+
+    Raises:
+        GradientMismatch: a gradient differs from that of one device with the data of the group.
+        ReplicaMismatch: gradients or parameters differ within a group.
+    """
+    __tracebackhide__ = True
+    with judged() as findings, own_group(rank, first) as (members, place):
+        what = f", in the group {members}"
+        for run in (replace(one, seed=one.seed + members[0]) for one in runs):
+            once = replace(run, steps=1)
+            average, named = default_hooks.allreduce_hook, f"allreduce_hook{what}"
+            _averaged(once, place, findings, average, what=named, bucket_cap_mb=SMALL_BUCKET)
+            for hook, dtype in (*_COMPRESSING, *_wrapped()[:1]):
+                _compressed(run, place, findings, hook, dtype, what)
+            _low_rank(run, place, findings, what)
+        for run in runs:
+            for averages in (True, False):
+                _locally_averaged(run, place, members, findings, averages)
+        for hook, dtype in _COMPRESSING:
+            _judge_largest(place, hook, dtype, findings)
+
+
+def _locally_averaged(run: WholeRun, place: Place, members: Sequence[int], findings: Findings, averages: bool) -> None:
+    """Train with post_localSGD_hook on all ranks, and compare each gradient with the mean over the right ranks.
+
+    Args:
+        place: the place of this rank in its group.
+        members: the ranks of the group.
+        averages: post_local_gradient_allreduce: local steps average over the group.
+    """
+    what = f"post_localSGD_hook in the group {list(members)}, post_local_gradient_allreduce={averages}"
+    rank = place.rank
+    # Several buckets: the hook must count steps, not buckets.
+    replica = Replica(run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET)
+    state = post_localSGD_hook.PostLocalSGDState(_group_of(replica.place), _group_of(place), 2, averages)
+    seen: list[int] = []
+    replica.parallel.register_comm_hook(state, _noting(post_localSGD_hook.post_localSGD_hook, seen))
+    for number in range(run.steps):
+        seen.clear()
+        shards = replica.shards(replica.next_batch())
+        replica.optimizer.zero_grad()
+        replica.backward(shards[rank.index])
+        own = range(rank.size) if number < 2 else members if averages else [rank.index]
+        parts = replica.one.parts([shards[index] for index in own])
+        _judge_buckets(replica, seen)
+        replica.judge_mean(parts, len(own))
+        replica.finish(parts, from_exact=True)
+
+
+def _left_out(state: powerSGD_hook.PowerSGDState) -> torch.Tensor:
+    """Return the error that PowerSGD keeps for the next step, bucket by bucket; 0 before the first compressed step.
+
+    A bucket that is compressed as one matrix is padded with zeros.
+    """
+    return torch.cat([value.clone() for value in state.error_dict.values()] or [torch.zeros(1)]).cpu()
+
+
+def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.Tensor) -> None:
+    """Check that this rank's own gradient is the compressed gradient plus `more`, the growth of the kept error."""
+    exact = replica.one.parts([own])[0]
+    named = {id(parameter): (name, parameter) for name, parameter in replica.module.named_parameters()}
+    sizes = [named[key][1].numel() for key in order]
+    kept = (more[: sum(sizes)] if len(more) > 1 else more.expand(sum(sizes))).split(sizes)
+    for key, part in zip(order, kept, strict=True):
+        name, parameter = named[key]
+        expected, got = exact[name], gradient_or_zeros(parameter).cpu() + part.view(parameter.shape)
+        assert expected is not None
+        expected = expected.cpu() * replica.place.size
+        # Three float32 terms of this magnitude: 64 roundoffs are ample, while a lost error is as large as the terms.
+        most = float(max(expected.abs().max(), part.abs().max(), 1.0))
+        off = float((got - expected).abs().max())
+        rank = replica.place.rank.index
+        message = (
+            f"{replica.what}, step {replica.number}, rank {rank}, {name}: the compressed gradient plus the error kept for the "
+            f"next step differs by up to {off:g} from this rank's own gradient plus the error kept before"
+        )
+        replica.findings.require(off <= most * 2.0**-18, message, ranks=[rank])

@@ -1,0 +1,109 @@
+"""Check the averagers of local SGD: the steps in which ranks average their parameters, and the ranks that take part."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.engine.rank_side.rank import Rank
+
+__all__ = ["assert_averagers_average"]
+
+_STEPS = 6
+
+
+def assert_averagers_average(rank: Rank) -> None:
+    """Assert that averagers average parameters in the right steps over the right ranks, and only then. A collective.
+
+    `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps. `HierarchicalModelAverager`
+    averages over pairs every second step and over all ranks every fourth, if the number of ranks is even and above two.
+    `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must survive loading into another optimizer. A
+    parameter without a gradient must not change, as torch documents.
+
+    Raises:
+        GradientMismatch: in some step a parameter has another value.
+    """
+    __tracebackhide__ = True
+    everybody = list(range(rank.size))
+    with Findings() as findings:
+        periodic = PeriodicModelAverager(period=3, warmup_steps=2)
+        _judge(rank, findings, "PeriodicModelAverager", periodic.average_parameters, {2: everybody, 5: everybody})
+        local = PeriodicModelAverager(period=2, warmup_steps=1)
+        _judge(
+            rank, findings, "PostLocalSGDOptimizer", _steps_of(local, rank), {1: everybody, 3: everybody, 5: everybody}
+        )
+        _resume(rank, findings)
+        if rank.size % 2 == 0 and rank.size > 2:
+            pair = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
+            hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, rank.size)]))
+            due = {0: everybody, 2: pair, 4: everybody}
+            _judge(rank, findings, "HierarchicalModelAverager", hierarchical.average_parameters, due)
+            # The averager never destroys its group, and each example would keep another one, with memory on every GPU.
+            dist.destroy_process_group(hierarchical.period_process_group_dict[2])
+
+
+def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.Parameter]], object]:
+    """Return a function whose optimizer step restores the parameters it was given, and then averages if that is due.
+
+    The function first moves the parameters by the opposite of the step.
+    """
+
+    def step(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.fill_(rank.index + 1)
+                with torch.no_grad():
+                    parameter.add_(parameter.grad, alpha=rank.size)
+        PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=float(rank.size)), averager).step()
+
+    return step
+
+
+def _resume(rank: Rank, findings: Findings) -> None:
+    """Check an optimizer that loads the state after a first step without averaging: its next step must average."""
+    parameter = nn.Parameter(torch.full((3,), float(rank.index), device=rank.device))
+    parameter.grad = torch.zeros_like(parameter)
+    first, second = (
+        PostLocalSGDOptimizer(torch.optim.SGD([parameter], lr=1.0), PeriodicModelAverager(period=2, warmup_steps=1))
+        for _ in range(2)
+    )
+    first.step()
+    second.load_state_dict(first.state_dict())
+    second.step()
+    expected, got = (rank.size - 1) / 2, parameter.tolist()
+    message = (
+        f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next a parameter is "
+        f"{got}, expected the mean of all ranks, {expected}"
+    )
+    findings.require(got == [expected] * 3, message, ranks=[rank.index])
+
+
+def _judge(
+    rank: Rank,
+    findings: Findings,
+    name: str,
+    average: Callable[[list[nn.Parameter]], object],
+    due: dict[int, list[int]],
+) -> None:
+    for step in range(_STEPS):
+        # Multiples of the number of ranks, which is even if there are pairs: so every mean is a whole number.
+        own = [float((member + 1 + step) * rank.size) for member in range(rank.size)]
+        averaged, left = (nn.Parameter(torch.full((3,), own[rank.index], device=rank.device)) for _ in range(2))
+        averaged.grad = torch.ones_like(averaged)
+        average([averaged, left])
+        members = due.get(step, [rank.index])
+        expected = sum(own[member] for member in members) / len(members)
+        got = (averaged.tolist(), left.tolist())
+        message = (
+            f"{name} on {rank.size} ranks, step {step}, rank {rank.index}: a parameter, and one without a gradient, are {got}, "
+            f"expected the mean of ranks {members}, {expected}, and {own[rank.index]}"
+        )
+        findings.require(got == ([expected] * 3, [own[rank.index]] * 3), message, ranks=[rank.index])

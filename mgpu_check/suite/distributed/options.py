@@ -1,0 +1,158 @@
+"""Compare DistributedDataParallel with each of its options with one device, bit for bit. All functions are collectives.
+
+Each function trains its runs one after the other, and raises only after the last, so that no rank waits for one that has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.whole_numbers.cases import WholeRun
+from mgpu_check.suite.common.whole_numbers.reference import freeze_first, judged
+from mgpu_check.suite.distributed.replica import Place, Replica, train, under_ddp
+
+__all__ = [
+    "assert_buckets_reduced",
+    "assert_frozen_parameters_kept",
+    "assert_groups_apart",
+    "assert_models_train",
+    "assert_static_graph_trains",
+    "assert_unused_parameters_reduced",
+    "own_group",
+]
+
+SMALL_BUCKET = 0.0001
+"""MiB, about 100 bytes: so small that nearly every parameter has its own bucket."""
+
+
+def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that each run under DDP has the outputs, gradients and parameters of one device in every step.
+
+    Raises:
+        GradientMismatch: names run, step, rank, parameter and element.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings)
+
+
+def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients in many buckets, as copies and as views, equal those of one device.
+
+    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            for view in (False, True):
+                what = f"bucket_cap_mb={SMALL_BUCKET}, gradient_as_bucket_view={view}"
+                options: dict[str, Any] = {"device_ids": None} if view else {}
+                train(
+                    run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET, gradient_as_bucket_view=view, **options
+                )
+
+
+def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those that no rank has.
+
+    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are copies of
+    buckets, or views of them.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            for view in (False, True):
+                what = f"find_unused_parameters, gradient_as_bucket_view={view}"
+                replica = Replica(
+                    run, rank, findings, what=what, find_unused_parameters=True, gradient_as_bucket_view=view
+                )
+                for number in range(run.steps):
+                    replica.forwards = [_head((index + number) % 2) for index in range(rank.size)]
+                    replica.step()
+
+
+def _head(number: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    return lambda model, x: torch.as_tensor(model(x, head=number))
+
+
+def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that static_graph trains a layer that is used twice and recomputed, next to a layer that is never used.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings, what="static_graph", static_graph=True)
+
+
+def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that frozen parameters get rank 0's values and keep them, and that ignored parameters stay each rank's own.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings, what="first layer frozen", prepare=freeze_first)
+            _ignoring(run, rank, findings)
+
+
+def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
+    """Make DDP ignore a parameter, which must keep the rank's own value and gradient."""
+    own = run.build(rank.index).to(rank.device)
+    name, parameter = list(own.named_parameters())[-1]
+    before = parameter.detach().clone()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
+    parallel = under_ddp(own, rank.device)
+    ones = torch.full((rank.index + 1, 16), 1.0, device=rank.device)
+    parallel(ones).sum().backward()
+    what = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
+    findings.require(torch.equal(parameter, before), f"{what}: {name} has changed", ranks=[rank.index])
+    # The last parameter is a bias, so its gradient is the number of this rank's rows.
+    right = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
+    message = f"{what}: its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
+    findings.require(right, message, ranks=[rank.index])
+
+
+def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
+    """Assert that two groups of ranks, `first` and all others, train independently, each as one device with its own run.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings, own_group(rank, first) as (members, place):
+        for run in runs:
+            other = replace(run, seed=run.seed + members[0])
+            train(other, place, findings, what=f"process_group of {members}")
+
+
+@contextlib.contextmanager
+def own_group(rank: Rank, first: Sequence[int]) -> Iterator[tuple[list[int], Place]]:
+    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place. A collective."""
+    chosen = sorted({member % rank.size for member in first})
+    both = [chosen, [index for index in range(rank.size) if index not in chosen]]
+    groups = [dist.new_group(members) if members else None for members in both]
+    members, group = next((one, group) for one, group in zip(both, groups, strict=True) if rank.index in one)
+    yield members, Place(rank, members.index(rank.index), len(members), group)
+    dist.destroy_process_group(group)

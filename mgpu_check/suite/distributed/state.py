@@ -1,0 +1,330 @@
+"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel. All are collectives."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mgpu_check.asserts.bits import first_difference, same_bits
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.averaged_statistics import STEPS, averaging, drawn, wrong_statistics
+from mgpu_check.suite.common.whole_numbers.cases import WholeRun
+from mgpu_check.suite.common.whole_numbers.models import CLASSES, FEATURES
+from mgpu_check.suite.common.whole_numbers.reference import (
+    assert_devices_are,
+    buffers_of,
+    counted,
+    judged,
+    put_buffers,
+    state_of,
+)
+from mgpu_check.suite.distributed.replica import Replica, train, under_ddp
+from mgpu_check.suite.recipes.everything import Everything
+from mgpu_check.suite.recipes.training import split
+
+__all__ = [
+    "assert_arguments_arrive",
+    "assert_buffers_follow_the_first_rank",
+    "assert_channels_last_trains",
+    "assert_checkpoint_goes_on",
+    "assert_evaluation_leaves_no_trace",
+    "assert_mixed_dtypes_train",
+    "assert_starts_from_the_first_rank",
+]
+
+_STEPS_COUNTED = 4_099
+"""Not representable in bfloat16 or float16."""
+
+
+def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
+    """Assert that a wrapped model holds rank 0's parameters and buffers, bit for bit, in all dtypes and sizes.
+
+    Raises:
+        GradientMismatch: names the tensor, the rank, and the first element that differs.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for seed in seeds:
+            model = Everything(seed + 31 * rank.index).to(rank.device)
+            under_ddp(model, rank.device)
+            for name, expected in state_of(Everything(seed)).items():
+                got = state_of(model)[name]
+                if not same_bits(expected, got):
+                    at = first_difference(expected, got.cpu())
+                    message = (
+                        f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's: element "
+                        f"{list(at)} is {got[at].item()}, expected {expected[at].item()}"
+                    )
+                    findings.require(False, message, ranks=[rank.index])
+
+
+def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that each step starts with rank 0's buffers, or with each rank's own without broadcast_buffers.
+
+    Before every second step the module gets new tensors for its buffers. The buffers are int64, float32 and bool, and affect the
+    outputs. The averaged statistics of BatchNorm with momentum=None are checked too.
+
+    Raises:
+        GradientMismatch: an output, gradient, parameter or buffer is wrong.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            for together in (True, False):
+                _count_rows(run, rank, findings, together, evaluated=bool(number % 2))
+        _average(rank, runs[0].seed, findings)
+
+
+def _average(rank: Rank, seed: int, findings: Findings) -> None:
+    """Check statistics that BatchNorm averages over steps, where each step starts with the statistics of rank 0."""
+    layer = averaging().to(rank.device)
+    parallel = under_ddp(layer, rank.device)
+    first, own = (drawn(2 + index % 3, seed + index) for index in (0, rank.index))
+    for step in range(STEPS):
+        parallel(own[step].to(rank.device)).sum().backward()
+        wrong = wrong_statistics(layer, [*first[:step], own[step]])
+        message = f"DDP of BatchNorm on {rank.size} ranks, momentum=None, rank {rank.index}: {wrong}"
+        findings.require(not wrong, message, ranks=[rank.index])
+
+
+def _count_rows(run: WholeRun, rank: Rank, findings: Findings, together: bool, *, evaluated: bool) -> None:
+    what = f"broadcast_buffers={together}"
+    replica = Replica(run, rank, findings, what=what, broadcast_buffers=together)
+    own = {name: value.cpu().clone() for name, value in buffers_of(replica.module).items()}
+    first = own
+    for number in range(run.steps):
+        x = run.batches()[number][0]
+        shards = split(x, rank.size)
+        before = first if together else own
+        put_buffers(replica.one.exact, before)
+        if number % 2:
+            _assign_anew(replica.module)
+        replica.step()
+        own, first = counted(before, shards[rank.index]), counted(first, shards[0])
+        with findings.collected():
+            replica.agree(buffers_of(replica.module), own, f"buffers after step {number + 1}")
+    if evaluated and run.batch:
+        replica.parallel.eval()
+        replica.one.exact.eval()
+        put_buffers(replica.one.exact, first if together else own)
+        x = run.batches()[0][0]
+        with torch.no_grad():
+            got = replica.parallel(x.to(rank.device))
+        with findings.collected():
+            replica.agree({"outputs": got}, {"outputs": replica.one.outputs(x)}, "in evaluation")
+
+
+def _assign_anew(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, value in list(module.named_buffers(recurse=False)):
+            setattr(module, name, value.clone())
+
+
+def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that a model with parameters of two dtypes trains: each gradient has its parameter's dtype and value.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = train(run, rank, findings)
+            for name, parameter in replica.module.named_parameters():
+                kind = None if parameter.grad is None else parameter.grad.dtype
+                message = f"{replica.what}, rank {rank.index}: the gradient of {name} is of {kind}, expected {parameter.dtype}"
+                findings.require(kind == parameter.dtype, message, ranks=[rank.index])
+
+
+def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that convolutions in channels_last train, and that parameters and gradients keep that layout.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`, or a layout has changed.
+    """
+    __tracebackhide__ = True
+
+    def prepare(model: nn.Module) -> None:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    with judged() as findings:
+        for run in runs:
+            for view in (False, True):
+                what = f"channels_last, gradient_as_bucket_view={view}"
+                replica = train(run, rank, findings, what=what, prepare=prepare, gradient_as_bucket_view=view)
+                for name, parameter in replica.module.named_parameters():
+                    if parameter.dim() != 4 or parameter.grad is None:
+                        continue
+                    # The stride of a dimension of size 1 has no meaning, and kernels choose it freely.
+                    long = [dim for dim, size in enumerate(parameter.shape) if size > 1]
+                    strides, expected = ([one.stride(dim) for dim in long] for one in (parameter.grad, parameter))
+                    message = f"{replica.what}: strides of the gradient of {name} are {strides}, expected {expected}"
+                    findings.require(strides == expected, message, ranks=[rank.index])
+
+
+class _Pair(NamedTuple):
+    values: torch.Tensor
+    number: int
+
+
+class _Spread(nn.Module):
+    """A model with nested positional and keyword arguments, and nested outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, pair: tuple[torch.Tensor, Any], *, more: Mapping[str, Any], factor: int = 1) -> dict[str, Any]:
+        x, words = pair
+        self.seen = {"x": x, "list": more["list"][0], "words": words, "text": more["text"]}
+        self.seen["pair"] = more["list"][1]
+        out = self.layer(x) * factor
+        return {"out": out, "nested": (None, [out.detach() + more["list"][0]]), "text": more["text"], "number": words}
+
+
+def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
+    """Assert that nested arguments from the CPU arrive whole on the rank's device.
+
+    Positional and keyword arguments are tried. Outputs must keep their structure, and gradients must flow back to the arguments.
+
+    Raises:
+        GradientMismatch: an argument or output is missing, on the wrong device, or has wrong values.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed + rank.index)
+            rows = 1 + (seed + rank.index) % 4
+            x = torch.randint(-4, 5, (rows, FEATURES), generator=generator).float()
+            y = torch.randint(-4, 5, (rows, CLASSES), generator=generator)
+            torch.manual_seed(seed)
+            model = _Spread().to(rank.device)
+            parallel = under_ddp(model, rank.device, find_unused_parameters=True)
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.copy_(value.mul(8).round())
+            if rank.device.type != "cuda":
+                x, y = x.to(rank.device), y.to(rank.device)
+            x.requires_grad_()
+            out = parallel((x, 5), more={"list": [y, _Pair(y, 7)], "text": "a word"}, factor=2)
+            out["out"].sum().backward()
+            expected = (
+                x.cpu().double() @ model.layer.weight.detach().cpu().double().T
+                + model.layer.bias.detach().cpu().double()
+            ) * 2
+            of_x = 2 * model.layer.weight.detach().cpu().sum(0).expand(rows, -1)
+            what = f"DDP on {rank.size} ranks, nested arguments, rank {rank.index}"
+            with findings.collected():
+                tensors = {
+                    "argument x": model.seen["x"],
+                    "argument more['list']": model.seen["list"],
+                    "output": out["out"],
+                }
+                assert_devices_are(tensors, rank.device, what)
+            for name, right in {
+                "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
+                "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
+                "the gradient of argument x": x.grad is not None and torch.equal(x.grad.cpu(), of_x),
+                "argument more['list'][1]": isinstance(model.seen["pair"], _Pair)
+                and torch.equal(model.seen["pair"].values.cpu(), y.cpu())
+                and model.seen["pair"].number == 7,
+                "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",
+                "output out": torch.equal(out["out"].detach().cpu().double(), expected),
+                "output nested": out["nested"][0] is None
+                and torch.equal(out["nested"][1][0].cpu().double(), expected + y.cpu()),
+                "output text": out["text"] == "a word" and out["number"] == 5,
+            }.items():
+                findings.require(right, f"{what}: {name} is wrong", ranks=[rank.index])
+
+
+def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that evaluation between steps gives the outputs of one device and does not change later steps.
+
+    In every second run only rank 0 evaluates.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            replica = Replica(run, rank, findings, what="evaluated between steps")
+            for _ in range(run.steps):
+                replica.step()
+                x = run.batches()[0][0]
+                # Without buffers evaluation does not communicate, so rank 0 may evaluate alone.
+                if number % 2 and rank.index:
+                    continue
+                replica.parallel.eval()
+                with torch.inference_mode() if run.seed % 2 else torch.no_grad():
+                    got = replica.parallel(x.to(rank.device))
+                modes = {name: module.training for name, module in replica.module.named_modules()}
+                replica.parallel.train()
+                with findings.collected():
+                    replica.agree({"outputs": got.clone()}, {"outputs": replica.one.outputs(x)}, "in evaluation")
+                message = (
+                    f"{replica.what}, rank {rank.index}: in evaluation some modules were in training mode: {modes}"
+                )
+                findings.require(not any(modes.values()) and not got.requires_grad, message, ranks=[rank.index])
+
+
+def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that training continues exactly when rank 0 saves model and optimizer, and all ranks load them.
+
+    Each rank loads to its own device. An optimizer of narrow parameters has counted more steps than their dtype can represent.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`, or a tensor was loaded to the wrong device.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = Replica(run, rank, findings, what="from a checkpoint")
+            for number in range(run.steps):
+                if number == 1:
+                    _interrupt(replica)
+                replica.step()
+        for dtype in (torch.bfloat16, torch.float16):
+            _judge_count(rank, findings, dtype)
+
+
+def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
+    """Check that Adam's state is loaded unchanged, with a number of steps that `dtype` cannot represent."""
+    parameter = nn.Parameter(torch.ones(3, dtype=dtype, device=rank.device))
+    parameter.grad = torch.full_like(parameter, 0.375)
+    first, second = (torch.optim.Adam([parameter], lr=0.5) for _ in range(2))
+    first.step()
+    first.state[parameter]["step"].fill_(_STEPS_COUNTED)
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    for name, value in saved["state"][0].items():
+        got = second.state[parameter][name]
+        same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
+        message = f"Adam of {dtype} parameters, rank {rank.index}: {name} was saved as {value.tolist()}, but loaded as {got.tolist()}"
+        findings.require(same, message, ranks=[rank.index])
+
+
+def _interrupt(replica: Replica) -> None:
+    """Save on rank 0, load on all ranks into a new model and a new optimizer, and put them into the replica."""
+    rank = replica.place.rank
+    saved: list[Any] = [None]
+    if rank.index == 0:
+        file = io.BytesIO()
+        torch.save({"model": replica.parallel.state_dict(), "optimizer": replica.optimizer.state_dict()}, file)
+        saved = [file.getvalue()]
+    dist.broadcast_object_list(saved, src=0)
+    loaded = torch.load(io.BytesIO(saved[0]), map_location=rank.device)
+    with replica.findings.collected():
+        assert_devices_are(loaded["model"], rank.device, f"{replica.what}, rank {rank.index}")
+    replica.module = replica.run.build(9 + rank.index).to(rank.device)
+    replica.wrap()
+    replica.parallel.load_state_dict(loaded["model"])
+    replica.optimizer = replica.run.optimize(replica.module)
+    replica.optimizer.load_state_dict(loaded["optimizer"])

@@ -1,0 +1,1 @@
+"""Property: parallel steps give the gradients of one device."""

@@ -1,0 +1,299 @@
+"""Compare training on several devices with the same run on one: DataParallel, DDP, and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import assert_gradients_agree
+from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.steps import Measurement, Step, full_precision, measure_step, measure_step_provisionally
+from mgpu_check.suite.gradients.cases import TrainingSpec
+from mgpu_check.suite.recipes import models, reference
+from mgpu_check.suite.recipes import training as steps
+
+__all__ = [
+    "assert_data_parallel_agrees",
+    "assert_distributed_agrees",
+    "assert_distributed_replicas_agree",
+    "assert_step_by_hand_agrees",
+]
+
+Divide = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
+_PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
+
+
+def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
+    """Assert that `nn.DataParallel` over `devices` trains as the first of them alone does.
+
+    With BatchNorm the run on one device processes each batch in the shards of DataParallel, because the samples of a shard are
+    normalised together. Statistics must be those of the first shard, because the other replicas drop theirs.
+
+    Raises:
+        GradientMismatch: a gradient, parameter or statistic is off by more than the tolerance measured on this run.
+    """
+    __tracebackhide__ = True
+    first = devices[0]
+    with full_precision():
+        start, batches = training.initial(), training.batches()
+        model = DataParallel(training.initial().to(first), device_ids=[device.index for device in devices])
+        optimizer = torch.optim.SGD(model.parameters(), lr=training.rate, momentum=training.momentum)
+        for inputs, labels in batches:
+            steps.train_step(model, optimizer, inputs.to(first), labels.to(first))
+        shards = len(torch.arange(training.batch).chunk(len(devices)))
+        measured = _measured(training, reference.as_inputs(start, batches), first, shards, torch.chunk)
+        got = reference.observed(model.module) | _statistics(model.module, 0)
+        _assert_as_measured(
+            got,
+            measured,
+            leave_out=lambda name: " of rank " in name and not name.endswith(" of rank 0"),
+            constants={"devices": len(devices), "batch size": training.batch},
+            what=f"DataParallel on {len(devices)} devices",
+        )
+
+
+def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
+    """Assert that the hand-written step (`recipes.training.train_batch`) over `devices` trains as one device does.
+
+    SGD has no momentum here, even if the spec has one.
+
+    Raises:
+        ReplicaMismatch: gradients or parameters differ between devices in some bit.
+        GradientMismatch: a gradient or parameter is off by more than the tolerance measured on this run.
+    """
+    __tracebackhide__ = True
+    training = TrainingSpec(training.model, training.batch, training.steps, seed=training.seed)
+    with full_precision():
+        start, batches = training.initial(), training.batches()
+
+        def by_module(inputs: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            logits: torch.Tensor = functional_call(start, dict(parameters), (inputs,))
+            return logits
+
+        replicas = steps.replicate(dict(start.named_parameters()), devices)
+        for inputs, labels in batches:
+            for replica in replicas:
+                steps.clear(replica)
+            forward = models.lenet if training.model == "lenet" else by_module
+            steps.train_batch(forward, replicas, inputs, labels, training.rate)
+        held = [_with_gradients(replica) for replica in replicas]
+        assert_replicas_agree(held, what=f"step by hand on {len(devices)} devices")
+        measured = _measured(training, reference.as_inputs(start, batches), devices[0], len(devices), steps.split)
+        _assert_as_measured(
+            held[0],
+            measured,
+            constants={"devices": len(devices), "batch size": training.batch},
+            what=f"step by hand on {len(devices)} devices",
+        )
+
+
+def assert_distributed_agrees(
+    training: TrainingSpec,
+    rank: Rank,
+    *,
+    evaluation: bool = False,
+    gradient_as_bucket_view: bool = False,
+    bucket_cap_mb: float | None = None,
+) -> None:
+    """Assert, on every rank, that DDP trains as one device does. A collective.
+
+    Ranks start with different parameters, because DDP must give them those of rank 0. Gradients and parameters must agree on all
+    ranks bit for bit, and rank 0 compares its own with one device. With BatchNorm, in training, the run on one device processes
+    each batch in the shards of the ranks, and the statistics of each rank are compared too.
+
+    Raises:
+        ReplicaMismatch: on the ranks whose gradients or parameters differ from those of most others.
+        GradientMismatch: on rank 0, if a result is off by more than the tolerance measured on this run; on any rank, if
+            evaluation changes statistics.
+    """
+    __tracebackhide__ = True
+    with full_precision():
+        model, start = _train(training, rank, evaluation, gradient_as_bucket_view, bucket_cap_mb)
+        results = reference.observed(model)
+        # Run all collectives first, so that a rank that raises does not leave others waiting.
+        gathered = {} if evaluation else _gather_statistics(model, rank)
+        assert_replicas_agree(results, group=rank.group, what=f"DDP after {_steps(training.steps)}")
+        if evaluation:
+            before = _statistics(start, None)
+            assert_gradients_agree(
+                _statistics(model, None),
+                before,
+                tolerance=dict.fromkeys(before, 0.0),
+                rank=rank.index,
+                what="evaluation",
+            )
+        if rank.index:
+            return
+        inputs = reference.as_inputs(start, training.batches())
+        measured = _measured(training, inputs, rank.device, rank.size, steps.split, evaluation=evaluation)
+        _assert_as_measured(
+            results | gathered,
+            measured,
+            rank=0,
+            constants={"world size": rank.size, "batch size": training.batch, "micro-batches": training.windows},
+            what=f"DDP on {rank.size} ranks",
+        )
+
+
+def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> None:
+    """Assert, on every rank, that DDP keeps all parameters equal bit for bit, from the start on. A collective.
+
+    Raises:
+        ReplicaMismatch: on the ranks whose parameters differ from those of most others.
+    """
+    __tracebackhide__ = True
+
+    with Findings() as findings:
+
+        def compare(step: int, model: nn.Module) -> None:
+            with findings.collected():
+                assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {_steps(step)}")
+
+        _train(training, rank, False, False, None, after=compare)
+
+
+def _train(
+    training: TrainingSpec,
+    rank: Rank,
+    evaluation: bool,
+    gradient_as_bucket_view: bool,
+    bucket_cap_mb: float | None,
+    after: Callable[[int, nn.Module], None] = lambda step, model: None,
+) -> tuple[nn.Module, nn.Module]:
+    """Train this rank's part under DDP; return the trained model, and the initial model of rank 0."""
+    own = training.initial(rank.index).to(rank.device)
+    parallel = DistributedDataParallel(
+        own,
+        device_ids=[rank.device] if rank.device.type == "cuda" else None,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        bucket_cap_mb=bucket_cap_mb,
+    ).train(not evaluation)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=training.rate, momentum=training.momentum)
+    after(0, own)
+    for step, (inputs, labels) in enumerate(training.batches(), start=1):
+        x = steps.split(inputs, rank.size)[rank.index].to(rank.device)
+        y = steps.split(labels, rank.size)[rank.index].to(rank.device)
+        windows = list(zip(steps.split(x, training.windows), steps.split(y, training.windows), strict=True))
+        steps.accumulated_step(parallel, optimizer, windows, training.batch, rank.size)
+        after(step, own)
+    return own, training.initial()
+
+
+class Measure(Protocol):
+    """Measures a step on one device, provisionally or in full."""
+
+    def provisionally(self) -> Measurement[str]: ...
+
+    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> Measurement[str]: ...
+
+
+@dataclass(frozen=True)
+class _OfStep:
+    """See `measure_step` for the attributes."""
+
+    step: Step
+    inputs: Mapping[str, torch.Tensor]
+    singles: Sequence[Mapping[str, torch.Tensor]]
+
+    def provisionally(self) -> Measurement[str]:
+        return measure_step_provisionally(self.step, self.inputs, self.singles[-1])
+
+    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> Measurement[str]:
+        return measure_step(self.step, self.inputs, singles=self.singles, pairs=pairs, seed=seed, magnified=magnified)
+
+
+def _within(got: Mapping[str, torch.Tensor], measured: Measurement[str]) -> bool:
+    return got.keys() == measured.reference.keys() and all(
+        got[name].shape == value.shape and difference(got[name], value, measured.tolerance[name]) is None
+        for name, value in measured.reference.items()
+    )
+
+
+def _measured(
+    training: TrainingSpec,
+    inputs: Mapping[str, torch.Tensor],
+    device: torch.device,
+    shards: int,
+    divide: Divide,
+    *,
+    evaluation: bool = False,
+) -> Measure:
+    """Run on one device; return an object that measures the results and their tolerances in float32."""
+
+    def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        return reference.on_one_device(
+            training.build,
+            training.steps,
+            rate=training.rate,
+            momentum=training.momentum,
+            shards=parts,
+            divide=divide,
+            evaluation=evaluation,
+        )
+
+    placed = {name: value.to(device) for name, value in inputs.items()}
+    # With BatchNorm, samples of a shard affect each other, so only the run in shards is the same computation.
+    together = training.model in ("convnet", "resnet18") and not evaluation
+    whole, sharded = run(shards if together else 1), run(shards)
+    singles = [sharded(placed)] if together or shards == 1 else [whole(placed), sharded(placed)]
+    return _OfStep(whole, inputs, singles)
+
+
+def _assert_as_measured(
+    got: Mapping[str, torch.Tensor],
+    measure: Measure,
+    leave_out: Callable[[str], bool] = lambda name: False,
+    **kwargs: Any,
+) -> None:
+    """Assert that the results agree with the measurement; if they do not, measure more precisely before raising.
+
+    The provisional measurement in float32 takes a third of the time, and suffices for most right results. With few perturbations the
+    full measurement may miss a ReLU that is within rounding errors of its border: two pairs miss it in about one of a hundred
+    cases. More and larger perturbations do not miss it, and do not excuse errors of other causes.
+    """
+    __tracebackhide__ = True
+    enough = measure.provisionally()
+    if _within(got, enough.without(filter(leave_out, enough.reference))):
+        return
+    measured = measure.in_full(pairs=_PAIRS)
+    measured = measured.without(filter(leave_out, measured.reference))
+    try:
+        assert_gradients_agree(got, measured, **kwargs)
+    except GradientMismatch:
+        again = measure.in_full(pairs=_MORE_PAIRS, seed=1, magnified=_MAGNIFIED)
+        assert_gradients_agree(got, measured.wider(again), **kwargs)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _with_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    gradients = {f"gradient of {name}": value.grad for name, value in parameters.items() if value.grad is not None}
+    return gradients | {name: value.detach() for name, value in parameters.items()}
+
+
+def _statistics(model: nn.Module, rank: int | None) -> dict[str, torch.Tensor]:
+    suffix = "" if rank is None else f" of rank {rank}"
+    return {name + suffix: value.clone() for name, value in model.named_buffers() if value.is_floating_point()}
+
+
+def _gather_statistics(model: nn.Module, rank: Rank) -> dict[str, torch.Tensor]:
+    """Gather the statistics of all ranks on each rank. A collective."""
+    gathered: dict[str, torch.Tensor] = {}
+    for name, value in _statistics(model, None).items():
+        rows = [torch.empty_like(value) for _ in range(rank.size)]
+        dist.all_gather(rows, value)
+        gathered |= {f"{name} of rank {index}": row for index, row in enumerate(rows)}
+    return gathered

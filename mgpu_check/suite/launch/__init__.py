@@ -1,0 +1,1 @@
+"""Property: launched scripts see their ranks and devices."""

@@ -1,0 +1,311 @@
+"""Launch a script on the devices, by torchrun or by its own spawning, and check the reports of its ranks.
+
+Run as a program, this module acts as torchrun, but imports torch only once, because its ranks are forks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
+from mgpu_check.processes.launched import simulating, without_launcher
+
+__all__ = [
+    "SCRIPT",
+    "Launched",
+    "arguments_for",
+    "arguments_for_speed",
+    "assert_rank_is_told",
+    "assert_trained",
+    "launched",
+    "seeing",
+    "speed_of",
+]
+
+SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")
+
+_TOLERANCE = 1e-9
+"""Relative tolerance of the losses in float64: about 10^5 operations round by 2^-53 each; an extra sample changes 10^-3."""
+_OF_A_RANK, _OF_A_RANK_FOR_SPEED, _STEPS = 16, 256, 8
+"""Samples per batch and rank for the check of results, the same for the timing, and batches per epoch."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The reports of the ranks of a run, in rank order."""
+
+    told: tuple[Mapping[str, Any], ...]
+
+    @property
+    def seconds(self) -> float:
+        """The time of an epoch on the slowest rank: the median over epochs, without the slowest epoch."""
+        epochs = sorted(max(times) for times in zip(*(one["seconds"] for one in self.told), strict=True))[:-1]
+        return float(epochs[len(epochs) // 2])
+
+
+def arguments_for(count: int) -> list[str]:
+    """Return arguments of the script that give `count` ranks together the same batches as a single rank."""
+    return [*_batches(count, _OF_A_RANK), "--dtype=float64"]
+
+
+def arguments_for_speed(count: int) -> list[str]:
+    """Return arguments for a timing where the GPU needs longer for a batch than its collation takes.
+
+    A batch needs about 10^11 operations. In each rank, the samples of an epoch take 16 MiB per rank of the world.
+    """
+    return [*_batches(count, _OF_A_RANK_FOR_SPEED), "--width=2048", "--layers=16"]
+
+
+def _batches(count: int, of_a_rank: int) -> list[str]:
+    batch = of_a_rank * count
+    return [f"--batch-size={batch}", f"--samples={_STEPS * batch}"]
+
+
+def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simulated: bool) -> list[Launched]:
+    """Run the script in worlds of the given sizes, one after the other, each on the first of the visible devices.
+
+    Args:
+        way: "torchrun", or "spawn", where the script starts one rank per visible GPU.
+        worlds: the sizes of the worlds.
+        arguments: the arguments of the script.
+        simulated: whether the devices are simulated.
+
+    Raises:
+        RankDied: a run failed, with its output, or a rank wrote no report.
+    """
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="mgpu-check-") as directory:
+        reports = [Path(directory) / str(world) for world in worlds]
+        for report in reports:
+            report.mkdir()
+        if way == "torchrun":
+            tasks = [[world, [*arguments, f"--report={report}"]] for world, report in zip(worlds, reports, strict=True)]
+            _run([sys.executable, "-m", __name__, json.dumps(tasks)], seeing(max(worlds), simulated), directory)
+        else:
+            for world, report in zip(worlds, reports, strict=True):
+                command = [sys.executable, SCRIPT, *arguments, "--spawn", f"--report={report}"]
+                _run(command, seeing(world, simulated), directory)
+        for world, report in zip(worlds, reports, strict=True):
+            files = [report / f"rank{rank}.json" for rank in range(world)]
+            silent = [rank for rank, file in enumerate(files) if not file.exists()]
+            if silent or len(list(report.iterdir())) > world:
+                found = ", ".join(sorted(file.stem for file in report.iterdir())) or "none"
+                raise RankDied(f"{way}: of {world} ranks these have trained to the end: {found}", ranks=silent)
+            runs.append(Launched(tuple(json.loads(file.read_text()) for file in files)))
+    return runs
+
+
+def seeing(count: int, simulated: bool) -> dict[str, str]:
+    """Return the environment of a program that sees the first `count` devices and was not started by a launcher."""
+    environment = simulating(without_launcher(os.environ), count if simulated else None)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # The agent counts GPUs by NVML, because a process that has used the CUDA driver cannot fork ranks.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if not simulated:
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        entries = [str(index) for index in range(count)] if listed is None else listed.split(",")[:count]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(entries)
+    return environment
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], temporary: str) -> None:
+    """Run a program with `temporary` as its directory for temporary files, such as the logs of torchrun's agent."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), root])
+    own = {"PYTHONPATH": path, "TMPDIR": temporary}
+    done = subprocess.run(list(command), env={**environment, **own}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RankDied(f"the script ended with exit code {done.returncode}:\n{done.stdout[-500:]}{done.stderr[-4000:]}")
+
+
+def assert_trained(way: str, runs: Sequence[Launched]) -> None:
+    """Assert that the ranks of each run had the right places, and trained as one device does.
+
+    Each rank must have its RANK, LOCAL_RANK and WORLD_SIZE, the common MASTER_ADDR and MASTER_PORT, and its model on its own
+    device. All ranks must end with the same parameters, bit for bit. The loss must fall to less than half, and must be the same
+    in runs of all sizes.
+
+    Raises:
+        RankDied: a rank had a wrong variable or device. ``ranks`` has the rank.
+        ReplicaMismatch: ranks ended with different parameters or losses.
+        GradientMismatch: the loss did not fall, or differs from that of the first run.
+    """
+    __tracebackhide__ = True
+    for run in runs:
+        _assert_places(way, run)
+        first = run.told[0]
+        for rank, told in enumerate(run.told):
+            for what in ("parameters", "losses"):
+                if told[what] != first[what]:
+                    shown = f"{told[what]}, rank 0 {first[what]}"
+                    raise ReplicaMismatch(
+                        f"{way}, {len(run.told)} ranks: rank {rank} ended with different {what} than rank 0: {shown}",
+                        ranks=(rank,),
+                    )
+        losses = first["losses"]
+        if not losses[-1] < losses[0] / 2:
+            raise GradientMismatch(
+                f"{way}, {len(run.told)} ranks: the loss does not fall below half its start: {losses}"
+            )
+        alone = runs[0].told[0]["losses"]
+        for epoch, (one, other) in enumerate(zip(losses, alone, strict=True)):
+            if not math.isclose(one, other, rel_tol=_TOLERANCE):
+                raise GradientMismatch(
+                    f"{way}: the loss of epoch {epoch} is {one!r} on {len(run.told)} ranks, but {other!r} on "
+                    f"{len(runs[0].told)}, with batches of the same samples"
+                )
+
+
+def speed_of(runs: Sequence[Launched], simulated: bool) -> str:
+    """Return a line with the time of an epoch on one device and on several; on real devices also the speedup."""
+    said = ", ".join(f"{run.seconds:.3f} s on {_devices(len(run.told))}" for run in runs)
+    if simulated:
+        return f"an epoch takes {said}; simulated, so that says nothing about speed"
+    alone, last = runs[0], runs[-1]
+    times = alone.seconds / last.seconds
+    return f"an epoch takes {said}: {times:.2f} times as fast, efficiency {times / len(last.told):.0%}"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count > 1)}"
+
+
+def assert_rank_is_told(rank: Rank) -> None:
+    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees with them.
+
+    Raises:
+        RankDied: a variable is missing or wrong. ``ranks`` has this rank.
+    """
+    __tracebackhide__ = True
+    import torch.distributed as dist
+
+    of_host: list[Any] = [None] * rank.size
+    dist.all_gather_object(of_host, (rank.node_index, os.environ.get("LOCAL_RANK")))
+    beside = [local for node, local in of_host if node == rank.node_index]
+    expected = {
+        "RANK": rank.index,
+        "LOCAL_RANK": rank.local_index,
+        "WORLD_SIZE": rank.size,
+        "LOCAL_WORLD_SIZE": len(beside),
+        "GROUP_RANK": rank.node_index,
+    }
+    for name, right in expected.items():
+        if os.environ.get(name) != str(right):
+            got = os.environ.get(name)
+            raise RankDied(
+                f"rank {rank.index} of {rank.size}: {name} is {got!r}, expected '{right}'", ranks=(rank.index,)
+            )
+    if len(set(beside)) < len(beside):
+        raise RankDied(
+            f"rank {rank.index} of {rank.size}: ranks of its host have LOCAL_RANK {beside}", ranks=(rank.index,)
+        )
+    seen = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
+    if seen != (rank.index, rank.size, rank.local_index):
+        raise RankDied(
+            f"rank {rank.index} of {rank.size}: torch.distributed takes it for rank {seen[0]} of {seen[1]}, with local rank "
+            f"{seen[2]}, expected {rank.local_index}",
+            ranks=(rank.index,),
+        )
+
+
+def _assert_places(way: str, run: Launched) -> None:
+    world = len(run.told)
+    for rank, told in enumerate(run.told):
+        seen = told["environment"]
+        expected = {"rank": rank, "world_size": world, "device": f"cuda:{rank}", "current_device": rank}
+        if way == "torchrun":
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            # One host, one role, and the first start, because scripts that resume read the number of restarts.
+            numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
+            numbers |= {"TORCHELASTIC_RESTART_COUNT": 0}
+            expected |= {name: str(value) for name, value in numbers.items()}
+        for name, right in expected.items():
+            got = told.get(name, seen.get(name))
+            if got != right:
+                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {got!r}, expected {right!r}", ranks=(rank,))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not seen[name] or seen[name] != run.told[0]["environment"][name]:
+                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {seen[name]!r}, on rank 0 "
+                               f"{run.told[0]['environment'][name]!r}", ranks=(rank,))  # fmt: skip
+
+
+def _rank(arguments: Sequence[str]) -> None:
+    """Run the script in a rank that torchrun's agent has started."""
+    sys.argv = [SCRIPT, *arguments]
+    runpy.run_path(SCRIPT, run_name="__main__")
+
+
+def _fail(index: int, culprit: int, how: str) -> None:
+    """Fail in the process with the index `culprit`: raise, exit, or kill the process."""
+    if index != culprit:
+        return
+    if how == "raises":
+        raise LookupError("planted")
+    if how == "exits":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _require_failures_told() -> None:
+    """Require that the caller of `start_processes`, which `mp.spawn` uses, learns which process has failed, and how.
+
+    Raises:
+        RankDied: the caller gets a wrong report, or none.
+    """
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+    expected = {"raises": "LookupError: planted", "exits": "exit code 7", "is killed": "signal SIGKILL"}
+    for culprit, (how, right) in itertools.product((0, 1), expected.items()):
+        told = "nothing"
+        try:
+            start_processes(_fail, (culprit, how), nprocs=2, start_method="fork")
+        except ProcessRaisedException as error:
+            told = f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+        except ProcessExitedException as error:
+            end = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
+            told = f"rank {error.error_index}: {end}"
+        if told != f"rank {culprit}: {right}":
+            raise RankDied(
+                f"start_processes of two processes, where rank {culprit} {how}: it reports {told}, expected {right}",
+                ranks=(culprit,),
+            )
+
+
+def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
+    """Launch the script for each task (number of processes, arguments), one after the other; then processes that fail."""
+    import torch._dynamo  # noqa: F401  # or DistributedDataParallel would import it in each rank
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for world, arguments in tasks:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=f"mgpu-check-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="fork",
+            max_restarts=0,
+            monitor_interval=0.02,
+        )
+        elastic_launch(config, _rank)(arguments)
+    _require_failures_told()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # skips torch's slow shutdown, because the check waits for the end of this process

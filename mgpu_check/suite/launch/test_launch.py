@@ -1,0 +1,67 @@
+"""Launch: ranks get the right environment, and a script in the style of tutorials trains like on one device.
+
+The time of an epoch on one device and on all is measured and reported, but does not decide the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.settings import active
+
+if TYPE_CHECKING:
+    from mgpu_check import Ranks
+
+_SECONDS_OF_A_RANK = 20.0  # for the import of torch, while other ranks import it too
+
+
+def test_ranks_are_told_who_they_are(ranks: Ranks) -> None:
+    """The environment variables of each rank hold its rank, local rank and world size, in worlds of every size."""
+    for size in range(1, ranks.size + 1):
+        ranks.run(_told, size=size)
+
+
+def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
+    """A script in the style of tutorials, launched by torchrun's agent, learns on all devices like on one.
+
+    `torch.multiprocessing` reports which of its processes failed, and how.
+    """
+    timeout = active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size
+    (measured,) = ranks.run(_under_torchrun, ranks.size, size=1, timeout=timeout)
+    record_property("mgpu_check.measured", measured)
+
+
+def test_script_that_spawns_its_ranks(ranks: Ranks) -> None:
+    """A script that spawns a rank for each visible GPU learns on all of them."""
+    # More than two ranks would show nothing more, and each has to import torch.
+    count = min(2, ranks.size)
+    ranks.run(_spawned, count, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * count)
+
+
+def _told(rank: Rank) -> None:
+    from mgpu_check.suite.launch.launching import assert_rank_is_told
+
+    assert_rank_is_told(rank)
+
+
+def _under_torchrun(rank: Rank, count: int) -> str:
+    from mgpu_check.simulated import simulated_device_count
+    from mgpu_check.suite.launch.launching import arguments_for, arguments_for_speed, assert_trained, launched, speed_of
+
+    simulated, worlds = simulated_device_count() is not None, sorted({1, count})
+    runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
+    assert_trained("torchrun", runs)
+    if not simulated:
+        # The model of the tutorials is too small to measure the speed of real devices.
+        runs = launched("torchrun", worlds, arguments_for_speed(count), simulated=False)
+    return speed_of(runs, simulated)
+
+
+def _spawned(rank: Rank, count: int) -> None:
+    from mgpu_check.simulated import simulated_device_count
+    from mgpu_check.suite.launch.launching import arguments_for, assert_trained, launched
+
+    runs = launched("spawn", [count], arguments_for(count), simulated=simulated_device_count() is not None)
+    assert_trained("spawn", runs)

@@ -1,0 +1,1 @@
+"""Property: samplers and loaders give each sample once."""

@@ -1,0 +1,153 @@
+"""Loading: all ranks together load each sample once per epoch, in the order of the sampler, with any number of workers.
+
+Small cases are enumerated, each length with each world size; only seeds are drawn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+
+from mgpu_check import strategies
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.budget import examples
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check import Ranks
+
+
+def test_sampler_covers_the_dataset(gpus: tuple[torch.device, ...]) -> None:
+    """`DistributedSampler` gives the ranks disjoint shares, up to its padding, for every length and world size."""
+    from mgpu_check.suite.loading.sampling import assert_sampler_covers
+
+    assert_sampler_covers()
+
+
+@examples(20, quick=2)
+@given(world=strategies.world_sizes(), seed=strategies.seeds())
+def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], world: int, seed: int) -> None:
+    """The order of a sampler depends only on its seed and `set_epoch`, equally on all ranks."""
+    from mgpu_check.suite.loading.sampling import assert_sampler_shuffles
+
+    assert_sampler_shuffles(world, seed)
+
+
+@examples(5, quick=1)
+@given(seed=strategies.seeds())
+def test_samplers_draw_from_their_generator(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Samplers and loaders with a generator draw a new order each epoch, and repeat all epochs from the same seed."""
+    from mgpu_check.suite.loading.drawing_samplers import assert_samplers_draw
+
+    assert_samplers_draw(seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A shuffling sampler gives all orders with the same frequency over many epochs."""
+    from mgpu_check.suite.loading.sampling import assert_orders_are_likely
+
+    assert_orders_are_likely(seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_samplers_know_their_rank(ranks: Ranks, seed: int) -> None:
+    """A sampler without arguments takes rank and world size from the process group, in worlds of every size."""
+    for size in range(1, ranks.size + 1):
+        ranks.run(_samplers, seed, size=size)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_batch_samplers_cut_in_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """`BatchSampler` divides the order of any sampler into batches, for every length and batch size."""
+    from mgpu_check.suite.loading.sampling import assert_batch_sampler_covers
+
+    assert_batch_sampler_covers(seed)
+
+
+def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
+    """A loader yields its whole share, with a smaller last batch unless drop_last is set, and has the right length."""
+    from mgpu_check.suite.loading.loaders import assert_last_batches
+
+    assert_last_batches()
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_workers_keep_the_order(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Batches of several workers arrive whole and in the sampler's order in each epoch, and errors of workers are raised."""
+    from mgpu_check.suite.loading.loaders import assert_workers_in_order
+
+    assert_workers_in_order(seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_workers_are_seeded_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Workers have different seeds in each epoch, and the same generator gives the same seeds again."""
+    from mgpu_check.suite.loading.loaders import assert_worker_seeds
+
+    assert_worker_seeds(seed)
+
+
+def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
+    """`pin_memory` pins every tensor of a batch and uses custom methods; batches of any size reach the devices unchanged."""
+    from mgpu_check.suite.loading.pinned_batches import assert_pinned_batches, assert_pinned_by_themselves
+
+    assert_pinned_batches(gpus)
+    assert_pinned_by_themselves()
+
+
+@examples(5, quick=1)
+@given(seed=strategies.seeds())
+def test_datasets_are_divided(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Parts of a dataset, split by hand or by `random_split`, are disjoint, cover it, and are the same on all ranks."""
+    from mgpu_check.suite.loading.loaders import assert_partitions
+
+    assert_partitions(seed)
+
+
+@examples(5, quick=1)
+@given(seed=strategies.seeds())
+def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """An epoch interrupted after any batch resumes with its remaining batches, by epoch, sampler state or generator state."""
+    from mgpu_check.suite.loading.loaders import assert_resumes
+
+    assert_resumes(seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_loaders_of_ranks_cover_the_dataset(ranks: Ranks, seed: int) -> None:
+    """The loaders of all ranks yield each sample once per epoch, and each batch arrives whole on the rank's device."""
+    for size in sorted({1, ranks.size}):
+        ranks.run(_loaders, seed, size=size)
+
+
+def test_streams_are_shared(ranks: Ranks) -> None:
+    """An iterable dataset split among ranks and workers yields each sample once, last batches included."""
+    for size in sorted({1, ranks.size}):
+        ranks.run(_streams, size=size)
+
+
+def _samplers(rank: Rank, seed: int) -> None:
+    from mgpu_check.suite.loading.on_ranks import assert_samplers_of_ranks
+
+    assert_samplers_of_ranks(rank, seed)
+
+
+def _loaders(rank: Rank, seed: int) -> None:
+    from mgpu_check.suite.loading.on_ranks import assert_loaders_cover
+
+    assert_loaders_cover(rank, seed)
+
+
+def _streams(rank: Rank) -> None:
+    from mgpu_check.suite.loading.on_ranks import assert_streams_cover
+
+    assert_streams_cover(rank)

@@ -1,0 +1,1 @@
+"""Property: operands on different devices work, or raise an error that names both devices."""

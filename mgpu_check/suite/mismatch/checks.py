@@ -1,0 +1,211 @@
+"""Check operators with operands on different devices: they must work, or raise an error that names both devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.mismatch import refusal
+from mgpu_check.errors import DeviceMismatch
+from mgpu_check.suite.common.agreement import Kind, Wrong, difference, named_wrong
+from mgpu_check.suite.mismatch.cases import OperatorCase
+from mgpu_check.suite.mismatch.operators import CALLS, Operands
+from mgpu_check.torch_hooks.tensors import indices_of
+
+__all__ = [
+    "assert_arrives",
+    "assert_each_refused",
+    "assert_each_works",
+    "assert_refused",
+    "assert_right_on_each",
+    "assert_works",
+]
+
+
+def assert_refused(case: OperatorCase) -> None:
+    """Assert that the operator of `case` works on one device, and that its error for the case's two devices names both.
+
+    Raises:
+        DeviceMismatch: naming operator and devices, with the actual outcome.
+    """
+    __tracebackhide__ = True
+    first, second = torch.device(case.first), torch.device(case.second)
+    with _described(f"{case.operator} with all operands on {first}", first, first):
+        _call(case, first, first)
+    call = _prepared(case, first, second)
+    with refusal((first, second), ("both", case.rule.names), case.operator):
+        call()
+
+
+def assert_works(case: OperatorCase) -> None:
+    """Assert that the operator of `case` works across its two devices, with the CPU's result bit for bit on the right device.
+
+    Raises:
+        DeviceMismatch: the operator raised, or its result differs or is on the wrong device.
+    """
+    __tracebackhide__ = True
+    first, second = torch.device(case.first), torch.device(case.second)
+    expected = _call(case, torch.device("cpu"), torch.device("cpu"))
+    what = f"{case.operator} of operands on {first} and {second}"
+    with _described(what, first, second):
+        got = _call(case, first, second)
+    if case.rule.result is None:
+        device = first if first.type == "cuda" else second
+    else:
+        device = (first, second)[case.rule.result]
+    _require(what, got, expected, device)
+
+
+def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
+    """Assert of each case what `assert_refused` asserts, and report the devices that all wrong cases share.
+
+    Raises:
+        DeviceMismatch: with the first error, the operators of all wrong cases, and their common devices.
+    """
+    __tracebackhide__ = True
+    _each(cases, assert_refused)
+
+
+def assert_each_works(cases: Sequence[OperatorCase]) -> None:
+    """Assert of each case what `assert_works` asserts, and report the devices that all wrong cases share.
+
+    Raises:
+        DeviceMismatch: as in `assert_each_refused`.
+    """
+    __tracebackhide__ = True
+    _each(cases, assert_works)
+
+
+def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) -> None:
+    __tracebackhide__ = True
+    found: list[tuple[OperatorCase, DeviceMismatch]] = []
+    for case in cases:
+        try:
+            check(case)
+        except DeviceMismatch as error:
+            found.append((case, error))
+    if not found:
+        return
+    first = found[0][1]
+    text = str(first)
+    if len(cases) > 1:
+        text += f"\n{len(found)} of {len(cases)} cases are wrong, of {', '.join(dict.fromkeys(case.operator for case, _ in found))}"
+        common = set.intersection(*({case.first, case.second} for case, _ in found))
+        if common and not all(common & {case.first, case.second} for case in cases):
+            text += f"; all of them have an operand on {' and one on '.join(sorted(common))}"
+    raise DeviceMismatch(text, ranks=sorted({rank for _, error in found for rank in error.ranks})) from first
+
+
+_ROUNDED = frozenset(
+    (
+        "layer_norm",
+        "batch_norm",
+        "attention",
+        "cross_entropy",
+        "cross_entropy weight",
+        "Linear",
+        "Conv2d",
+        "BatchNorm2d",
+        "LayerNorm",
+        "GRU",
+        "Sequential",
+    )
+)
+"""Operators whose results are not whole numbers, and may round differently on a GPU; the results of all others are exact."""
+
+
+def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> int:
+    """Assert that each operator of the table, with all operands on one device, gives the result of the CPU.
+
+    Returns:
+        the number of operators.
+
+    Raises:
+        DeviceMismatch: naming the wrong devices, the operator and the first wrong element.
+    """
+    __tracebackhide__ = True
+    wrong: list[Wrong] = []
+    for operator in CALLS:
+        expected = _alone(operator, torch.device("cpu"), rows, seed)
+        kind: Kind = "close" if operator in _ROUNDED else "numbers"
+        for device in devices:
+            try:
+                got = _alone(operator, device, rows, seed)
+            except Exception as error:
+                what = f"it raised {type(error).__name__}: {error}"
+            else:
+                what = _different(got, expected, device, kind)
+            if what:
+                wrong.append(Wrong(device, f"{operator} of float32, {rows} rows", what))
+    if wrong:
+        raise named_wrong(wrong, devices, len(CALLS))
+    return len(CALLS)
+
+
+def _alone(operator: str, device: torch.device, rows: int, seed: int) -> object:
+    """Return the result of an operator with all operands on one device; modules are made with the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return _call(OperatorCase(operator, str(device), str(device), rows, seed), device, device)
+
+
+def _different(got: object, expected: object, device: torch.device, kind: Kind) -> str:
+    if isinstance(got, tuple) and isinstance(expected, tuple):
+        return next(filter(None, (_different(*pair, device, kind) for pair in zip(got, expected, strict=True))), "")
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return "" if got == expected else f"expected {expected!r}, got {got!r}"
+    return f"its result is on {got.device}" if got.device != device else difference(got, expected, kind)
+
+
+def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
+    """Assert that `copied`, the result of copying `source` over `target`, has the source's bits on the target's device.
+
+    Args:
+        source, target: tensors of equal shape and dtype, in any layouts, on any devices.
+        copied: the result of the copy.
+
+    Raises:
+        DeviceMismatch: naming both devices.
+    """
+    __tracebackhide__ = True
+    what = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
+    _require(what, copied, source, target.device)
+
+
+def _prepared(case: OperatorCase, first: torch.device, second: torch.device) -> Callable[[], object]:
+    return CALLS[case.operator](Operands(first, second, case.rows, case.seed))
+
+
+def _call(case: OperatorCase, first: torch.device, second: torch.device) -> object:
+    result = _prepared(case, first, second)()
+    # A GPU reports the error of a kernel at the next synchronisation, which must be inside the caller's context.
+    for device in {first, second}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return result
+
+
+def _require(what: str, got: object, expected: object, device: torch.device) -> None:
+    ranks = indices_of(device)
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        if got != expected:
+            raise DeviceMismatch(f"{what} gave {got!r}, expected {expected!r}", ranks=ranks)
+        return
+    if got.device != device:
+        raise DeviceMismatch(f"{what} is on {got.device}, expected it on {device}", ranks=ranks)
+    if not same_bits(expected, got):
+        raise DeviceMismatch(f"{what} gave {got.to('cpu')}, expected {expected.to('cpu')}", ranks=ranks)
+
+
+@contextlib.contextmanager
+def _described(what: str, *devices: torch.device) -> Iterator[None]:
+    """Turn an exception of code that must work into a `DeviceMismatch` that names the code."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceMismatch(
+            f"{what} must work, but raised {type(error).__name__}: {error}", ranks=indices_of(*devices)
+        ) from error

@@ -1,0 +1,1 @@
+"""Property: hand-written and torch's model parallelism trains like one device."""

@@ -1,0 +1,257 @@
+"""Compare torch's tensor parallelism and pipelining with one device, bit for bit, on exact data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.reference import gathered, one_device, seen, sgd
+from mgpu_check.suite.parallelism.on_ranks import stage_of
+from mgpu_check.suite.recipes.training import weighted
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = [
+    "SCHEDULES",
+    "assert_parallelized_embedding_agrees",
+    "assert_parallelized_modules_agree",
+    "assert_schedule_agrees",
+    "with_large_activations",
+]
+
+_LARGE = 1 << 16
+
+SCHEDULES = {
+    "ScheduleGPipe": 1,
+    "Schedule1F1B": 1,
+    "ScheduleInterleavedZeroBubble": 1,  # computes the gradients of inputs and of weights separately
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleLoopedBFS": 2,
+}
+"""Schedule -> number of stages per rank."""
+
+
+def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
+    """Assert that `parallelize_module`, by columns and then by rows, trains as one device does. A collective.
+
+    The hidden width must be a multiple of the world size. Runs once with replicated inputs, and once with inputs and outputs
+    divided along the batch, whose size must then be a multiple too.
+
+    Raises:
+        GradientMismatch: outputs, gradients or parameters differ.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    expected, tolerance = _with_divided_bias(training, rank.size)
+    with Findings() as findings:
+        for divided in (False, True):
+            layout = Shard(0) if divided else Replicate()
+            plan = {
+                "0": ColwiseParallel(input_layouts=layout),
+                "2": RowwiseParallel(output_layouts=layout, use_local_output=False),
+            }
+            model = parallelize_module(training.model().to(rank.device), mesh, plan)
+            optimizer = sgd(training, model)
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    optimizer.zero_grad()
+                    x = inputs.chunk(rank.size)[rank.index] if divided else inputs
+                    outputs = model(x.to(rank.device))
+                    whole = outputs.full_tensor()
+                    weighted(whole, factors.to(rank.device)).backward()
+                    optimizer.step()
+                    got[f"step {step}: outputs"] = copied(whole)
+                    got |= gathered(model, step)
+            how = "the batch divided" if divided else "the batch on all ranks"
+            what = f"parallelize_module, {how}, on {rank.device}"
+            with findings.collected():
+                assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
+
+
+def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that an embedding that `parallelize_module` divides by rows or columns works as on one device. A collective.
+
+    The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows twice.
+
+    Raises:
+        GradientMismatch: outputs, or the gradient, differ.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    rows = columns = 3 * rank.size - 1
+    values = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
+    tokens = torch.cat((torch.arange(rows), torch.arange(0, rows, 2)))
+    factors = (torch.arange(len(tokens) * columns) * 7 + training.seed) % 11 - 5.0
+    factors = factors.reshape(len(tokens), columns)
+    right = {"outputs": values[tokens], "gradient": torch.zeros_like(values).index_add(0, tokens, factors)}
+    with Findings() as findings:
+        for how, style in (
+            ("rows", RowwiseParallel(input_layouts=Replicate(), use_local_output=False)),
+            ("columns", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)),
+        ):
+            layer = nn.Embedding.from_pretrained(values.clone(), freeze=False).to(rank.device)
+            divided = parallelize_module(layer, mesh, style)
+            outputs = divided(tokens.to(rank.device)).full_tensor()
+            weighted(outputs, factors.to(rank.device)).backward()
+            got = {"outputs": copied(outputs), "gradient": gathered(divided, 1)["step 1: gradient of weight"]}
+            with findings.collected():
+                assert_same(got, right, f"an embedding of {rows} rows, divided by {how}, on {rank.device}", rank.index)
+
+
+def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train on one device; return the results, and their tolerances if each rank adds its part of the bias.
+
+    In a sum over n ranks DTensor divides the bias by n, which rounds unless n is a power of two. Then a rank's part of an output has
+    at most two roundings, and the sum of n parts has n - 1 more, each relative to the sum of the magnitudes. So the tolerance is
+    (n + 1)·u·(|h|·|W| + |b|), u = 2^-24. Gradients do not depend on these outputs.
+    """
+    model = training.model()
+    magnitudes: list[torch.Tensor] = []
+
+    def add_up(layer: nn.Linear, given: tuple[torch.Tensor, ...], made: torch.Tensor) -> None:
+        magnitudes.append((given[0].abs() @ layer.weight.abs().T + layer.bias.abs()).detach())
+
+    model[-1].register_forward_hook(add_up)
+    expected = one_device(training, model)
+    tolerance = {name: torch.zeros_like(value) for name, value in expected.items()}
+    if ranks & (ranks - 1):
+        for step, magnitude in enumerate(magnitudes, 1):
+            tolerance[f"step {step}: outputs"] = (ranks + 1) * 2.0**-24 * magnitude
+    return expected, tolerance
+
+
+def with_large_activations(training: ExactTraining, micro_batches: int) -> ExactTraining:
+    """Return one step of a training whose first stage passes on 64 Ki elements per micro-batch.
+
+    It is exact for up to 16 samples and few features after the first stage, because sums of 64 Ki small numbers are below 2^24.
+    """
+    width = _LARGE * micro_batches // training.batch
+    return replace(training, widths=(training.widths[0], width, *training.widths[2:]), steps=1)
+
+
+def assert_schedule_agrees(
+    training: ExactTraining,
+    schedule: str,
+    micro_batches: int,
+    rank: Rank,
+    stages_of_a_rank: int = 1,
+    *,
+    scaled: bool = True,
+) -> None:
+    """Assert that a schedule of `torch.distributed.pipelining` trains as one device does. A collective.
+
+    Each micro-batch must get its part of keyword arguments, and each step its losses. The model must have as many linear layers as
+    there are ranks. `micro_batches` must be a power of two that divides the batch, because schedules divide gradients by it. Ranks
+    get stages in turn. A stage is a layer; with two stages per rank, one is the product of a layer and the other its bias.
+
+    Args:
+        scaled: the loss is the mean over micro-batches, else their sum.
+
+    Raises:
+        GradientMismatch: this rank's outputs, gradients or parameters differ.
+    """
+    from torch.distributed import pipelining
+
+    __tracebackhide__ = True
+    last = rank.index == rank.size - 1
+    count = rank.size * stages_of_a_rank
+    modules = dict(enumerate(_stages(training, stages_of_a_rank)))
+    own = {number: modules[number].to(rank.device) for number in range(rank.index, count, rank.size)}
+    optimizer = sgd(training, nn.ModuleList(own.values()))
+    stages = [pipelining.PipelineStage(module, number, count, rank.device) for number, module in own.items()]
+
+    def loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return weighted(outputs, factors) * (micro_batches if scaled else 1)
+
+    kind = getattr(pipelining.schedules, schedule)
+    several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+    runs = kind(stages if several else stages[0], n_microbatches=micro_batches, loss_fn=loss, scale_grads=scaled)
+    got: dict[str, torch.Tensor] = {}
+    losses: list[torch.Tensor] = []
+    numbers = torch.arange(training.batch, device=rank.device)
+    with full_precision():
+        for step, (inputs, factors) in enumerate(training.batches(), 1):
+            optimizer.zero_grad()
+            given = (inputs.to(rank.device),) if rank.index == 0 else ()
+            target = {"target": factors.to(rank.device), "losses": losses} if last else {}
+            outputs = runs.step(*given, rows=numbers, **target)
+            optimizer.step()
+            for number, module in own.items():
+                rows = {f"step {step}: rows of micro-batches": torch.cat(module.rows[-micro_batches:]).cpu()}
+                got |= _of_stage(number, seen(module, step) | rows)
+            if last:
+                got[f"step {step}: outputs"] = copied(outputs)
+                got[f"step {step}: losses"] = torch.stack([copied(one) for one in losses])
+    how = f"{stages_of_a_rank} stages a rank, scale_grads={scaled}, widths {training.widths}"
+    what = f"{schedule} of {micro_batches} micro-batches, {how}, on {rank.device}"
+    single = one_device(training)
+    expected: dict[str, torch.Tensor] = {}
+    for number, module in own.items():
+        of_layer = stage_of(single, number // stages_of_a_rank, False)
+        names = tuple(name for name, _ in module.named_parameters())
+        expected |= _of_stage(number, {name: value for name, value in of_layer.items() if name.endswith(names)})
+    for step, (_, factors) in enumerate(training.batches(), 1):
+        for number in own:
+            expected |= _of_stage(number, {f"step {step}: rows of micro-batches": numbers.cpu()})
+        if last:
+            expected[f"step {step}: outputs"] = single[f"step {step}: outputs"]
+            parts = zip(single[f"step {step}: outputs"].chunk(micro_batches), factors.chunk(micro_batches), strict=True)
+            expected[f"step {step}: losses"] = torch.stack([loss(made, own.double()) for made, own in parts])
+    assert_same(got, expected, what, rank.index)
+
+
+def _of_stage(number: int, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"stage {number}, {name}": value for name, value in results.items()}
+
+
+def _stages(training: ExactTraining, of_a_rank: int) -> list[_Stage]:
+    """Return the stages in order: layers, or alternately the product and the bias of each layer."""
+    found = []
+    *hidden, last = training.layers()
+    for layer in (*hidden, last):
+        after = nn.Identity() if layer is last else nn.ReLU()
+        if of_a_rank == 1:
+            found.append(_Stage(layer, after))
+            continue
+        bias = _Bias(layer.bias)
+        layer.register_parameter("bias", None)
+        found += [_Stage(layer), _Stage(bias, after)]
+    return found
+
+
+class _Bias(nn.Module):
+    """The bias of a linear layer as a module of its own."""
+
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+class _Stage(nn.Sequential):
+    """Layers that record the rows of the batch in each micro-batch."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.rows: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage has one more argument
+        self.rows.append(rows)
+        made: torch.Tensor = super().forward(x)
+        return made

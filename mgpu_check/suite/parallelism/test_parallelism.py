@@ -1,0 +1,206 @@
+"""Parallelism by hand: every way to divide a step among devices or ranks gives the result of one device.
+
+Data are exact, so every order of sums must give the bits of one device; see `mgpu_check.suite.common.exact_training.cases`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check import strategies
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exact_trainings
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check import Ranks
+
+TRAININGS = exact_trainings()
+ORDERS = strategies.device_orders()
+
+
+@examples(8, quick=2)
+@given(sizes=strategies.world_pairs(), seed=st.integers(0, 999))
+def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+    """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
+    for size in sizes:
+        ranks.run(_allreduce, seed, size=size)
+
+
+@examples(14, quick=2)
+@given(sizes=strategies.world_pairs(), training=TRAININGS)
+def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """Ranks that push gradients to one server or a sharded server, and pull parameters, train like one device."""
+    for size in sizes:
+        ranks.run(_parameter_server, training, size=size)
+
+
+@examples(14, quick=5)
+@given(training=TRAININGS, order=ORDERS)
+def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """A parameter store on the devices of one process adds up gradients, steps, and gives all devices the same parameters."""
+    from mgpu_check.suite.parallelism.on_devices import assert_store_agrees
+
+    assert_store_agrees(training, [gpus[index] for index in order])
+
+
+@examples(14, quick=4)
+@given(training=TRAININGS, order=ORDERS)
+def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """Copies of parameters for each device share no memory, not even on the device of the originals."""
+    from mgpu_check.suite.parallelism.on_devices import assert_replicas_are_apart
+
+    assert_replicas_are_apart(training, list(gpus))
+    assert_replicas_are_apart(training, [gpus[index] for index in order])
+
+
+@examples(14, quick=4)
+@given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
+def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """The training loop of tutorials, with a smaller last batch, leaves the parameters of one device on all devices."""
+    from mgpu_check.suite.parallelism.on_devices import assert_training_loop_agrees
+
+    assert_training_loop_agrees(training, list(gpus))
+    assert_training_loop_agrees(training, [gpus[index] for index in order])
+
+
+@pytest.mark.gpus(least=2)
+@examples(12, quick=3)
+@given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
+def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """Parts of a model on two and three devices train like on one, and each parameter stays on its device."""
+    from mgpu_check.suite.parallelism.on_devices import assert_model_parallel_agrees
+
+    for count in range(2, len(order) + 1):
+        deep = replace(training, widths=(6, training.widths[1], *(4,) * (count - 2), 5))
+        assert_model_parallel_agrees(deep, [gpus[index] for index in order[:count]])
+
+
+@pytest.mark.gpus(least=2)
+@examples(12, quick=1)
+@given(order=strategies.device_orders(least=2), seed=st.integers(0, 999))
+def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ...], seed: int) -> None:
+    """Parameters on several devices are clipped by one norm, and optimizer steps or GradScaler skips apply to all of them."""
+    from mgpu_check.suite.parallelism.stepping import assert_clipped_over_devices, assert_stepped_over_devices
+
+    assert_clipped_over_devices([gpus[index] for index in order], seed)
+    assert_stepped_over_devices([gpus[index] for index in order], seed)
+
+
+@examples(12, quick=2)
+@given(sizes=strategies.world_pairs(), training=TRAININGS)
+def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """Linear layers divided by columns and rows, evenly or not, train like on one device."""
+    for size in sizes:
+        ranks.run(_tensor_parallel, training, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=strategies.world_pairs(), training=TRAININGS)
+def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """`parallelize_module` with all its styles, and with the batch replicated or divided, trains like on one device."""
+    for size in sizes:
+        ranks.run(_parallelized, replace(training, widths=(6, 3 * size, 5), batch=2 * size), size=size)
+    ranks.run(_styles, training.seed, size=min((size for size in sizes if size > 1), default=1))
+
+
+@pytest.mark.gpus(least=2)
+@examples(12, quick=2)
+@given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS, micro_batches=st.sampled_from((3, 4, 1)))
+def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining, micro_batches: int) -> None:
+    """Pipeline stages on two to four ranks, with micro-batches of different sizes, train like one device."""
+    for size in sizes:
+        ranks.run(_pipeline, _deep(training, size), min(micro_batches, training.batch), size=size)
+
+
+@pytest.mark.gpus(least=2)
+@examples(8, quick=1)
+@given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
+def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """Schedules of `torch.distributed.pipelining` train like one device, also with two stages per rank and split backward."""
+    for size in sizes:
+        # The messages of a schedule with two stages per rank grow with both numbers, so only the smaller world runs it.
+        most = 2 if size == min(sizes) else 1
+        ranks.run(_schedules, _deep(replace(training, batch=16), size), most, size=size)
+
+
+def _deep(training: ExactTraining, layers: int) -> ExactTraining:
+    """Deepen a training to `layers` layers, as wide as exact results allow: gradients of narrow layers are often 0."""
+    hidden, most = ((6, 5)[: layers - 1], 16) if layers < 4 else ((3, 2, 3), 8)
+    return replace(training, widths=(4, *hidden, 2), batch=min(training.batch, most))
+
+
+def _allreduce(rank: Rank, seed: int) -> None:
+    from mgpu_check.suite.parallelism.on_ranks import assert_allreduce_by_hand_matches
+
+    assert_allreduce_by_hand_matches(rank, seed)
+
+
+def _parameter_server(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.suite.parallelism.on_ranks import assert_parameter_server_agrees
+
+    assert_parameter_server_agrees(training, rank)
+
+
+def _tensor_parallel(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.suite.parallelism.on_ranks import assert_tensor_parallel_agrees
+
+    assert_tensor_parallel_agrees(training, rank)
+
+
+def _parallelized(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.asserts.findings import Findings
+    from mgpu_check.suite.parallelism.tensor_pipeline import (
+        assert_parallelized_embedding_agrees,
+        assert_parallelized_modules_agree,
+    )
+
+    with Findings() as findings:
+        with findings.collected():
+            assert_parallelized_modules_agree(training, rank)
+        with findings.collected():
+            assert_parallelized_embedding_agrees(training, rank)
+
+
+def _styles(rank: Rank, seed: int) -> None:
+    from mgpu_check.asserts.findings import Findings
+    from mgpu_check.suite.parallelism.tensor_styles import (
+        assert_losses_in_parallel_agree,
+        assert_prepared_modules_agree,
+        assert_sequence_parallel_agrees,
+    )
+
+    checks = (assert_sequence_parallel_agrees, assert_prepared_modules_agree, assert_losses_in_parallel_agree)
+    with Findings() as findings:
+        for check in checks:
+            with findings.collected():
+                check(rank, seed)
+
+
+def _pipeline(rank: Rank, training: ExactTraining, micro_batches: int) -> None:
+    from mgpu_check.suite.parallelism.on_ranks import assert_pipeline_agrees
+
+    assert_pipeline_agrees(training, micro_batches, rank)
+
+
+def _schedules(rank: Rank, training: ExactTraining, most: int) -> None:
+    from mgpu_check.asserts.findings import Findings
+    from mgpu_check.suite.parallelism.tensor_pipeline import SCHEDULES, assert_schedule_agrees, with_large_activations
+
+    large = with_large_activations(training, 4)
+    with Findings() as findings:
+        for schedule, stages in SCHEDULES.items():
+            if stages <= most:
+                with findings.collected():
+                    assert_schedule_agrees(training, schedule, 4, rank, stages)
+            # Large activations run in one of the two worlds, and not for schedules with several stages per rank.
+            if stages == 1 and most == 2:
+                with findings.collected():
+                    assert_schedule_agrees(large, schedule, 4, rank, stages, scaled=False)

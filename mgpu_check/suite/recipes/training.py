@@ -1,0 +1,209 @@
+"""Training steps on one and several devices: by hand, with DataParallel, and with DistributedDataParallel.
+
+The loss is always the mean over the *global* batch: the sum over each shard, divided by the size of the whole batch. So
+shards of different sizes, including empty ones, have the correct weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.suite.recipes import allreduce as reducing
+
+__all__ = [
+    "accumulated_step",
+    "clear",
+    "gradients",
+    "replicate",
+    "sgd",
+    "shardwise_step",
+    "split",
+    "summed_loss",
+    "train",
+    "train_batch",
+    "train_step",
+    "unsynchronized",
+    "weight",
+    "weighted",
+]
+
+Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+Shard = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def weighted(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `outputs` * `factors`, two tensors of one shape, as a scalar: the loss of exact training.
+
+    The gradient of each output is its factor, so it does not round.
+    """
+    return (outputs * factors).sum()
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum the cross entropy over the samples: logits (batch, classes), labels (batch,) -> ()."""
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def weight(batch_size: int, replicas: int = 1) -> float:
+    """Return the factor for a summed loss, such that averaging over `replicas` gives the gradients of the mean loss."""
+    return replicas / batch_size
+
+
+def split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """Split `tensor` along the first dimension into `parts` of almost equal size; with few samples, some are empty."""
+    return list(tensor.tensor_split(parts))
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients of a module by parameter name; zeros for a missing gradient."""
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Take one step on one device, or with `nn.DataParallel`, which gathers all outputs on the first device."""
+    optimizer.zero_grad()
+    loss = summed_loss(model(inputs), labels) * weight(len(inputs))
+    loss.backward()
+    optimizer.step()
+
+
+def accumulated_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], batch_size: int, ranks: int = 1
+) -> None:
+    """Take one step with gradients accumulated over micro-batches; DDP synchronizes only in the last one.
+
+    Args:
+        shards: the micro-batches of this rank; a single one means no accumulation.
+        batch_size: samples in the whole batch, over all ranks and micro-batches.
+        ranks: number of ranks that DDP averages over.
+    """
+    optimizer.zero_grad()
+    for index, (inputs, labels) in enumerate(shards):
+        with unsynchronized(model) if index + 1 < len(shards) else nullcontext():
+            (summed_loss(model(inputs), labels) * weight(batch_size, ranks)).backward()
+    optimizer.step()
+
+
+def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
+    """Within the context, do not synchronize the gradients of a DDP module; do nothing for other modules."""
+    if not isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    context: AbstractContextManager[None] = model.no_sync()
+    return context
+
+
+def shardwise_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]
+) -> list[dict[str, torch.Tensor]]:
+    """Take one step on one device that processes the batch shard by shard, as several devices do.
+
+    This is the correct reference if the samples of a shard interact, as in BatchNorm: each shard is normalised by its own
+    statistics. Every shard starts from the same buffers. The model keeps the buffers of the first shard, as DataParallel
+    keeps those of its first device, and DDP those of rank 0.
+
+    Returns:
+        The buffers after each shard, in order; they correspond to those of the ranks of DDP.
+    """
+    optimizer.zero_grad()
+    batch_size = sum(len(inputs) for inputs, _ in shards)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    left = []
+    for inputs, labels in shards:
+        _set_buffers(model, before)
+        (summed_loss(model(inputs), labels) * weight(batch_size)).backward()
+        left.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    _set_buffers(model, left[0])
+    optimizer.step()
+    return left
+
+
+def _set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    # Through .data: a later backward pass may check the version counter of a buffer.
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(values[name])
+
+
+def replicate(parameters: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> list[dict[str, torch.Tensor]]:
+    """Copy the parameters to each device, as leaf tensors that require gradients."""
+    return [
+        {name: value.detach().clone().to(device).requires_grad_() for name, value in parameters.items()}
+        for device in devices
+    ]
+
+
+def train_batch(
+    forward: Forward,
+    replicas: Sequence[Mapping[str, torch.Tensor]],
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    rate: float,
+    loss: Loss = summed_loss,
+) -> None:
+    """Take one step by hand, on one device per replica of the parameters.
+
+    Splits the batch, sums the loss over each shard, sums the gradients with `allreduce`, and takes the same step of SGD on
+    every replica.
+    """
+    devices = [next(iter(replica.values())).device for replica in replicas]
+    shards = zip(split(inputs, len(devices)), split(labels, len(devices)), devices, replicas, strict=True)
+    losses = [loss(forward(x.to(device), own), y.to(device)) for x, y, device, own in shards]
+    for own_loss in losses:
+        own_loss.backward()
+    with torch.no_grad():
+        for name in replicas[0]:
+            reducing.allreduce([_gradient(replica[name]) for replica in replicas])
+        for replica in replicas:
+            sgd(replica, rate, len(inputs))
+
+
+def train(
+    forward: Forward,
+    parameters: Mapping[str, torch.Tensor],
+    devices: Sequence[torch.device],
+    batches: Sequence[Shard],
+    *,
+    rate: float,
+    epochs: int = 1,
+    loss: Loss = summed_loss,
+) -> list[dict[str, torch.Tensor]]:
+    """Train replicas of `parameters` on `devices` with `train_batch`, and return the replicas.
+
+    This is the loop of the chapter on multiple GPUs of *Dive into Deep Learning*. It does not change `parameters`.
+    """
+    replicas = replicate(parameters, devices)
+    for _ in range(epochs):
+        for inputs, labels in batches:
+            for replica in replicas:
+                clear(replica)
+            train_batch(forward, replicas, inputs, labels, rate, loss)
+    return replicas
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "the loss does not depend on this parameter"
+    return parameter.grad
+
+
+def sgd(parameters: Mapping[str, torch.Tensor], rate: float, batch_size: int) -> None:
+    """Take a step of SGD in place. Gradients are sums over `batch_size` samples, and are divided by it in place.
+
+    Call `clear` before the next backward pass.
+    """
+    with torch.no_grad():
+        for parameter in parameters.values():
+            gradient = _gradient(parameter)
+            gradient /= batch_size
+            parameter -= rate * gradient
+
+
+def clear(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Drop the gradients of `parameters`."""
+    for parameter in parameters.values():
+        parameter.grad = None

@@ -1,0 +1,1 @@
+"""Property: shards cover the batch exactly, and gather to it again."""

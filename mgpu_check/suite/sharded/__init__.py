@@ -1,0 +1,1 @@
+"""Property: sharding by torch keeps the state of one device."""

@@ -1,0 +1,218 @@
+"""Check that operators on DTensors give the results and gradients of whole tensors, for every placement of the operands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional as F
+
+from mgpu_check.asserts.known_defects import known_defect
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.sharded.redistribution import part_of, placed, require_none_wrong, text_of
+from mgpu_check.torch_hooks.tensors import plain
+
+__all__ = ["assert_losses_agree", "assert_operators_agree"]
+
+_Unary = Callable[[torch.Tensor], torch.Tensor]
+_Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_OF_ONE: tuple[tuple[str, _Unary], ...] = (
+    ("neg", lambda x: -x),
+    ("abs", lambda x: x.abs()),
+    ("exp", lambda x: x.exp()),
+    ("clamp", lambda x: x.clamp(-1, 2)),
+    ("relu", lambda x: F.relu(x)),
+    ("square", lambda x: x * x),
+    ("times a number", lambda x: x * 3),
+    ("plus a number", lambda x: x + 5),
+    ("to float64", lambda x: x.double()),
+    ("sum", lambda x: x.sum()),
+    ("sum over 0", lambda x: x.sum(0)),
+    ("sum over 1", lambda x: x.sum(1, keepdim=True)),
+    ("mean", lambda x: x.mean()),
+    ("mean over 0", lambda x: x.mean(0)),
+    ("amax over 0", lambda x: x.amax(0)),
+    ("amin over 1", lambda x: x.amin(1)),
+    ("max", lambda x: x.max()),
+    ("var over 0", lambda x: x.var(0)),
+    ("norm", lambda x: torch.linalg.vector_norm(x)),
+    ("norm over 1", lambda x: torch.linalg.vector_norm(x, dim=1)),
+    ("softmax over 0", lambda x: F.softmax(x, 0)),
+    ("log_softmax over 1", lambda x: F.log_softmax(x, 1)),
+    ("layer_norm", lambda x: F.layer_norm(x, (x.shape[1],))),
+    ("t", lambda x: x.t()),
+    ("unsqueeze", lambda x: x.unsqueeze(1)),
+    ("slice of 0", lambda x: x[1:4]),
+    ("slice of 1", lambda x: x[:, 2:]),
+    ("select", lambda x: x[:, 1]),
+    ("cat over 0", lambda x: torch.cat([x, 2 * x])),
+    ("cat over 1", lambda x: torch.cat([x, 2 * x], 1)),
+    ("stack", lambda x: torch.stack([x, -x])),
+    ("expand", lambda x: x.unsqueeze(0).expand(2, -1, -1)),
+    ("tril", lambda x: x.tril()),
+    ("gelu", lambda x: F.gelu(x)),
+)
+_OF_ALIKE: tuple[tuple[str, _Binary], ...] = (
+    ("add", lambda x, y: x + y),
+    ("sub", lambda x, y: x - 2 * y),
+    ("mul", lambda x, y: x * y),
+    ("div", lambda x, y: x / (y * y + 1)),
+    ("maximum", lambda x, y: torch.maximum(x, y)),
+    ("where", lambda x, y: torch.where(x > y, x, 3 * y)),
+    ("add of a row", lambda x, y: x + y[:1]),
+    ("matmul with the transpose", lambda x, y: x @ y.t()),
+    ("matmul of the transpose", lambda x, y: x.t() @ y),
+    ("linear", lambda x, y: F.linear(x, y)),
+    ("lerp", lambda x, y: torch.lerp(x, y, 0.25)),
+)
+"""Functions of two matrices of the same shape."""
+
+_DIVIDED: tuple[Placement, ...] = (Shard(0), Shard(1), Partial("sum"))
+_PLACES: tuple[Placement, ...] = (*_DIVIDED, Replicate())
+
+
+def assert_operators_agree(rank: Rank, seed: int) -> None:
+    """Assert that operators on DTensors give each rank its part of the right results and gradients. A collective.
+
+    Operands are divided unevenly, and no part is empty. Each operator runs with one placement per operand; `seed` selects it.
+    The operands are small whole numbers. Results may differ by rounding, which depends on how sums are divided.
+
+    Raises:
+        ShardError: a result or a gradient of this rank is wrong; names operator and placements.
+    """
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    shape = max(3, 2 * rank.size - 1), max(5, 3 * rank.size - 1)  # torch refuses the maximum of an empty part
+    wholes = [_numbers(shape, seed + number) for number in range(2)]
+    require_none_wrong((_wrong(*call, mesh) for call in _calls(wholes, seed)), rank)
+
+
+_Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], tuple[Placement, ...]]
+
+
+def _calls(wholes: list[torch.Tensor], seed: int) -> Iterator[_Call]:
+    for number, (name, unary) in enumerate(_OF_ONE, seed):
+        places = _DIVIDED[:2] if "norm" in name else _DIVIDED  # torch has no gradient for norms of partial tensors
+        yield name, unary, wholes[:1], (places[number % len(places)],)
+    pairs = [pair for pair in itertools.product(_PLACES, repeat=2) if pair != (Replicate(), Replicate())]
+    for number, (name, binary) in enumerate(_OF_ALIKE):
+        yield name, binary, wholes, pairs[(seed + 4 * number) % len(pairs)]
+
+
+def _numbers(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """Return whole numbers drawn from -3 to 3, float32 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator, device="cpu").float()
+
+
+def _wrong(
+    name: str,
+    call: Callable[..., torch.Tensor],
+    wholes: list[torch.Tensor],
+    places: tuple[Placement, ...],
+    mesh: DeviceMesh,
+) -> str:
+    """Describe the error of a call; "" if it is right."""
+    what = f"{name} of {' and '.join(text_of([place]) for place in places)}"
+    leaves = [whole.clone().requires_grad_() for whole in wholes]
+    right = call(*leaves)
+    weights = torch.arange(right.numel(), device="cpu").view(right.shape) % 5 - 1.0
+    expected_gradients = torch.autograd.grad(right, leaves, weights.to(right.dtype))
+    given = [placed(whole, [place], mesh).requires_grad_() for whole, place in zip(wholes, places, strict=True)]
+    got = call(*given)
+    if not isinstance(got, DTensor):
+        return f"{what} is not a DTensor"
+    back = [Replicate() if isinstance(place, Partial) else place for place in got.placements]
+    gradients = torch.autograd.grad(got, given, placed(weights.to(right.dtype), back, mesh))
+    wrong = _differs(what, got, right, mesh)
+    for number, (gradient, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
+        assert isinstance(gradient, DTensor)
+        wrong = wrong or _differs(f"the gradient of operand {number} of {what}", gradient, expected, mesh)
+    return wrong
+
+
+@torch.no_grad()
+def _differs(what: str, got: DTensor, right: torch.Tensor, mesh: DeviceMesh) -> str:
+    if got.shape != right.shape or got.dtype != right.dtype:
+        return f"{what} is {got.dtype}{list(got.shape)}, expected {right.dtype}{list(right.shape)}"
+    partial = any(isinstance(place, Partial) for place in got.placements)
+    here = plain(got.full_tensor() if partial else got.to_local())
+    expected = right if partial else part_of(right, got.placements, mesh)
+    if here.shape != expected.shape:
+        return f"{what}, {text_of(got.placements)}, has a part of {list(here.shape)}, expected {list(expected.shape)}"
+    off = (here.double() - expected.double()).abs()
+    # Sums of fewer than 2^8 terms below 2^8 are exact; functions of these sums round about ten times.
+    most = float(right.double().abs().max()) * 2.0**-18
+    if bool((off <= most).all()):
+        return ""
+    at = int(torch.where(off.isnan(), torch.inf, off).argmax())
+    values = f"got {here.flatten()[at].item()}, expected {expected.flatten()[at].item()}"
+    return (
+        f"{what}, {text_of(got.placements)}: {int((~(off <= most)).sum())} of {here.numel()} elements differ: {values}"
+    )
+
+
+_LOSSES = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")
+_OF_CLASSES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("nll_loss", {}),
+    ("nll_loss with ignored classes", {"ignore_index": 0}),
+    ("weighted nll_loss", {"weight": torch.arange(1.0, 6.0, device="cpu")}),
+)
+
+
+def assert_losses_agree(rank: Rank, seed: int) -> None:
+    """Assert that the mean losses of DTensors average over all samples, divided evenly or not. A collective.
+
+    Raises:
+        ShardError: a loss on this rank is wrong; names the loss, the number of samples and of ranks.
+    """
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    for rows in (2 * rank.size, max(3, 2 * rank.size - 1)):
+        even = rows % rank.size == 0
+        x, y = _numbers((rows, 5), seed), _numbers((rows, 5), seed + 1)
+        for name in _LOSSES:
+            _judge_loss(name, getattr(F, name), (x, y), {}, rank, mesh)
+        if even:  # torch up to 2.13 refuses nll_loss of unequal parts
+            for name, options in _OF_CLASSES:
+                _judge_loss(name, F.nll_loss, (x, torch.arange(rows, device="cpu") % 5), options, rank, mesh)
+
+
+def _judge_loss(
+    name: str,
+    loss: Callable[..., torch.Tensor],
+    wholes: tuple[torch.Tensor, ...],
+    options: Mapping[str, torch.Tensor | int],
+    rank: Rank,
+    mesh: DeviceMesh,
+) -> None:
+    """Compare the loss of operands that are divided by samples with that of the whole operands."""
+    __tracebackhide__ = True
+    divided = [placed(whole, [Shard(0)], mesh) for whole in wholes]
+    given = {
+        key: placed(value, [Replicate()], mesh) if isinstance(value, torch.Tensor) else value
+        for key, value in options.items()
+    }
+    got = loss(*divided, **given)
+    assert isinstance(got, DTensor)
+    here = plain(got.full_tensor())
+    rows = len(wholes[0])
+    what = f"{name} of {rows} samples on {rank.size} ranks"
+
+    def judge(right: torch.Tensor) -> None:
+        if not bool((here - right).abs() <= 2.0**-18 * (right.abs() + 1)):
+            require_none_wrong([f"{what}: got {here.item()}, expected {right.item()}"], rank)
+
+    def explained() -> None:
+        parts = zip(*(whole.chunk(rank.size) for whole in wholes), strict=True)
+        judge(torch.stack([loss(*part, **options) for part in parts]).mean())
+
+    even = rows % rank.size == 0
+    defect = "dtensor-weighted-mean-of-parts" if "nll" in name else "dtensor-mean-of-unequal-parts"
+    with known_defect(defect, explained=explained, loss=name, even=even, size=rank.size):
+        judge(loss(*wholes, **options))

@@ -1,0 +1,275 @@
+"""Check redistribution of DTensors: each rank must hold its part of the whole afterwards, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import randn as random_tensor
+from torch.nn import functional
+
+from mgpu_check.asserts.bits import first_difference, same_bits
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import ShardError
+from mgpu_check.suite.sharded.meshes import near_square
+from mgpu_check.torch_hooks.tensors import name_of, plain
+
+__all__ = [
+    "assert_gradients_are_redistributed",
+    "assert_redistribution_agrees",
+    "part_of",
+    "placed",
+    "require_none_wrong",
+    "text_of",
+]
+
+_MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")
+_REDUCED = ("float32", "int64", "bfloat16", "float64", "int32", "float16")
+_FLOATS = ("float32", "float64")
+_WHOLE = (Shard(0), Shard(1), Replicate())
+
+
+@dataclass(frozen=True)
+class _Case:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        dtype = name_of(self.dtype)
+        return f"{dtype}{list(self.shape)} from {text_of(self.source)} to {text_of(self.target)}"
+
+
+def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> None:
+    """Assert that redistributed DTensors have the right parts, over a mesh of one or two dimensions. A collective.
+
+    In one dimension every pair of placements is tried; in two, pairs that move data across both. Sizes are even, uneven, below
+    the number of ranks, and above 64 Ki elements. `seed` rotates the dtypes. Partial tensors have exact sums. In one dimension
+    `distribute_tensor` and random numbers are checked too: random numbers must differ between shards, and be equal between
+    replicas.
+
+    Raises:
+        ShardError: this rank's part has the wrong shape or bits; names placements, dtype, size and element.
+    """
+    __tracebackhide__ = True
+    shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
+    mesh = init_device_mesh("cuda", shape)
+    found = []
+    for number, case in enumerate(_cases(rank.size, seed, dimensions)):
+        whole = _whole(case, seed + number)
+        held = placed(whole, case.source, mesh).redistribute(mesh, case.target)
+        found.append(_wrong(held, part_of(whole, case.target, mesh), case))
+        if number % 8 == 0:
+            found.append(_wrong_whole(held.full_tensor(), whole, case))
+    if dimensions == 1:
+        found += list(_distributed(rank, mesh, seed))
+        found += list(_drawn(rank, mesh))
+    require_none_wrong(found, rank)
+
+
+def require_none_wrong(found: Iterable[str], rank: Rank) -> None:
+    """Require that `found` describes no error of a DTensor on this rank; "" means that a DTensor is right.
+
+    Raises:
+        ShardError: has the first description, and the number of the others.
+    """
+    __tracebackhide__ = True
+    texts = [text for text in found if text]
+    if texts:
+        more = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
+        raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {texts[0]}{more}", ranks=[rank.index])
+
+
+def _cases(ranks: int, seed: int, dimensions: int) -> list[_Case]:
+    shapes = [(2 * ranks + 1, ranks + 2), (2 * ranks, 3 * ranks), (max(1, ranks - 1), 5), (5, ranks, 3)]
+    partial = [Partial("sum"), Partial("max"), Partial("min")]
+    # NCCL multiplies by 1/n before it sums, which rounds unless n is a power of two.
+    if ranks & (ranks - 1) == 0:
+        partial.append(Partial("avg"))
+    pairs: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]
+    if dimensions == 1:
+        pairs = [((source,), (target,)) for source in (*_WHOLE, *partial) for target in _WHOLE]
+    else:
+        pairs = [
+            ((Shard(0), Shard(0)), (Replicate(), Replicate())),
+            ((Replicate(), Replicate()), (Shard(0), Shard(0))),
+            ((Shard(0), Shard(1)), (Shard(1), Shard(0))),
+            ((Shard(0), Shard(0)), (Shard(0), Shard(1))),
+            ((Shard(1), Shard(0)), (Replicate(), Shard(0))),
+            ((Replicate(), Shard(0)), (Shard(0), Replicate())),
+            ((Shard(0), Replicate()), (Shard(0), Shard(0))),
+            ((Partial("sum"), Partial("sum")), (Replicate(), Replicate())),
+            ((Partial("sum"), Partial("sum")), (Shard(0), Shard(0))),
+            ((Partial("sum"), Shard(0)), (Shard(0), Shard(1))),
+            ((Shard(1), Partial("sum")), (Shard(1), Shard(0))),
+            ((Partial("max"), Replicate()), (Shard(1), Shard(0))),
+            ((Replicate(), Partial("min")), (Replicate(), Shard(1))),
+        ]
+    made = []
+    for number, (source, target) in enumerate(pairs):
+        names: tuple[str, ...] = _REDUCED if any(isinstance(one, Partial) for one in source) else _MOVED
+        if Partial("avg") in source:
+            names = _FLOATS
+        dtype = getattr(torch, names[(seed + number) % len(names)])
+        made.append(_Case(shapes[(seed + number) % len(shapes)], dtype, source, target))
+        if number % 5 == 0:  # so that every example has some uneven shapes
+            made.append(_Case(shapes[0], torch.float32, source, target))
+    first = (Replicate(),) * (dimensions - 1)
+    large = (4 * ranks + 1, 65_537 // (4 * ranks) + 3)
+    for one, other in ((Shard(0), Replicate()), (Partial("sum"), Shard(0)), (Shard(0), Shard(1))):
+        made.append(_Case(large, torch.float32, (*first, one), (*first, other)))
+    return made
+
+
+def _whole(case: _Case, seed: int) -> torch.Tensor:
+    """Return whole numbers that every dtype holds exactly and that differ from their neighbours (booleans alternate)."""
+    index = torch.arange(torch.Size(case.shape).numel()).reshape(case.shape)
+    values = (index * 7 + seed) % 97 + 1
+    if case.dtype.is_complex:
+        return torch.complex(values.double(), -(values % 13).double()).to(case.dtype)
+    return (values % 2 == 0) if case.dtype == torch.bool else values.to(case.dtype)
+
+
+def part_of(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
+    """Return the part that this rank must hold, by taking its chunk for each dimension of the mesh in order."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
+        if isinstance(placement, Shard):
+            size = -(-whole.shape[placement.dim] // mesh.size(dim))
+            whole = whole.narrow(
+                placement.dim,
+                min(size * place, whole.shape[placement.dim]),
+                max(0, min(size, whole.shape[placement.dim] - size * place)),
+            )
+    return whole
+
+
+def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> DTensor:
+    """Make a DTensor from local parts, without a collective."""
+    part = part_of(whole, placements, mesh).clone()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
+        if not isinstance(placement, Partial):
+            continue
+        size = mesh.size(dim)
+        if placement.reduce_op == "sum":
+            # Parts differ between ranks; the last rank holds the remainder.
+            part = part - sum(range(1, size)) if place == size - 1 else torch.full_like(part, place + 1)
+        elif placement.reduce_op == "avg":
+            part = part * size - sum(range(size - 1)) if place == size - 1 else torch.full_like(part, place)
+        else:
+            # For each element one rank holds the extreme; the others hold values off by 1 + their coordinate.
+            holder = torch.arange(part.numel()).reshape(part.shape) % size
+            off = (holder != place) * (1 + place)
+            part = part - off.to(part.dtype) if placement.reduce_op == "max" else part + off.to(part.dtype)
+    device = torch.device(mesh.device_type, torch.cuda.current_device())
+    return DTensor.from_local(
+        part.to(device), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
+    """Distribute the tensor of rank 0, while the other ranks pass different values, and yield the errors."""
+    for number, target in enumerate(_WHOLE):
+        case = _Case((2 * rank.size + 1, rank.size + 1), torch.float32, (Replicate(),), (target,))
+        whole = _whole(case, seed + number)
+        held = distribute_tensor((whole + rank.index).to(rank.device), mesh, [target])
+        text = _wrong(held, part_of(whole, [target], mesh), case)
+        yield f"distribute_tensor: {text}" if text else ""
+
+
+def _drawn(rank: Rank, mesh: DeviceMesh) -> Iterator[str]:
+    """Draw random numbers in each placement, apply dropout to shards, and yield the errors."""
+    for dim, placement in enumerate(_WHOLE):
+        held = random_tensor(2 * rank.size, 64 * rank.size, device_mesh=mesh, placements=[placement])
+        local = plain(held.to_local())
+        if placement == Replicate():
+            # One row per rank, which holds all numbers of this rank.
+            parts = DTensor.from_local(held.to_local()[None], mesh, [Shard(0)], run_check=False).full_tensor()
+        else:
+            dropped: Any = functional.dropout(torch.ones_like(held), 0.5)
+            parts = torch.stack(dropped.full_tensor().chunk(rank.size, dim))
+            if _alike(parts):
+                yield f"dropout of {text_of([placement])}: two ranks drop the same elements of their parts"
+            parts = torch.stack(held.full_tensor().chunk(rank.size, dim))
+        if not torch.equal(plain(parts[rank.index]), local):
+            yield f"random numbers as {text_of([placement])}: the whole does not have this rank's part"
+        elif placement == Replicate() and any(not torch.equal(part, parts[0]) for part in parts):
+            yield f"random numbers as {text_of([placement])}: ranks hold different ones"
+        elif placement != Replicate() and _alike(parts):
+            yield f"random numbers as {text_of([placement])}: two ranks hold the same ones"
+
+
+def _alike(parts: torch.Tensor) -> bool:
+    """Return whether two parts are equal; with 128 elements or more that is no coincidence."""
+    return len({tuple(part.flatten().tolist()) for part in parts}) < len(parts)
+
+
+def _wrong(held: DTensor, expected: torch.Tensor, case: _Case) -> str:
+    if tuple(held.placements) != case.target or tuple(held.shape) != case.shape:
+        return f"{case} is {text_of(held.placements)} of {tuple(held.shape)}"
+    return _compared(held.to_local(), expected, f"{case}, own part")
+
+
+def _wrong_whole(whole: torch.Tensor, expected: torch.Tensor, case: _Case) -> str:
+    return _compared(whole, expected, f"{case}, full_tensor")
+
+
+def _compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:
+    here = plain(got)
+    if same_bits(expected.contiguous(), here):
+        return ""
+    if here.shape != expected.shape or here.dtype != expected.dtype:
+        return f"{what} is {here.dtype}{list(here.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    at = first_difference(expected, here)
+    count = int((here != expected).sum())
+    values = f"got {here[at].item()}, expected {expected[at].item()}"
+    return f"{what}: {count} of {here.numel()} elements differ, the first at {list(at)}: {values}"
+
+
+def text_of(placements: Sequence[Placement]) -> str:
+    """Return placements as text, as torch writes them, in parentheses."""
+    return f"({', '.join(str(placement) for placement in placements)})"
+
+
+def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
+    """Assert that redistribution passes gradients back. A collective.
+
+    The gradient of a gathered tensor must be reduced and scattered, and the gradient of a shard gathered or resharded.
+
+    Raises:
+        ShardError: this rank's part of a gradient is wrong.
+    """
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    found = []
+    for number, rows in enumerate((2 * rank.size + 1, 2 * rank.size, max(1, rank.size - 1))):
+        shape = (rows, 5)
+        factors = [
+            _whole(_Case(shape, torch.float32, (), ()), seed + number + 11 * other) % 8 for other in range(rank.size)
+        ]
+        total, own = torch.stack(factors).sum(0), factors[rank.index]
+        for source, target, given, back in (
+            (Shard(0), Replicate(), Partial(), total),
+            (Shard(1), Replicate(), Partial(), total),
+            (Replicate(), Shard(0), None, factors[0]),
+            (Shard(0), Shard(1), None, factors[0]),
+        ):
+            case = _Case(shape, torch.float32, (source,), (target,))
+            whole = _whole(case, seed)
+            leaf = part_of(whole, [source], mesh).to(rank.device, copy=True).requires_grad_()
+            tensor = DTensor.from_local(leaf, mesh, [source], run_check=False, shape=whole.shape, stride=whole.stride())
+            moved = tensor.redistribute(mesh, [target])
+            local = moved.to_local() if given is None else moved.to_local(grad_placements=[given])
+            factor = own if given is not None else part_of(factors[0], [target], mesh)
+            (local * factor.to(rank.device)).sum().backward()
+            assert leaf.grad is not None
+            found.append(_compared(leaf.grad, part_of(back, [source], mesh), f"gradient of {case}"))
+    require_none_wrong(found, rank)

@@ -1,0 +1,203 @@
+"""Check that SyncBatchNorm normalises by the statistics of all ranks' samples, as BatchNorm on one device does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import assert_gradients_agree, gradient_or_zeros
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.numerics.steps import full_precision, measure_step
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = ["assert_sync_batchnorm_agrees"]
+
+_EPS = 1e-3
+_CHANNELS = 3
+_STEPS = (1, 2)
+_KEPT = "what the conversion keeps"
+
+
+def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
+    """Assert that `convert_sync_batchnorm` gives the outputs, gradients and statistics of one device. A collective.
+
+    The conversion must also keep the mode of the layer and its frozen parameters. Cases are float32 and float64, a momentum and
+    the cumulative average, images in channels_last, and a group without the last rank. Each case trains two steps and then
+    evaluates by the running statistics. Ranks have different numbers of samples: the last rank has one and the last but one
+    has many. In one case the first of more than two ranks has none. The tolerance is measured: see
+    `mgpu_check.numerics.steps`.
+
+    Raises:
+        GradientMismatch: a result on this rank is off by more than the tolerance.
+    """
+    __tracebackhide__ = True
+    everybody = list(range(rank.size))
+    # With more than two ranks, the last one has a group of its own.
+    parts = [everybody[:-1], everybody[-1:]] if rank.size > 2 else [everybody]
+    groups = [dist.new_group(members) if len(parts) > 1 else None for members in parts]
+    place = next(number for number, members in enumerate(parts) if rank.index in members)
+    cases = [
+        _Case(torch.float32, 0.25, (4,), everybody, None, empty=True),
+        _Case(torch.float64, None, (2, 3), everybody, None),
+        _Case(torch.float64, 0.5, (), parts[place], groups[place]),
+    ]
+    with Findings() as findings:
+        for number, case in enumerate(cases):
+            with findings.collected():
+                _compare(case, rank, seed + number)
+        if (own := groups[place]) is not None:
+            dist.destroy_process_group(own)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A layer, and the ranks that share it.
+
+    Attributes:
+        momentum: None for the cumulative average.
+        rest: sizes of the dimensions after samples and channels.
+        ranks: the members of `group`, which is None for all ranks.
+        empty: the first of more than two ranks has no samples.
+    """
+
+    dtype: torch.dtype
+    momentum: float | None
+    rest: tuple[int, ...]
+    ranks: list[int]
+    group: dist.ProcessGroup | None
+    empty: bool = False
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of samples of each rank."""
+        counts = [2 + other % 3 for other in self.ranks]
+        counts[-1] = 1
+        counts[max(0, len(self.ranks) - 2)] += 5
+        if self.empty and len(self.ranks) > 2:
+            counts[0] = 0
+        return counts
+
+    @property
+    def of_images(self) -> bool:
+        return len(self.rest) == 2
+
+    def own(self, rank: Rank) -> slice:
+        """Return the samples of a rank, as a slice of all."""
+        place = self.ranks.index(rank.index)
+        start = sum(self.counts[:place])
+        return slice(start, start + self.counts[place])
+
+    def inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        """Return all ranks' samples of two steps, the gradients of their outputs, and the initial state of the layer."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (sum(self.counts), _CHANNELS, *self.rest)
+        offset = torch.arange(float(_CHANNELS)).reshape(1, -1, *(1 for _ in self.rest))
+        made = {
+            f"x{step}": torch.randn(shape, generator=generator, dtype=torch.float32) * 2 + offset for step in _STEPS
+        }
+        made |= {f"dy{step}": torch.randn(shape, generator=generator) for step in _STEPS}
+        return made | {
+            name: torch.rand(_CHANNELS, generator=generator) + 0.5 for name in ("weight", "bias", "mean", "var")
+        }
+
+
+def _compare(case: _Case, rank: Rank, seed: int) -> None:
+    __tracebackhide__ = True
+    inputs, own = case.inputs(seed), case.own(rank)
+    plain = _batchnorm(case, inputs)
+    kept = {_KEPT: _flags(plain)}
+    layer = nn.SyncBatchNorm.convert_sync_batchnorm(plain, case.group).to(rank.device)
+    got = {_KEPT: _flags(layer)} | _on_this_rank(case, layer.requires_grad_(True).train(), inputs, own, rank.device)
+    measured = measure_step(lambda given: _on_one_device(case, given, own), inputs, pairs=2)
+    # Rounding errors are proportional to the unit roundoff; in float64 the reference has them too.
+    finer = 1.0 if case.dtype == torch.float32 else 2.0 * 2.0**-53 / 2.0**-24
+    tolerance = {name: value * finer for name, value in measured.tolerance.items()}
+    tolerance[_KEPT] = torch.zeros_like(kept[_KEPT])
+    kind = f"SyncBatchNorm in {name_of(case.dtype)}, momentum {case.momentum}, {case.counts} samples"
+    what = f"{kind}, on {rank.device}"
+    assert_gradients_agree(got, measured.reference | kept, tolerance=tolerance, rank=rank.index, what=what)
+
+
+def _batchnorm(case: _Case, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return the layer to convert: in evaluation mode, with a frozen weight."""
+    kind = nn.BatchNorm2d if case.of_images else nn.BatchNorm1d
+    plain = kind(_CHANNELS, eps=_EPS, momentum=case.momentum, dtype=case.dtype)
+    plain.load_state_dict(
+        {
+            "weight": inputs["weight"],
+            "bias": inputs["bias"],
+            "running_mean": inputs["mean"],
+            "running_var": inputs["var"],
+            "num_batches_tracked": torch.tensor(0),
+        }
+    )
+    plain.weight.requires_grad_(False)
+    return plain.eval()
+
+
+def _on_this_rank(
+    case: _Case, layer: nn.Module, inputs: Mapping[str, torch.Tensor], own: slice, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Train the layer on this rank's samples; a collective of the case's ranks."""
+    got: dict[str, torch.Tensor] = {}
+    with full_precision():
+        for step in _STEPS:
+            layer.zero_grad()
+            x = inputs[f"x{step}"][own].to(device, case.dtype)
+            if case.of_images:
+                x = x.to(memory_format=torch.channels_last)
+            x.requires_grad_()
+            y = layer(x)
+            y.backward(inputs[f"dy{step}"][own].to(device, case.dtype))
+            # A rank without samples has no gradients.
+            got |= {f"step {step}: outputs": y.detach(), f"step {step}: gradient of inputs": gradient_or_zeros(x)}
+            got[f"step {step}: gradient of weight"] = gradient_or_zeros(layer.get_parameter("weight"))
+            got[f"step {step}: gradient of bias"] = gradient_or_zeros(layer.get_parameter("bias"))
+            got[f"step {step}: running mean"] = layer.get_buffer("running_mean").clone()
+            got[f"step {step}: running variance"] = layer.get_buffer("running_var").clone()
+        got["evaluation: outputs"] = layer.eval()(inputs["x1"][own].to(device, case.dtype)).detach()
+    return got
+
+
+def _on_one_device(case: _Case, given: Mapping[str, torch.Tensor], own: slice) -> dict[str, torch.Tensor]:
+    """Compute the right results for the rank with the samples `own`, from the samples of all ranks."""
+    found: dict[str, torch.Tensor] = {}
+    weight, bias = given["weight"], given["bias"]
+    mean, variance = given["mean"].clone(), given["var"].clone()
+    view = (1, -1, *(1 for _ in case.rest))
+    for step in _STEPS:
+        x = given[f"x{step}"].clone().requires_grad_()
+        part = case.momentum if case.momentum is not None else 1 / step
+        # A rank's gradients of the parameters are sums over its own samples only, so these need copies.
+        own_weight, own_bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        y = F.batch_norm(x, None, None, weight, bias, True, 0.0, _EPS)
+        normed = F.batch_norm(x.detach(), None, None, None, None, True, 0.0, _EPS)
+        mine = normed[own] * own_weight.view(view) + own_bias.view(view)
+        mine.backward(given[f"dy{step}"][own])
+        y.backward(given[f"dy{step}"])
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        mean = (1 - part) * mean + part * x.detach().mean(dims)
+        variance = (1 - part) * variance + part * x.detach().var(dims, unbiased=True)
+        found |= {f"step {step}: outputs": y.detach()[own], f"step {step}: gradient of inputs": _of(x)[own]}
+        found[f"step {step}: gradient of weight"] = _of(own_weight)
+        found[f"step {step}: gradient of bias"] = _of(own_bias)
+        found[f"step {step}: running mean"] = mean
+        found[f"step {step}: running variance"] = variance
+    found["evaluation: outputs"] = F.batch_norm(given["x1"][own], mean, variance, weight, bias, False, 0.0, _EPS)
+    return found
+
+
+def _flags(layer: nn.Module) -> torch.Tensor:
+    """Return as numbers whether weight and bias need gradients, and whether the layer is in training mode."""
+    return torch.tensor([float(value.requires_grad) for value in layer.parameters()] + [float(layer.training)])
+
+
+def _of(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None, "the outputs depend on it"
+    return tensor.grad

@@ -1,0 +1,140 @@
+"""Check that ZeroRedundancyOptimizer steps as one optimizer does, while each rank keeps the state of some parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.reference import ADAM_RATE, adam_tolerance, one_device, seen
+from mgpu_check.suite.recipes.training import weighted
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["assert_zero_agrees", "assert_zero_state_agrees"]
+
+_DECAY = 0.25
+
+
+def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that all ranks have the parameters of one device after each step. A collective.
+
+    Runs once with separate tensors, where all but the first are added as a later group, and once with views of buckets.
+
+    Raises:
+        GradientMismatch: the parameters of this rank differ.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training)
+    with Findings() as findings:
+        for view in (False, True):
+            model = training.model().to(rank.device)
+            parameters = list(model.parameters())
+            later = len(parameters) if view else 1  # a group that is added later cannot be a view
+            optimizer = ZeroRedundancyOptimizer(
+                parameters[:later],
+                torch.optim.SGD,
+                parameters_as_bucket_view=view,
+                lr=training.rate,
+                momentum=training.momentum,
+            )
+            if parameters[later:]:
+                optimizer.add_param_group({"params": parameters[later:]})
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    optimizer.zero_grad()
+                    # Each rank has the gradients of all samples, as after DDP.
+                    weighted(model(inputs.to(rank.device)), factors.to(rank.device)).backward()
+                    optimizer.step()
+                    got |= seen(model, step)
+            what = f"ZeroRedundancyOptimizer, buckets {'on' if view else 'off'}, on {rank.device}"
+            with findings.collected():
+                assert_same(got, {name: expected[name] for name in got}, what, rank.index)
+
+
+def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that the ranks together keep the state of one AdamW optimizer, and that it can be reloaded. A collective.
+
+    Two groups of parameters have different rates and weight decays, which a schedule has halved. The last rank consolidates the
+    state twice, and the second state must be the current one. A new optimizer loads this state and takes one more step.
+
+    Raises:
+        GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.
+        ReplicaMismatch: the ranks together do not keep the state of each parameter exactly once.
+    """
+    __tracebackhide__ = True
+    model = _with_gradients(training, rank.device)
+    optimizer = ZeroRedundancyOptimizer(_groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW, lr=2 * ADAM_RATE)
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+        group["weight_decay"] /= 2
+    last = rank.size - 1
+    optimizer.consolidate_state_dict(to=last)
+    optimizer.step()
+    kept = sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
+    total = torch.tensor([kept], device=rank.device)
+    dist.all_reduce(total)
+    optimizer.consolidate_state_dict(to=last)
+    torch.cuda.synchronize()  # consolidate_state_dict copies to the host without waiting
+    box: list[Any] = [_on_host(optimizer.state_dict()) if rank.index == last else None]
+    dist.broadcast_object_list(box, src=last, device=rank.device)
+    got = _named(box[0]["state"])  # before loading, which drops the state of other ranks
+    again = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0)
+    again.load_state_dict(box[0])
+    again.step()
+
+    single = _with_gradients(training, torch.device("cpu"))
+    reference = torch.optim.AdamW(_groups(single), lr=ADAM_RATE)
+    reference.step()
+    expected = _named(reference.state_dict()["state"])
+    reference.step()
+    expected |= {name: copied(value) for name, value in single.named_parameters()}
+    got |= {name: copied(value) for name, value in model.named_parameters()}
+    what = f"ZeroRedundancyOptimizer with AdamW, on {rank.device}"
+    wanted = sum(value.numel() for value in single.parameters())
+    if int(total) != wanted:
+        raise ReplicaMismatch(
+            f"{what}: the ranks together keep the state of {int(total)} elements, expected {wanted}, each of them once"
+        )
+    tolerance = adam_tolerance(expected, ADAM_RATE)
+    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
+
+
+def _with_gradients(training: ExactTraining, device: torch.device) -> nn.Module:
+    model = training.model().to(device)
+    inputs, factors = training.batches()[0]
+    with full_precision():
+        weighted(model(inputs.to(device)), factors.to(device)).backward()
+    return model
+
+
+def _groups(model: nn.Module, rate: float = ADAM_RATE, decay: float = _DECAY) -> list[dict[str, Any]]:
+    biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
+    weights = [value for name, value in model.named_parameters() if not name.endswith("bias")]
+    return [{"params": weights, "weight_decay": decay / 4}, {"params": biases, "lr": rate / 4, "weight_decay": decay}]
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy a state to the host, because tensors of a device belong to their process."""
+    moved = {
+        key: {name: copied(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+        for key, entry in state["state"].items()
+    }
+    return {**state, "state": moved}
+
+
+def _named(state: dict[int, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {
+        f"{key} of parameter {index}": copied(entry[key])
+        for index, entry in state.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }

@@ -1,0 +1,331 @@
+"""The shell line at the end of a failure: it is there, and it repeats the failure when a shell runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GPUS = ("--gpus=2", "--simulate", "--rank-timeout=1")
+
+
+def lines_of(output: str) -> list[str]:
+    """The lines below each heading "repeat with", up to the next one that is no command."""
+    found, inside = [], False
+    for line in output.splitlines():
+        if re.fullmatch(r"-+ repeat with -+", line):
+            inside = True
+        elif inside and re.match(r"\S*(python\d?|pytest|mgpu-check) ", line):
+            found.append(line)
+        else:
+            inside = False
+    return found
+
+
+def shell(line: str, directory: Path) -> tuple[int, str]:
+    """What a user gets who pastes `line` into a shell in `directory`."""
+    ran = subprocess.run(line, shell=True, cwd=directory, capture_output=True, text=True, check=False)
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def repeat(pytester: pytest.Pytester, line: str, directory: Path) -> tuple[int, str]:
+    """As `shell`: the words are what a shell makes of `line`, but the program is forked where that makes no difference."""
+    said = subprocess.run(f"printf '%s\\0' {line}", shell=True, stdout=subprocess.PIPE, text=True, check=True)
+    program, *words = said.stdout.split("\0")[:-1]
+    if Path(program).name == "mgpu-check":
+        assert shutil.which(program) == shutil.which("mgpu-check", path=Path(sys.executable).parent)
+        words[:0] = ["-m", "mgpu_check"]
+    else:
+        assert shutil.which(program) == sys.executable
+    with contextlib.chdir(directory):
+        ran = pytester.run(sys.executable, *words)
+    return int(ran.ret), ran.stdout.str() + ran.stderr.str()
+
+
+FAILING = """
+    import os, signal, time
+    import pytest, torch.distributed as dist
+    from hypothesis import example, given, settings, strategies as st
+
+    @pytest.mark.ranks(1, 2)
+    def test_plain(rank):
+        assert rank.size == 1, "PLAIN"
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("text", ["it's a $HOME", "* & ;"])
+    def test_quoting(rank, text):
+        assert text == "", "QUOTED"
+
+    @pytest.mark.ranks(2)
+    @settings(database=None)
+    @given(n=st.integers(0, 10**9), text=st.text())
+    def test_given(rank, n, text):
+        assert n < 123456, "SHRUNK"
+
+    @pytest.mark.ranks(2)
+    @settings(database=None)
+    @example(n=77)
+    @given(n=st.integers(0, 10**9))
+    def test_explicit(rank, n):
+        assert n != 77, "EXPLICIT"
+
+    @settings(database=None)
+    @given(n=st.integers(0, 10**9))
+    def test_in_parent(ranks, n):
+        assert ranks.run(lambda: n)[0] < 1000, "PARENT"
+
+    @settings(database=None)
+    @given(n=st.integers(0, 10**9))
+    def test_rank_of_parent(ranks, n):
+        def body():
+            assert n < 1000, "RANK OF PARENT"
+        ranks.run(body)
+
+    class TestNode:
+        @settings(database=None)
+        @given(n=st.integers(0, 10**9))
+        def test_node(self, gpus, n):
+            assert n < 4321, "NODE"
+
+    @pytest.fixture
+    def broken():
+        raise ValueError("SETUP")
+
+    def test_setup(ranks, broken):
+        pass
+
+    @pytest.mark.ranks(2)
+    @settings(database=None)
+    @given(n=st.integers(0, 10**9))
+    def test_hang(rank, n):
+        if n > 10**6 and rank.index == 1:
+            print("HUNG AT", n)
+            time.sleep(3600)
+
+    @pytest.mark.ranks(2)
+    def test_death(rank):
+        if rank.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @pytest.mark.ranks(2)
+    @settings(database=None)
+    @given(n=st.integers(0, 1000))
+    def test_two_bugs(rank, n):
+        if n > 500:
+            raise ValueError("LARGE")
+        if 20 < n < 400:
+            raise KeyError("MIDDLE")
+"""
+
+SEEN = {
+    "test_plain[ranks=2]": ["AssertionError: PLAIN"],
+    "test_quoting[it's a $HOME]": ["QUOTED"],
+    "test_quoting[* & ;]": ["QUOTED"],
+    "test_given": ["SHRUNK", "n=123456"],
+    "test_explicit": ["EXPLICIT", "n=77"],
+    "test_in_parent": ["PARENT", "n=1000"],
+    "test_rank_of_parent": ["RANK OF PARENT", "n=1000"],
+    "TestNode::test_node": ["NODE", "n=4321"],
+    "test_setup": ["ValueError: SETUP"],
+    "test_hang": ["did not finish test_hang within 1 s", "HUNG AT"],
+    "test_death": ["rank 1 of 2 died: signal SIGKILL"],
+    "test_two_bugs": ["LARGE", "n=501", "MIDDLE", "n=21"],
+}
+
+
+@pytest.mark.parametrize("parallel", [(), ("-n2",)], ids=["one process", "xdist"])
+def test_every_failure_is_repeated_by_the_line_at_its_end(run, pytester, parallel):
+    pytester.makeini("[pytest]\n")
+    pytester.mkpydir("tests").joinpath("test_it.py").write_text(re.sub(r"^    ", "", FAILING, flags=re.MULTILINE))
+    below = pytester.mkdir("called from")
+    os.chdir(below)  # pytester returns from there
+    result = run(*GPUS, *parallel, "../tests")
+    lines = lines_of(result.stdout.str())
+    names = {name: [line for line in lines if f"::{name}" in "".join(shlex.split(line))] for name in SEEN}
+    assert {name: len(found) for name, found in names.items()} == {
+        name: 2 if name == "test_two_bugs" else 1 for name in SEEN
+    }
+    ids = {word for line in lines for word in shlex.split(line) if "::" in word}
+    assert ids == {f"../tests/test_it.py::{name}" for name in SEEN}
+    if parallel:
+        return
+    for name, found in names.items():
+        by_shell = name == "test_quoting[it's a $HOME]"
+        outputs = [shell(line, below) if by_shell else repeat(pytester, line, below) for line in found]
+        assert [code for code, _ in outputs] == [pytest.ExitCode.TESTS_FAILED] * len(found), outputs
+        for words in SEEN[name]:
+            assert any(words in output for _, output in outputs), (name, words, outputs)
+    # What was drawn and not shrunk comes back as it was.
+    hung = re.search(r"HUNG AT (\d+)", result.stdout.str())
+    assert hung is not None
+    assert f"HUNG AT {hung[1]}" in repeat(pytester, names["test_hang"][0], below)[1]
+    assert "--gpu-replay=" in names["test_given"][0]
+    assert "--gpu-replay=" not in names["test_explicit"][0]
+
+
+def test_options_that_decide_what_a_test_does_are_repeated(run, pytester, monkeypatch):
+    """Those of mgpu-check from wherever they come, others if they were typed; what the ini file says stays there."""
+    monkeypatch.setenv("MGPU_CHECK_RANK_TIMEOUT", "9")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--gpus=2")
+    pytester.path.joinpath("own.ini").write_text("[pytest]\nsimulate = true\naddopts = --needed-too\n")
+    pytester.path.joinpath("helper.py").write_text("def pytest_report_header(): return 'HELPER'\n")
+    pytester.makeconftest(
+        """
+        def pytest_addoption(parser):
+            parser.addoption("--level", type=int, default=0)
+            parser.addoption("--deep", action="store_true")
+            parser.addoption("--needed-too", action="store_true")
+        """
+    )
+    pytester.mkdir("tests").joinpath("test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.ranks(2)\n"
+        "def test_it(rank, pytestconfig_values):\n"
+        "    assert pytestconfig_values != (3, True, True, 9.0), 'AS CALLED'\n"
+        "@pytest.fixture\n"
+        "def pytestconfig_values(request):\n"
+        "    from mgpu_check.settings import active\n"
+        "    option = request.config.option\n"
+        "    return option.level, option.deep, option.needed_too, active().rank_timeout\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path))
+    typed = [
+        "-x",
+        "-c",
+        "own.ini",
+        "--tb",
+        "short",
+        "-p",
+        "helper",
+        "--level",
+        "3",
+        "-k",
+        "test_it",
+        "--deep",
+        "-rA",
+        "-vv",
+    ]
+    result = pytester.runpytest_subprocess(*typed, "--hypothesis-seed=4", "--import-mode=importlib", "tests")
+    (line,) = lines_of(result.stdout.str())
+    words = shlex.split(line)
+    assert words[words.index("pytest") + 1 :] == [
+        *("--gpus=2", "--rank-timeout=9", "-c", "own.ini", "-p", "helper", "--level", "3", "--deep"),
+        *("--import-mode=importlib", "tests/test_it.py::test_it"),
+    ]
+    code, output = repeat(pytester, line, pytester.path)
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "AS CALLED" in output
+    assert "HELPER" in output
+
+
+def test_another_ini_file_nearer_to_the_test_is_not_taken(run, pytester):
+    """It was not when the run was called with several directories; with one node id, it would be."""
+    for name in ("one", "two"):
+        pytester.mkdir(name).joinpath(f"test_{name}.py").write_text(
+            "import pytest\n@pytest.mark.ranks(1)\ndef test_it(rank, strict):\n    assert strict, 'NO INI FILE'\n"
+            "@pytest.fixture\ndef strict(pytestconfig): return pytestconfig.getini('xfail_strict')\n"
+        )
+    pytester.path.joinpath("one", "pytest.ini").write_text("[pytest]\nxfail_strict = true\n")
+    result = run(*GPUS, ".")
+    lines = lines_of(result.stdout.str())
+    assert lines
+    for line in lines:
+        code, output = repeat(pytester, line, pytester.path)
+        assert (code, "NO INI FILE" in output) == (pytest.ExitCode.TESTS_FAILED, True), output
+
+
+PROPERTY = """
+    import pytest
+    from hypothesis import given, settings, strategies as st
+
+    @pytest.mark.ranks(1)
+    @settings(database=None)
+    @given(n=st.integers(0, 1000))
+    def test_it(rank, n):
+        assert n < LIMIT
+
+    @pytest.mark.ranks(1)
+    def test_other(rank):
+        pass
+
+    LIMIT = 500
+"""
+
+
+def test_an_example_that_passes_by_now_is_green(run, pytester):
+    path = pytester.makepyfile(test_it=PROPERTY)
+    (line,) = lines_of(run(*GPUS).stdout.str())
+    assert repeat(pytester, line, pytester.path)[0] == pytest.ExitCode.TESTS_FAILED
+    path.write_text(path.read_text().replace("LIMIT = 500", "LIMIT = 5000"))
+    code, output = repeat(pytester, line, pytester.path)
+    assert code == pytest.ExitCode.OK, output
+    assert "1 passed" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu-replay=nonsense"], "--gpu-replay: 'nonsense' is not valid; copy the whole line*"),
+        (
+            ["--gpu-replay=1.2.3:AEEB"],
+            "--gpu-replay: the example was recorded with Hypothesis 1.2.3; version *; install hypothesis==1.2.3, or*",
+        ),
+        (["--gpu-replay={version}:no blob"], "--gpu-replay: the text after the colon is not an example of Hypothesis*"),
+        (
+            ["--gpu-replay={version}:AEEB"],
+            "--gpu-replay: it is the example of one test, but 2 are selected; give one node id",
+        ),
+        (
+            ["--gpu-replay={version}:AEEB", "-k", "other"],
+            "--gpu-replay: test_it.py::test_other draws no examples; run it without this option",
+        ),
+    ],
+)
+def test_an_example_that_is_none_is_a_usage_error(run, pytester, arguments, message):
+    pytester.makepyfile(test_it=PROPERTY)
+    version = importlib.metadata.version("hypothesis")
+    result = run(*GPUS, *(argument.format(version=version) for argument in arguments))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: mgpu-check: {message}"])
+
+
+def test_an_example_for_several_tests_under_xdist(run, pytester):
+    pytester.makepyfile(test_it=PROPERTY)
+    result = run(*GPUS, f"--gpu-replay={importlib.metadata.version('hypothesis')}:AEEB", "-n1")
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["*it is the example of one test, but 2 are selected; give one node id"])
+
+
+def test_a_check_of_the_packaged_suite_is_repeated_by_the_command(pytester, warm, monkeypatch):
+    """A planted fault makes one fail: called as `mgpu-check`, and as plain pytest with other ini files about."""
+    pytester.path.joinpath("plant.py").write_text(
+        "import pytest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_runtest_setup(item):\n"
+        "    from mgpu_check.plugin.stash import SESSION\n"
+        "    item.config.stash[SESSION].fault = 'remainder-dropped'\n"
+    )
+    pytester.makeini("[pytest]\ngpus = 2\nsimulate = true\n")
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path))
+    for start in (
+        [sys.executable, "-m", "mgpu_check", "--gpus=2", "--simulate"],
+        [sys.executable, "-m", "pytest", "--pyargs", "mgpu_check.suite"],
+    ):
+        result = pytester.run(
+            *start, "-p", "plant", "-k", "test_tutorial_shapes or test_shards_cover_the_batch", "--hypothesis-seed=0"
+        )
+        lines = lines_of(result.stdout.str())
+        assert lines
+        for line in lines:
+            assert re.search(r"mgpu[-_]check --gpus=2 --simulate -p plant test_scatter\.py::\w+", line)
+            code, output = repeat(pytester, line, pytester.path)
+            assert code == pytest.ExitCode.TESTS_FAILED, output
+            assert "1 failed" in output

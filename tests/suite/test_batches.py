@@ -1,0 +1,72 @@
+"""Specs of batches build the nesting that they describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgpu_check.strategies import BatchSpec, Leaf, Nested, Sample, Split, TensorSpec, batch_sizes
+from mgpu_check.suite.scatter.cases import KINDS
+from mgpu_check.suite.scatter.strategies import batches
+
+X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("tuple", tuple), ("list", list), ("dict", dict), ("namedtuple", Sample)],
+)
+def test_containers(kind: str, expected: Any) -> None:
+    built: Any = Nested(kind, (X, Y)).build()
+    assert type(built) is expected
+    first, second = built.values() if isinstance(built, dict) else built
+    assert torch.equal(first, X.build())
+    assert torch.equal(second, Y.build())
+
+
+def test_leaves_stay_what_they_are() -> None:
+    value = frozenset({"train"})
+    assert Leaf(value).build() is value
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="kind='set'"):
+        Nested("set", (X,))
+    with pytest.raises(ValueError, match="3 were given"):
+        Nested("namedtuple", (X, X, X))
+    with pytest.raises(TypeError, match="Nested, not a single tensor"):
+        _ = Split(Nested("tuple", (X,)), 4).tensor
+
+
+def tensors_in(spec: BatchSpec) -> list[TensorSpec]:
+    if isinstance(spec, Nested):
+        return [tensor for part in spec.parts for tensor in tensors_in(part)]
+    return [spec] if isinstance(spec, TensorSpec) else []
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(data=st.data(), dim=st.sampled_from((0, 1, 2, -1, -2)), size=st.integers(0, 9))
+def test_every_tensor_has_the_size_along_dim(data: st.DataObject, dim: int, size: int) -> None:
+    batch = data.draw(batches(size, dim, leaves=True))
+    assert all(tensor.shape[dim] == size for tensor in tensors_in(batch))
+    assert eval(repr(batch), {kind.__name__: kind for kind in (Nested, Leaf, TensorSpec)}) == batch
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(data=st.data())
+def test_without_containers_a_batch_is_a_tensor(data: st.DataObject) -> None:
+    assert isinstance(data.draw(batches(3, kinds=())), TensorSpec)
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(data=st.data(), devices=st.integers(1, 8))
+def test_sizes_without_the_empty_batch(data: st.DataObject, devices: int) -> None:
+    assert data.draw(batch_sizes(devices, empty=False)) >= 1
+
+
+def test_kinds_are_those_that_scatter_knows() -> None:
+    assert set(KINDS) == {"tuple", "list", "dict", "namedtuple", "ordereddict"}

@@ -1,0 +1,239 @@
+"""The check of arithmetic: each oracle is right on right results, and sees one wrong element."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mgpu_check.devices.observations import Subject
+from mgpu_check.suite.common.counters import integers
+from mgpu_check.suite.common.digests import digest, digests
+from mgpu_check.suite.devices.computing import cases as compute
+from mgpu_check.suite.devices.computing import examine, freivalds, prepared, products
+from mgpu_check.suite.devices.computing.cases import ComputeCase
+from mgpu_check.suite.devices.computing.evidence import bits, digests_of_pieces, evidence_of
+from mgpu_check.suite.devices.computing.prepared import DTYPES, OPERATIONS
+
+CPU = torch.device("cpu")
+GPU = Subject("gpu", (0,))
+CASES = [(name, dtype) for name, dtypes in compute.OPERATIONS.items() for dtype in dtypes]
+BY_VOTE = {name for name in compute.OPERATIONS if "of random numbers" in name}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Operands are small: threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def cases(size=32, seed=1, repeats=1):
+    return [ComputeCase(name, dtype, size, seed, repeats) for name, dtype in CASES]
+
+
+def looked_at(case):
+    entry, *_, ballot = examine.examine_case(case, CPU, GPU)
+    return entry, ballot
+
+
+def test_the_table_has_all_operations():
+    assert OPERATIONS.keys() == compute.OPERATIONS.keys()
+
+
+@pytest.mark.parametrize(("size", "seed"), [(32, 0), (48, 1), (77, 2)])
+def test_right_results_pass_and_give_the_same_ballot_again(size, seed):
+    seen = [looked_at(case) for case in cases(size, seed, repeats=3)]
+    assert {str(entry) for entry, _ in seen if entry.outcome != "passed"} == set()
+    assert {entry.work.operations for entry, _ in seen} == {3}
+    again = [looked_at(case)[1] for case in cases(size, seed)]
+    assert [ballot.digest for _, ballot in seen] == [ballot.digest for ballot in again]
+
+
+def spoiled(result, place):
+    """A result with one element that is wrong by its second highest bit, or by its lowest where it is an integer."""
+    wrong = result.clone()
+    flat = bits(wrong)
+    flat[place] ^= 1 << (8 * flat.element_size() - 3 if result.dtype.is_floating_point else 0)
+    return flat.view(result.dtype).reshape(result.shape)
+
+
+def test_each_oracle_sees_one_wrong_element():
+    missed = []
+    for case in cases():
+        made = OPERATIONS[case.operation](case, CPU)
+        assert (made.judge is None) == (case.operation in BY_VOTE), case
+        if made.judge is None:
+            continue
+        result = made.call()
+        place = 13 % result.numel()
+        seen = made.judge(spoiled(result, place))
+        if case.operation in ("random bits", "normal numbers"):
+            continue  # their spread is judged, and not their elements: see below
+        if seen.get("errors") != 1 and not (case.operation == "permutation" and seen):
+            missed.append((str(case), seen))
+        elif "indices" in seen:
+            flat = 0
+            for index, side in zip(seen["indices"][0], result.shape, strict=True):
+                flat = flat * side + index
+            assert flat == place, case
+    assert missed == []
+
+
+def test_nan_is_wrong_for_each_oracle_of_floats():
+    for case in cases():
+        made = OPERATIONS[case.operation](case, CPU)
+        result = made.call()
+        if made.judge is None or not result.dtype.is_floating_point or case.operation in ("quotient", "square root"):
+            continue
+        result = result.clone()
+        place = result.reshape(-1).isfinite().nonzero()[0]
+        result.view(-1)[place] = torch.nan
+        assert made.judge(result), case
+
+
+@pytest.mark.parametrize("dtype", [*products.LARGEST])
+def test_products_by_algebra_are_those_of_the_definition(dtype):
+    a, b, product = products.factors(
+        (2,), 24, 40, 16, products.LARGEST[dtype], ComputeCase("product known by algebra", dtype, 32, 5), CPU
+    )
+    assert torch.equal((a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2), product)
+    assert a.unique().numel() > 2
+    for operand in (a, b):
+        assert torch.equal(operand.to(DTYPES[dtype]).double(), operand)
+
+
+def test_freivalds_finds_rows_and_columns():
+    a, b = (integers(shape, -31, 31, seed=i, device=CPU) for i, shape in enumerate([(70, 50), (50, 60)]))
+    right = (a.double() @ b.double()).float()
+    assert freivalds.freivalds(a, b, right, 3) == {}
+    wrong = right.clone()
+    wrong[5, 7] += 1
+    wrong[9, 40] = torch.nan
+    seen = freivalds.freivalds(a, b, wrong, 3)
+    assert (seen["wrong rows"], seen["wrong columns"], seen["errors"]) == (2, 2, 2)
+    assert seen["indices"] == [[5, 7], [9, 40]] and seen["share of NaN"] == 0.5
+    with pytest.raises(ValueError, match=r"k=50, n=60 .* not exact in float64"):
+        freivalds.wrong_rows(a * 2**20, b * 2**20, right, 3)
+
+
+def test_freivalds_sees_a_wrong_element_whatever_it_draws(monkeypatch):
+    monkeypatch.setattr(freivalds, "_CHOICES", 1)  # the least number that can be drawn, everywhere
+    assert freivalds.wrong_rows(torch.ones(2, 2), torch.ones(2, 2), torch.tensor([[2.0, 2.0], [2.0, 3.0]]), 0)[1]
+
+
+@pytest.mark.parametrize("spoil", [torch.zeros_like, lambda x: x + 0.5, lambda x: 2 * x, lambda x: x * torch.nan])
+def test_normal_numbers_are_spread_as_they_should_be(spoil):
+    judge = OPERATIONS["normal numbers"](ComputeCase("normal numbers", "float64", 32, 1), CPU).judge
+    drawn = torch.randn(1024, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert judge(drawn) == {}
+    assert judge(spoil(drawn))
+
+
+@pytest.mark.parametrize("size", [35, 49, 70])
+def test_counts_are_right_in_rows_of_any_length(size):
+    assert looked_at(ComputeCase("count", "int64", size, 1))[0].outcome == "passed"
+
+
+def test_digests_see_the_highest_bits():
+    one = torch.ones(8, dtype=torch.float64)
+    other = one.clone()
+    other[[2, 5]] *= -1
+    assert digest(one) != digest(other) and digests([one]).tolist() != digests([other]).tolist()
+
+
+def test_evidence_has_the_shape_of_what_is_wrong():
+    right = torch.ones(64, 64)
+    got = right.clone()
+    got.view(-1)[5::32] = 3.0
+    seen = evidence_of(got, right, got != right)
+    assert (seen["errors"], seen["period"], seen["lanes"], seen["box"]) == (128, 32, 1, [[0, 63], [5, 37]])
+    assert seen["values"][0] == ["0x3f800000", "0x40400000"]
+    assert seen["bits"] == dict.fromkeys(("22", "23", "24", "25", "26", "27", "28", "29", "30"), 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8, torch.float8_e5m2])
+def test_digests_depend_on_values_and_places(dtype):
+    one = torch.arange(1, 200).to(torch.int8).view(-1)[:120].float().to(dtype)
+    other = one.clone()
+    other[[3, 7]] = one[[7, 3]]
+    assert digest(one) != digest(other) and digest(one) == digest(one.clone())
+    differing = [
+        i
+        for i, pair in enumerate(zip(digests_of_pieces(one), digests_of_pieces(other), strict=True))
+        if pair[0] != pair[1]
+    ]
+    assert differing == [1, 3]
+
+
+def with_call(monkeypatch, spoil):
+    """One product is `spoil`ed; counts from 1."""
+    name = "product known by algebra"
+    prepare, times = OPERATIONS[name], []
+
+    def prepare_spoiled(case, device):
+        made = prepare(case, device)
+
+        def call():
+            times.append(1)
+            return spoil(made.call(), len(times))
+
+        return dataclasses.replace(made, call=call)
+
+    monkeypatch.setitem(prepared.OPERATIONS, name, prepare_spoiled)
+    return ComputeCase(name, "float32", 32, 0, repeats=40)
+
+
+def test_one_wrong_repeat_of_many_is_found(monkeypatch):
+    case = with_call(monkeypatch, lambda result, time: spoiled(result, 70) if time == 31 else result)
+    entry, _ = looked_at(case)
+    assert (
+        entry.outcome == "failed" and entry.seen == "1 element of 1024, the first at [2, 6], not as before in repeat 30"
+    )
+    assert (entry.evidence["wrong results"], entry.evidence["results"], entry.evidence["repeat"]) == (1, 40, 30)
+
+
+def test_a_result_that_is_wrong_each_time_is_found_by_the_oracle(monkeypatch):
+    entry, _ = looked_at(with_call(monkeypatch, lambda result, time: spoiled(result, 70)))
+    assert entry.seen == "1 element of 1024, the first at [2, 6], wrong in the first result"
+
+
+def test_a_comparison_that_sees_nothing_is_found_out(monkeypatch):
+    case = with_call(monkeypatch, lambda result, time: result)
+    monkeypatch.setattr(examine, "differing", lambda rows, right: torch.zeros(rows.shape[:-1], dtype=torch.int64))
+    entry, _ = looked_at(case)
+    assert (entry.outcome, entry.seen) == ("failed", "the device did not find an element that was changed on purpose")
+
+
+def test_random_numbers_that_repeat_are_found():
+    case = ComputeCase("random bits", "int64", 64, 3)
+    made = OPERATIONS[case.operation](case, CPU)
+    right = made.call()
+    again = torch.cat([right[:2048], right[:2048]])
+    assert made.judge(right) == {}
+    assert made.judge(again)["what"] == "the second draw repeats the first"
+    assert made.judge(right & ~8)["shares"] == {"3": 0.0}
+
+
+def test_what_a_device_lacks_is_skipped(monkeypatch):
+    def lacks(dtype, device):
+        raise prepared.Unsupported("bfloat16 needs compute capability 8.0; this device has 7.0")
+
+    monkeypatch.setattr(products, "require", lacks)
+    (entry,) = examine.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
+    assert (entry.outcome, entry.seen) == ("skipped", "bfloat16 needs compute capability 8.0; this device has 7.0")
+
+
+def test_only_what_is_timed_is_measured():
+    with pytest.raises(ValueError, match="timed=True with 'sum'"):
+        ComputeCase("sum", "int8", 32, 0, timed=True)
+
+
+@pytest.mark.parametrize("wrong", [{"operation": "x"}, {"dtype": "int4"}, {"size": 8}, {"repeats": 0}])
+def test_cases_that_make_no_sense(wrong):
+    given = {"operation": "sum", "dtype": "int8", "size": 32, "seed": 0} | wrong
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+        ComputeCase(**given)

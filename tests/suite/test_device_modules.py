@@ -1,0 +1,62 @@
+"""The checks of modules that move, and of memory that is shared, pass on a sound node, and say what is lost on another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mgpu_check.errors import DeviceMismatch
+from mgpu_check.simulated import simulated_node
+from mgpu_check.suite.common.faults.registry import planted
+from mgpu_check.suite.devices import modules as checks
+
+
+@pytest.fixture
+def node() -> Iterator[list[torch.device]]:
+    with simulated_node(3):
+        yield [torch.device("cuda", index) for index in range(3)]
+
+
+def test_a_sound_node_passes(node: list[torch.device]) -> None:
+    assert checks.assert_modules_move(node) == 6 * 6
+    assert checks.assert_memory_owned(node) > 30 * len(node)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("gradients-left-behind", "it holds .*unsaved; expected .*the gradient of trained"),
+        ("unsaved-buffers-lost", "unsaved: .* elements"),
+    ],
+)
+def test_what_is_left_behind_is_named(node: list[torch.device], fault: str, words: str) -> None:
+    with planted(fault), pytest.raises(DeviceMismatch, match=words) as caught:
+        checks.assert_modules_move(node)
+    assert caught.value.ranks == (0, 1, 2)
+
+
+def test_ties_that_part_are_named(node: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    move = torch.nn.Module.to
+
+    def apart(module: checks._Holding, *args: object, **kwargs: object) -> torch.nn.Module:
+        moved = move(module, *args, **kwargs)  # type: ignore[call-overload]
+        moved.tied = torch.nn.Parameter(moved.tied.detach().clone())
+        return moved  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch.nn.Module, "to", apart)
+    with pytest.raises(DeviceMismatch, match=r"two names has become two|it holds .*inner.weight"):
+        checks.assert_modules_move(node)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("copies-that-are-none", r"result of to\(its device, copy=True\): it shares memory with its source"),
+        ("views-that-are-copies", "result of flatten: it has memory of its own"),
+    ],
+)
+def test_memory_that_is_shared_or_not(node: list[torch.device], fault: str, words: str) -> None:
+    with planted(fault), pytest.raises(DeviceMismatch, match=words):
+        checks.assert_memory_owned(node)

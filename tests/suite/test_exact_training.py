@@ -1,0 +1,65 @@
+"""Exact training is exact: float32 gives the bits of float64, for whatever is drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.reference import one_device, seen, sgd
+from mgpu_check.suite.parallelism.on_devices import assert_replicas_are_apart
+from mgpu_check.suite.recipes import training as recipe
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("widths", [(6, 7, 5), (6, 13, 5), (6, 24, 5), (4, 3, 2, 3, 2), (6, 13, 4, 5)])
+def test_float32_gives_the_bits_of_float64(widths):
+    for seed in range(6):
+        training = ExactTraining(widths=widths, batch=16 if len(widths) == 3 else 8, seed=seed)
+        model = training.model()
+        optimizer = sgd(training, model)
+        got = {}
+        for step, (inputs, factors) in enumerate(training.batches(), 1):
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            recipe.weighted(outputs, factors).backward()
+            optimizer.step()
+            got |= {f"step {step}: outputs": outputs.detach()} | seen(model, step)
+        assert_same(got, one_device(training), "float32")
+
+
+def test_one_wrong_bit_is_found():
+    training = ExactTraining()
+    expected = one_device(training)
+    got = dict(expected)
+    wrong = expected["step 2: 0.weight"].float()
+    wrong.view(torch.int32)[0, 0] ^= 1
+    got["step 2: 0.weight"] = wrong
+    with pytest.raises(
+        GradientMismatch, match=r"here, rank 1: 1 of 18 results .*\n.*step 2: 0.weight: element \[0, 0\]"
+    ):
+        assert_same(got, expected, "here", 1)
+
+
+def test_numbers_that_would_not_stay_exact_are_refused():
+    with pytest.raises(ValueError, match="steps=3 must be 1 or 2"):
+        ExactTraining(steps=3)
+    with pytest.raises(ValueError, match="widths=\\(6,\\) must name inputs and outputs"):
+        ExactTraining(widths=(6,))
+
+
+def test_replicas_that_share_memory_are_named(monkeypatch):
+    shared = {}
+
+    def replicate(parameters, devices):
+        if not shared:
+            shared.update({name: value.clone().requires_grad_() for name, value in parameters.items()})
+        return [shared for _ in devices]
+
+    assert_replicas_are_apart(ExactTraining(), [CPU, CPU])
+    monkeypatch.setattr(recipe, "replicate", replicate)
+    with pytest.raises(ReplicaMismatch, match=r"'0\.weight' on cpu changes with the replica on cpu"):
+        assert_replicas_are_apart(ExactTraining(), [CPU, CPU])

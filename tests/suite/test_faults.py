@@ -1,0 +1,77 @@
+"""The register of faults, and that planting one leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from mgpu_check.suite.common.faults.registry import PROPERTIES, all_faults, fault, planted
+
+
+def test_every_property_has_at_least_four_faults():
+    counts = {name: sum(f.property == name for f in all_faults().values()) for name in PROPERTIES}
+    assert min(counts.values()) >= 4, counts
+
+
+def test_a_third_of_the_faults_strike_at_times_only():
+    """Most defects do: above a size, in a dtype, on one device. Of the oldest properties few do."""
+    faults = all_faults().values()
+    assert len(faults) >= 200
+    for name in PROPERTIES:
+        own = [one for one in faults if one.property == name]
+        if name not in ("fixtures", "allreduce", "gradients", "mismatch"):
+            assert sum(bool(one.condition) for one in own) * 3 >= len(own), name
+    assert sum(bool(one.condition) for one in faults) * 3 >= len(faults)
+
+
+def test_names_and_summaries_are_for_people():
+    for name, one in all_faults().items():
+        assert name == one.name == one.name.lower()
+        assert "_" not in name
+        assert one.summary
+        assert not one.summary.endswith(".")
+
+
+def test_the_checks_that_must_catch_a_fault_are_in_the_suite_and_no_check_is_without_one():
+    for name in PROPERTIES:
+        module = importlib.import_module(f"mgpu_check.suite.{name}.test_{name}")
+        checks = {check for check in vars(module) if check.startswith("test_")}
+        named = [set(fault.caught_by) for fault in all_faults().values() if fault.property == name]
+        assert all(named)
+        assert set().union(*named) == checks
+
+
+def test_an_unknown_fault_is_named_with_the_valid_ones():
+    with (
+        pytest.raises(ValueError, match=r"fault 'no-such' is unknown; choose one of .*shards-swapped"),
+        planted("no-such"),
+    ):
+        pass
+
+
+def test_an_unknown_property_is_refused():
+    with pytest.raises(ValueError, match="property='speed' is unknown; choose one of fixtures"):
+        fault("speed", "it is slow", caught_by=())
+
+
+def test_two_faults_of_one_name_are_refused():
+    def shards_swapped():
+        yield
+
+    with pytest.raises(ValueError, match="'shards-swapped' is registered already"):
+        all_faults()
+        fault("scatter", "another", caught_by=())(shards_swapped)
+
+
+def test_a_fault_of_adam_does_not_stay_behind_in_adamw(monkeypatch):
+    """torch wraps `step` in the class of an optimizer that is built, and keeps that."""
+    if "step" in vars(torch.optim.AdamW):
+        monkeypatch.delattr(torch.optim.AdamW, "step")  # another test has built one
+    parameters = [torch.zeros(1, requires_grad=True)]
+    torch.optim.Adam(parameters)
+    before = torch.optim.AdamW.step
+    with planted("adam-in-bfloat16"):
+        assert torch.optim.AdamW(parameters).step.__func__ is not before
+    assert torch.optim.AdamW.step is before

@@ -1,0 +1,104 @@
+"""`assert_gradients_agree` passes within the tolerance, and names parameter, element, ratio and cause beyond it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_check.asserts.gradients import assert_gradients_agree
+from mgpu_check.errors import GradientMismatch
+
+EXPECTED = {
+    "weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+    "bias": torch.tensor([1.0, -2.0, 3.0]),
+}
+EQUAL = dict.fromkeys(EXPECTED, 0.0)
+
+
+def _message(got: dict[str, torch.Tensor], **options: Any) -> str:
+    given: dict[str, Any] = {"tolerance": EQUAL} | options
+    with pytest.raises(GradientMismatch) as caught:
+        assert_gradients_agree(got, EXPECTED, **given)
+    return str(caught.value)
+
+
+def test_equal_results_pass() -> None:
+    assert_gradients_agree({name: value.clone() for name, value in EXPECTED.items()}, EXPECTED, tolerance=EQUAL)
+    assert_gradients_agree({}, {}, tolerance={})
+
+
+def test_the_tolerance_is_that_of_the_element() -> None:
+    tolerance: dict[str, torch.Tensor | float] = {"weight": 0.0, "bias": torch.tensor([0.0, 0.5, 0.0])}
+    assert_gradients_agree(EXPECTED | {"bias": torch.tensor([1.0, -2.4, 3.0])}, EXPECTED, tolerance=tolerance)
+    text = _message(EXPECTED | {"bias": torch.tensor([1.0, -2.4, 3.1])}, tolerance=tolerance)
+    assert "bias: element [2]: got 3.0999999" in text
+    assert "all other 2 elements are right" in text
+
+
+def test_names_parameter_element_ratio_and_cause() -> None:
+    text = _message(EXPECTED | {"weight": EXPECTED["weight"] * 4}, constants={"world size": 4}, rank=2, what="my step")
+    assert text.startswith("my step, rank 2: 1 of 2 results differ from those of one device")
+    assert "weight: element" in text
+    assert "(ratio 4)" in text
+    assert "4 times the expected (world size)" in text
+
+
+def test_one_factor_for_all_results() -> None:
+    text = _message({name: value / 4 for name, value in EXPECTED.items()})
+    assert "all results together are 0.25 times those of one device" in text
+
+
+def test_results_that_are_off_by_rounding_are_off_by_no_factor() -> None:
+    up = {name: torch.nextafter(value, torch.full_like(value, 9.0)) for name, value in EXPECTED.items()}
+    text = _message(up)
+    assert "2 of 2 results differ" in text and "all results together" not in text, text
+    off = {name: value * 1.01 for name, value in EXPECTED.items()}
+    assert "all results together are 1.01 times" in _message(off)
+
+
+def test_missing_and_unknown_results() -> None:
+    text = _message({"weight": EXPECTED["weight"], "scale": torch.ones(1)})
+    assert "lacks bias; has unknown scale" in text
+
+
+def test_shapes() -> None:
+    assert "bias: has shape (2,), expected (3,)" in _message(EXPECTED | {"bias": torch.ones(2)})
+
+
+def test_stale_results() -> None:
+    before = {"bias": torch.tensor([7.0, 8.0, 9.0])}
+    assert "stale" in _message(EXPECTED | before, previous=before)
+
+
+def test_local_results() -> None:
+    parts = {"bias": [torch.tensor([5.0, 5.5, 5.25]), EXPECTED["bias"] - torch.tensor([5.0, 5.5, 5.25])]}
+    assert "equal its own part alone" in _message(EXPECTED | {"bias": parts["bias"][0]}, parts=parts, rank=0)
+
+
+def test_nan_is_a_difference() -> None:
+    assert "got nan" in _message(
+        EXPECTED | {"bias": torch.tensor([1.0, torch.nan, 3.0])}, tolerance=dict.fromkeys(EXPECTED, 1e9)
+    )
+
+
+def test_few_of_many_are_shown() -> None:
+    expected = {f"p{index}": torch.ones(2) for index in range(9)}
+    got = {name: value + index for index, (name, value) in enumerate(expected.items(), start=1)}
+    with pytest.raises(GradientMismatch) as caught:
+        assert_gradients_agree(got, expected, tolerance=dict.fromkeys(expected, 0.0))
+    assert "… and 5 more" in str(caught.value)
+
+
+def test_ranks() -> None:
+    with pytest.raises(GradientMismatch) as caught:
+        assert_gradients_agree({}, EXPECTED, tolerance=EQUAL, rank=3)
+    assert caught.value.ranks == (3,)
+
+
+def test_there_is_no_default_tolerance() -> None:
+    with pytest.raises(ValueError, match="measure_step"):
+        assert_gradients_agree(EXPECTED, EXPECTED)
+    with pytest.raises(ValueError, match="no entry for weight"):
+        assert_gradients_agree(EXPECTED, EXPECTED, tolerance={"bias": 0.0})

@@ -1,0 +1,177 @@
+"""The check of links sees each kind of broken copy, on which way, and says what arrived in place of what was sent."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from mgpu_check.acceptance.faults import planted_from
+from mgpu_check.acceptance.links.speed import measure_copies
+from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.devices.observations import Part, Subject
+from mgpu_check.simulated import simulated_node
+from mgpu_check.simulated.hardware import Hardware, planted
+from mgpu_check.suite.common.contents import HOST, bytes_of_content, compare, fill, tag_of
+from mgpu_check.suite.devices.links import Copies, examine_copies, examine_host_copies
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+OWN, OTHER, BEFORE = tag_of(0, 2, 7), tag_of(1, 2, 7), tag_of(0, 2, 7, before=True)
+NAMES = {OWN: "what was sent", OTHER: "what another sent", BEFORE: "what was there before"}
+
+
+def content(tag, start, end):
+    return bytes_of_content(tag, start, end, CPU)
+
+
+def test_one_byte_of_content_tells_devices_apart():
+    tags = [tag_of(one, other, 3, before=before) for one in range(8) for other in range(8) for before in (False, True)]
+    assert len({tag & 0xFF for tag in tags if not tag >> 12 & 1}) == 64
+    assert len(set(tags)) == len(tags) and max(tags) < 1 << 24
+    assert tag_of(0, 1, 3) != tag_of(0, 1, 3 + (1 << 10)) != tag_of(HOST, 1, 3)
+
+
+def test_content_is_the_same_in_pieces():
+    whole = content(OWN, 0, 5003)
+    assert torch.equal(whole[11:4000], content(OWN, 11, 4000))
+    memory = torch.zeros(4000, dtype=torch.uint8)
+    fill(memory, OWN, 3, chunk=999)
+    assert torch.equal(memory, whole[3:4003])
+    words = whole[:5000].view(torch.int64)
+    assert len(words.unique()) == len(words)
+    ones, changes = (
+        torch.stack([(values >> bit & 1).float().mean() for bit in range(64)])
+        for values in (words, words[1:] ^ words[:-1])
+    )
+    assert float(ones.min()) > 0.4 and float(ones.max()) < 0.6
+    assert float(changes.min()) > 0.03, "all bits of a link change"
+
+
+def shown(change):
+    got = content(OWN, 5, 5005).clone()
+    change(got)
+    return compare(got, content(OWN, 5, 5005), NAMES, start=1000)
+
+
+CHANGES = {
+    "nothing": (lambda got: None, None),
+    "another's data": (lambda got: got.copy_(content(OTHER, 5, 5005)), "it holds what another sent"),
+    "stale data": (lambda got: got[900:].copy_(content(BEFORE, 905, 5005)), "it holds what was there before"),
+    "shifted data": (lambda got: got.copy_(content(OWN, 8, 5008)), "it holds what was sent, 3 bytes further on"),
+    "aliased data": (lambda got: got[2000:].copy_(content(OWN, 5, 3005)), "what was sent, 2000 bytes further back"),
+    "zeros": (lambda got: got[700:].zero_(), "it holds zeros"),
+    "ones": (lambda got: got[700:].fill_(255), "all bits are ones"),
+    "one bit": (lambda got: got[100].bitwise_xor_(8), "bit 3 of a byte is inverted"),
+    "a lane": (lambda got: got[100::32].bitwise_xor_(8), "bit 3 of bytes are inverted"),
+    "noise": (lambda got: got[64:128].copy_(torch.arange(64)), "it holds other data"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_arrived_is_told(name):
+    change, looks = CHANGES[name]
+    found = shown(change)
+    if looks is None:
+        assert found is None
+        return
+    assert looks in found.looks
+    first, last = {"stale data": (900, 4999), "one bit": (100, 100), "a lane": (100, 4996)}.get(name, (None, None))
+    if first is not None:
+        assert (found.first, found.last) == (1000 + first, 1000 + last)
+    assert found.evidence["period"] == {"one bit": 0, "a lane": 32}.get(name, 1)
+
+
+ENGINE, STRIDED, CASTING = (Copies(path, (66001,), 3, 9, seed=5) for path in ("engine", "strided", "casting"))
+TOGETHER = Copies("strided", (66001,), 0, 1, together=True, seed=6)
+PAGEABLE = Copies("engine", (66001,), 1, 0, pinned=False, seed=7)
+SMALL = Copies("engine", (1, 37), 1, 3, seed=8)
+
+
+BETWEEN = [
+    ("copy-zeros", SMALL, "it holds zeros"),
+    ("copy-stale", ENGINE, "it holds the data from before the copy cuda:0 -> cuda:2"),
+    ("copy-of-another-peer", TOGETHER, "it holds"),
+    ("copy-offset", ENGINE, "it holds the data of the copy cuda:0 -> cuda:2, "),
+    ("copy-tail", CASTING, "from byte 130002 on"),
+    ("copy-large:above=66000", ENGINE, "from byte 33000 on: it holds zeros"),
+    ("copy-by-kernel", CASTING, "it holds zeros"),
+    ("copy-by-engine", ENGINE, "it holds zeros"),
+    ("copy-under-load", TOGETHER, "is inverted"),
+    ("copy-lanes", ENGINE, "of bytes are inverted"),
+    ("copy-out", ENGINE, "1000 of 66001 bytes are wrong, from byte 65001 on"),
+]
+WITH_HOST = [
+    ("upload-truncated", STRIDED, "it holds zeros"),
+    ("download-truncated", CASTING, "it holds zeros"),
+    ("upload-pinned", ENGINE, "is inverted"),
+    ("download-pageable", PAGEABLE, "is inverted"),
+]
+
+
+def test_each_broken_link_is_seen_and_no_other_is_accused():
+    with simulated_node(3):
+        devices = [torch.device("cuda", index) for index in range(3)]
+
+        def look(examine, case, *defects):
+            with planted(Hardware(defects, 16 * MIB)):
+                return examine(devices, case)
+
+        for case in (SMALL, ENGINE, STRIDED, CASTING, TOGETHER):
+            right = look(examine_copies, case) + look(examine_host_copies, case)
+            assert {entry.outcome for entry in right} == {"passed"}
+            assert Counter(entry.subject.kind for entry in right) == {"copy": 6, "upload": 3, "download": 3}
+            assert {(entry.work.operations, entry.work.bytes) for entry in right} == {
+                (len(case.sizes), sum(case.sizes))
+            }
+        for examine, faults in ((examine_copies, BETWEEN), (examine_host_copies, WITH_HOST)):
+            for text, case, said in faults:
+                fault = planted_from(text)
+                found = look(examine, case, fault.fault.defect(fault.parameters))
+                failed = [entry for entry in found if entry.outcome == "failed"]
+                assert set(explain(found, [0] * 3).parts) == set(fault.parts), (text, failed)
+                assert re.search(said, failed[0].seen), (text, failed[0].seen)
+
+
+def test_a_copy_that_does_nothing_is_wrong_and_sizes_are_cut_to_the_memory():
+    with simulated_node(2), planted(Hardware([], 4 * MIB)):
+        devices = [torch.device("cuda", index) for index in range(2)]
+        found = examine_copies(devices, Copies("casting", (9, 64 * MIB + 1, 1024 * MIB), seed=1))
+        assert [(entry.outcome, entry.work.operations) for entry in found] == [("passed", 2)] * 2
+        assert MIB // 4 < found[0].work.bytes < 2 * MIB
+        copy_ = torch.Tensor.copy_
+
+        def nothing(into, other, **named):
+            return into if into.device != other.device else copy_(into, other, **named)
+
+        def spilling(into, other, **named):
+            copy_(into, other, **named)
+            if (other.device, into.device) == (devices[1], devices[0]):
+                into.as_strided((1,), (1,), into.storage_offset() + into.numel() + 5).bitwise_xor_(1)
+            return into
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", nothing)
+            assert {entry.outcome for entry in examine_copies(devices, ENGINE)} == {"failed"}
+            patch.setattr(torch.Tensor, "copy_", spilling)
+            failed = [entry for entry in examine_copies(devices, ENGINE) if entry.outcome == "failed"]
+        assert {entry.subject for entry in failed} == {Subject("copy", (1, 0))}
+        assert failed[0].seen.startswith("1 bytes outside of the destination of 66001 bytes were changed")
+
+
+def test_bandwidth_and_latency_are_measured_for_each_way_and_a_slow_link_shows():
+    slow = planted_from("slow-link")
+    pair = slow.parts[0].members
+    with simulated_node(4), planted(Hardware([slow.fault.defect(slow.parameters)], 16 * MIB)):
+        found = measure_copies([torch.device("cuda", index) for index in range(4)], 64 * MIB, 3)
+    assert Counter(entry.quantity for entry in found) == {
+        f"{kind} {what}": count
+        for kind, count in (("copy", 12), ("upload", 4), ("download", 4))
+        for what in ("bandwidth", "latency")
+    }
+    speed = {entry.subject.members: entry.value for entry in found if entry.quantity == "copy bandwidth"}
+    assert speed[pair] < 0.8 * min(value for key, value in speed.items() if key != pair)
+    assert {entry.size for entry in found} == {2 * MIB, 16} and {entry.repeats for entry in found} == {3}
+    assert slow.parts == (Part("link", pair),)

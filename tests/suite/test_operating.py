@@ -1,0 +1,143 @@
+"""The comparison of devices names who is wrong in what; the tables of operators hold on a sound node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mgpu_check.errors import DeviceMismatch, ShardError
+from mgpu_check.simulated import simulated_node
+from mgpu_check.suite.common.agreement import Case, Kind, Window, assert_devices_agree, difference
+from mgpu_check.suite.common.faults.registry import planted
+from mgpu_check.suite.devices.operators.autocasting import assert_autocast_as_documented
+from mgpu_check.suite.devices.operators.drawn import assert_drawn_by_weight
+from mgpu_check.suite.devices.operators.large import LEAST, large_cases
+from mgpu_check.suite.loading.pinned_batches import assert_pinned_by_themselves
+
+Devices = list[torch.device]
+
+
+@pytest.fixture
+def node() -> Iterator[Devices]:
+    with simulated_node(4):
+        yield [torch.device("cuda", index) for index in range(4)]
+
+
+def _wrong_on(*indices: int):
+    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result = a @ b
+        if result.device.index in indices:
+            result[1, 2] += 1
+        return result
+
+    return call
+
+
+def _product(*indices: int) -> Case:
+    return Case("matmul of float32", _wrong_on(*indices), (torch.ones(3, 4), torch.ones(4, 5)))
+
+
+SUM = Case("add of float32", lambda a: a + a, (torch.ones(3),))
+
+
+def test_one_device_alone_is_named(node: Devices) -> None:
+    with pytest.raises(DeviceMismatch) as caught:
+        assert_devices_agree(node, [SUM, _product(2)])
+    assert str(caught.value) == (
+        "cuda:2 alone is wrong in matmul of float32, 3x4 and 4x5: 1 of 15 elements, the first [1, 2]: "
+        "expected 4.0, got 5.0; the other 3 agree with the CPU"
+    )
+    assert caught.value.ranks == (2,)
+
+
+def test_several_devices_and_cases_are_named(node: Devices) -> None:
+    with pytest.raises(DeviceMismatch) as caught:
+        assert_devices_agree(
+            node, [_product(0, 3), SUM, Case("product", _wrong_on(3), (torch.ones(2, 2), torch.ones(2, 3)))]
+        )
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("cuda:3 is wrong in product, 2x2 and 2x3: 1 of 6 elements")
+    assert lines == [
+        "cuda:0: 1 of 3 cases are wrong: [matmul of float32, 3x4 and 4x5]",
+        "cuda:3: 2 of 3 cases are wrong: [matmul of float32, 3x4 and 4x5], [product, 2x2 and 2x3]",
+    ]
+    assert caught.value.ranks == (0, 3)
+
+
+def test_all_devices_and_a_single_one(node: Devices) -> None:
+    with pytest.raises(DeviceMismatch, match=r"^all 4 devices are wrong in matmul"):
+        assert_devices_agree(node, [_product(0, 1, 2, 3)])
+    with pytest.raises(DeviceMismatch, match=r"^cuda:2 is wrong in matmul"):
+        assert_devices_agree(node[2:3], [_product(2)])
+
+
+def test_what_raises_or_lands_elsewhere_is_wrong(node: Devices) -> None:
+    def raising(a: torch.Tensor) -> torch.Tensor:
+        if a.device.index == 1:
+            raise RuntimeError("no kernel")
+        return a
+
+    with pytest.raises(DeviceMismatch, match="cuda:1 alone is wrong in f, 3: it raised RuntimeError: no kernel"):
+        assert_devices_agree(node, [Case("f", raising, (torch.ones(3),))])
+    with pytest.raises(DeviceMismatch, match="its result is on cuda:0"):
+        assert_devices_agree(node, [Case("f", lambda a: a.to(node[0]), (torch.ones(3),), expected=torch.ones(3))])
+
+
+NAN = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "wrong"),
+    [
+        (NAN[:1], NAN[1:], {"bits", "close"}),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), {"bits", "values"}),
+        (torch.tensor([1.0]), torch.tensor([1.0]), set()),
+        (torch.tensor([1.0 + 2**-23]), torch.tensor([1.0]), {"bits", "values", "numbers"}),
+        (torch.tensor([1.0 + 2**-10]), torch.tensor([1.0]), {"bits", "values", "numbers", "close"}),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), {"bits", "values", "numbers", "close"}),
+        (torch.tensor([2 + 3j]), torch.tensor([2 - 3j]).conj(), set()),
+        (torch.tensor([2**62 + 1]), torch.tensor([2**62]), {"bits", "values", "numbers", "close"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bits", "values", "numbers", "close"])
+def test_kinds_of_comparison(got: torch.Tensor, expected: torch.Tensor, wrong: set[str], kind: Kind) -> None:
+    assert bool(difference(got, expected, kind)) == (kind in wrong)
+
+
+def test_shapes_and_dtypes_count() -> None:
+    assert difference(torch.ones(2), torch.ones(3), "values") == "expected shape (3,), got (2,)"
+    assert difference(torch.ones(2), torch.ones(2).int(), "values") == "expected int32, got float32"
+
+
+def test_each_large_case_is_large() -> None:
+    for case in large_cases(more=True):
+        sizes = [one.storage.nbytes if isinstance(one, Window) else one.nbytes for one in case.operands]
+        results = [one.nbytes for one in case.right()]
+        assert max(*sizes, *results) >= LEAST, case
+
+
+def test_operators_under_autocast_are_named_with_their_dtypes(node: Devices) -> None:
+    assert assert_autocast_as_documented(node, seed=1) > 100
+    with planted("softmax-in-low-precision"), pytest.raises(DeviceMismatch) as caught:
+        assert_autocast_as_documented(node, seed=1)
+    assert "cuda:3 alone is wrong in softmax, autocast to " in str(caught.value)
+    assert "16, expected float32; the other 3 agree with the documentation" in str(caught.value)
+
+
+def test_draws_are_named_with_what_is_wrong(node: Devices) -> None:
+    assert assert_drawn_by_weight(node, seed=1) == 5
+    with (
+        planted("drawn-twice"),
+        pytest.raises(DeviceMismatch, match=r"cuda:3 alone is wrong .* rows have an element twice"),
+    ):
+        assert_drawn_by_weight(node, seed=1)
+    with planted("weights-alike"), pytest.raises(DeviceMismatch, match=r"draw 0 is element \d in a share of 0\.\d+"):
+        assert_drawn_by_weight(node, seed=1)
+
+
+def test_batches_that_pin_themselves_are_named_with_their_place(node: Devices) -> None:
+    assert_pinned_by_themselves()
+    with planted("own-pinning-lost"), pytest.raises(ShardError, match="the value of a dict: it was pinned 0 times"):
+        assert_pinned_by_themselves()

@@ -1,0 +1,85 @@
+"""Steps by hand, on devices that are all the CPU: the recipes are right before anything is compared with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgpu_check.suite.recipes import allreduce, models, reference, training
+
+CPU = torch.device("cpu")
+
+
+def test_chunks_cover_everything_in_order() -> None:
+    for elements in range(12):
+        for parts in range(1, 6):
+            slices = allreduce.chunks(elements, parts)
+            assert len(slices) == parts
+            assert [i for piece in slices for i in range(elements)[piece]] == list(range(elements))
+            sizes = [piece.stop - piece.start for piece in slices]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_allreduce_by_hand(count) -> None:
+    data = [torch.full((2, 3), float(10**index)) for index in range(count)]
+    allreduce.allreduce(data)
+    assert all(torch.equal(tensor, torch.full((2, 3), float(sum(10**i for i in range(count))))) for tensor in data)
+
+
+@pytest.mark.parametrize(("batch", "devices"), [(8, 1), (8, 4), (7, 3), (2, 3)])
+def test_step_by_hand_is_the_step_on_one_device(batch, devices) -> None:
+    torch.manual_seed(0)
+    start = {name: value.double() for name, value in models.lenet_parameters(0.05).items()}
+    images, labels = torch.randn(batch, 1, 28, 28).double(), torch.randint(0, 10, (batch,))
+    (alone,) = training.replicate(start, [CPU])
+    (training.summed_loss(models.lenet(images, alone), labels) / batch).backward()
+    replicas = training.replicate(start, [CPU] * devices)
+    training.train_batch(models.lenet, replicas, images, labels, rate=0.1)
+    for replica in replicas:
+        for name, parameter in replica.items():
+            expected = alone[name]
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-15)
+            torch.testing.assert_close(parameter, expected - 0.1 * expected.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 9])
+def test_accumulation_is_the_whole_batch(windows) -> None:
+    torch.manual_seed(0)
+    one, other = models.mlp().double(), models.mlp().double()
+    other.load_state_dict(one.state_dict())
+    x, y = torch.randn(7, 6).double(), torch.randint(0, 4, (7,))
+    training.train_step(one, torch.optim.SGD(one.parameters(), lr=0.1), x, y)
+    parts = list(zip(training.split(x, windows), training.split(y, windows), strict=True))
+    training.accumulated_step(other, torch.optim.SGD(other.parameters(), lr=0.1), parts, 7)
+    for name, value in reference.observed(one).items():
+        torch.testing.assert_close(reference.observed(other)[name], value, rtol=1e-12, atol=1e-15)
+
+
+def test_shardwise_normalises_each_shard_by_itself() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.BatchNorm1d(1, momentum=1.0, affine=True).double()
+    net.weight.data.fill_(2.0)
+    x = torch.tensor([[0.0], [2.0], [10.0], [30.0]], dtype=torch.float64)
+    model = torch.nn.Sequential(net, torch.nn.Linear(1, 3).double())
+    left = training.shardwise_step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        list(zip(x.split(2), torch.tensor([0, 1, 2, 0]).split(2), strict=True)),
+    )
+    assert [buffers["0.running_mean"].item() for buffers in left] == [1.0, 20.0]
+    assert net.running_mean is not None
+    assert net.running_mean.item() == 1.0, "the first shard's statistics stay"
+
+
+def test_the_reference_starts_from_its_inputs() -> None:
+    torch.manual_seed(3)
+    model = models.mlp()
+    inputs = reference.as_inputs(model, [(torch.randn(4, 6), torch.randint(0, 4, (4,)))])
+    step = reference.on_one_device(models.mlp, 1, rate=0.0)
+    results = step(inputs)
+    assert all(torch.equal(results[name], value) for name, value in model.named_parameters())
+    assert {
+        value.dtype
+        for value in step({n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}).values()
+    } == {torch.float64}

@@ -1,0 +1,60 @@
+"""What the checks of sharded tensors rest on: which part is whose, and numbers that low precision holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.sharded.meshes import near_square
+from mgpu_check.suite.sharded.redistribution import part_of
+
+
+class Mesh:
+    def __init__(self, shape, place):
+        self.shape, self.place = shape, place
+
+    def size(self, dim):
+        return self.shape[dim]
+
+    def get_coordinate(self):
+        return self.place
+
+
+def test_the_part_of_a_rank_is_its_chunk():
+    for length in range(9):
+        whole = torch.arange(length)
+        for ranks in range(1, 6):
+            chunks = [*whole.chunk(ranks), *[whole[:0]] * ranks] if length else [whole] * ranks
+            parts = [part_of(whole, [Shard(0)], Mesh((ranks,), (place,))) for place in range(ranks)]
+            assert [part.tolist() for part in parts] == [chunk.tolist() for chunk in chunks[:ranks]]
+    plane = torch.arange(30).reshape(5, 6)
+    assert part_of(plane, [Shard(0), Shard(1)], Mesh((2, 2), (1, 0))).tolist() == plane[3:, :3].tolist()
+    assert part_of(plane, [Replicate(), Shard(0)], Mesh((2, 2), (1, 1))).tolist() == plane[3:].tolist()
+
+
+def test_meshes_are_as_square_as_can_be():
+    assert [near_square(ranks) for ranks in range(1, 10)] == [
+        *((1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (1, 7), (2, 4), (3, 3))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_training_for_mixed_precision_is_exact_in_low_precision(dtype):
+    for seed in range(3):
+        training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
+        inputs, factors = training.batches()[0]
+        for ranks in (1, 3):
+            total: dict[str, torch.Tensor] = {}
+            for x, y in zip(recipe.split(inputs, ranks), recipe.split(factors, ranks), strict=True):
+                found = []
+                for kind in (dtype, torch.float64):
+                    model = training.model().to(dtype).to(kind)
+                    recipe.weighted(model(x.to(kind)), (y * 64).to(kind)).backward()
+                    found.append({name: value.grad for name, value in model.named_parameters()})
+                assert_same(*found, "own gradients")
+                total = {name: total.get(name, 0) + value for name, value in found[1].items()}
+            assert all(torch.equal((value / 64).to(dtype).double(), value / 64) for value in total.values())

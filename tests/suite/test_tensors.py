@@ -1,0 +1,133 @@
+"""Specs of tensors build what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgpu_check import strategies
+from mgpu_check.strategies import TensorSpec
+from mgpu_check.suite.common.strategies.tensors import tensors
+from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, VALUES, layouts_for
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(spec=strategies.tensors(dtypes=(*DTYPES, *COMPLEX_DTYPES), values=VALUES))
+def test_builds_shape_and_dtype_the_same_each_time(spec: TensorSpec) -> None:
+    tensor = spec.build()
+    assert tuple(tensor.shape) == spec.shape
+    assert tensor.dtype == getattr(torch, spec.dtype)
+    assert tensor.numel() == spec.numel
+    assert torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(spec.build()))
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(spec=strategies.tensors())
+def test_prints_as_what_rebuilds_it(spec: TensorSpec) -> None:
+    assert eval(repr(spec), {"TensorSpec": TensorSpec}) == spec
+
+
+@pytest.mark.parametrize(
+    ("layout", "stride", "offset"),
+    [
+        ("contiguous", (60, 20, 5, 1), 0),
+        ("transposed", (60, 20, 1, 4), 0),
+        ("sliced", (210, 42, 7, 1), 260),
+        ("strided", (120, 40, 10, 2), 0),
+        ("channels_last", (60, 1, 15, 3), 0),
+    ],
+)
+def test_layouts(layout: str, stride: tuple[int, ...], offset: int) -> None:
+    tensor = TensorSpec((2, 3, 4, 5), layout=layout).build()
+    assert tensor.stride() == stride
+    assert tensor.storage_offset() == offset
+    assert torch.equal(tensor, TensorSpec((2, 3, 4, 5)).build())
+
+
+def test_layouts_of_few_dimensions() -> None:
+    assert layouts_for(0) == ("contiguous",)
+    assert layouts_for(1) == ("contiguous", "sliced", "strided")
+    assert set(layouts_for(4)) == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bool"])
+def test_exact_values_have_exact_sums(dtype: str) -> None:
+    parts = [TensorSpec((50,), dtype, seed=seed, values="exact").build() for seed in range(8)]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    assert torch.equal(total.double(), torch.stack([part.double() for part in parts]).sum(0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "int16", "float16"])
+def test_distinct_values_are_distinct(dtype: str) -> None:
+    tensor = TensorSpec((20, 30), dtype).build()
+    assert len(set(tensor.flatten().tolist())) == 600
+
+
+def test_special_values_are_among_them() -> None:
+    tensor = TensorSpec((200,), values="special", seed=1).build()
+    assert tensor.isnan().any()
+    assert tensor.isposinf().any()
+    assert tensor.isneginf().any()
+    assert (torch.signbit(tensor) & (tensor == 0)).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"dtype": "float8"}, "dtype='float8'"),
+        ({"layout": "channels_last"}, "layout='channels_last'"),
+        ({"values": "ones"}, "values='ones'"),
+        ({"shape": (2, -1)}, "negative"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        TensorSpec(**{"shape": (2, 3), **arguments})  # type: ignore[arg-type]
+
+
+def test_like_keeps_shape_and_dtype() -> None:
+    spec = TensorSpec((2, 3), "float16", "transposed", 5)
+    assert spec.like("strided", seed=9) == TensorSpec((2, 3), "float16", "strided", 9, "exact")
+    assert spec.like("channels_last").layout == "contiguous"
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(data=st.data())
+def test_tensors_draws_only_what_it_is_given(data: st.DataObject) -> None:
+    spec = data.draw(tensors(shape=(2, 3, 4), dtypes=("int8",), values=("exact",), layouts=("channels_last", "sliced")))
+    assert (spec.shape, spec.dtype, spec.values, spec.layout) == ((2, 3, 4), "int8", "exact", "sliced")
+
+
+def test_drawing_needs_no_torch() -> None:
+    program = (
+        "import sys, mgpu_check.strategies\n"
+        "mgpu_check.strategies.tensors().map(repr)\n"
+        "assert 'torch' not in sys.modules, 'strategies import torch'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_using_needs_no_hypothesis() -> None:
+    program = (
+        "import sys, torch, mgpu_check.asserts.mismatch, mgpu_check.suite.scatter.gradients\n"
+        "import mgpu_check.suite.common.tensors, mgpu_check.suite.scatter.cases, mgpu_check.suite.mismatch.cases\n"
+        "assert 'hypothesis' not in sys.modules, 'specs or checks import Hypothesis'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_any_bits_have_payloads_and_subnormals(dtype: str) -> None:
+    data = TensorSpec((4000,), dtype, values="bits").build()
+    words = data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
+    smallest = torch.finfo(data.dtype).smallest_normal
+    assert len(words[data.isnan()].unique()) > 100
+    assert int(((data.abs() < smallest) & (data != 0)).sum()) > 100
+    assert int((data.isfinite() & (data.abs() >= smallest)).sum()) > 1000

@@ -1,0 +1,115 @@
+"""Training in whole numbers: nothing rounds where a check says so, bounds are what they must be, and findings name what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.suite.common.whole_numbers.cases import OPTIMIZERS, PLAIN, WholeRun
+from mgpu_check.suite.common.whole_numbers.models import BUILDERS, CLASSES, FEATURES, settle
+from mgpu_check.suite.common.whole_numbers.reference import (
+    OneDevice,
+    assert_gradients_are,
+    exact_arithmetic,
+    slack,
+    total,
+)
+from mgpu_check.suite.recipes.training import weighted
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("model", [*PLAIN, "heads", "reused", "counting", "float64 inside"])
+def test_float32_computes_exactly(model: str) -> None:
+    """Steps of float32 and float64 agree to the bit: batches of 24 rows, two steps, in several shards and in one."""
+    for seed in range(2):
+        run = WholeRun(model, 24, 2, "momentum", seed=seed)
+        one, narrow = OneDevice(run, CPU), run.build()
+        with exact_arithmetic():
+            for x, targets in run.batches():
+                narrow.zero_grad()
+                weighted(narrow(x), targets).backward()
+                shards = list(zip(x.tensor_split(5), targets.tensor_split(5), strict=True))
+                parts = one.parts(shards)
+                assert_gradients_are(narrow, parts, what=model)
+                assert_gradients_are(narrow, one.parts([(x, targets)]), what=model)
+                one.step(total(parts))
+                one.settle()
+                with torch.no_grad():
+                    for mine, exact in zip(narrow.parameters(), one.exact.parameters(), strict=True):
+                        mine.copy_(exact)
+
+
+@pytest.mark.parametrize("model", PLAIN)
+def test_no_partial_sum_can_leave_the_whole_numbers_of_float32(model: str) -> None:
+    """With values of one sign, results of a batch of 24 rows bound every partial sum, in every order: 24 bits hold them."""
+    run = WholeRun(model, 24, seed=5)
+    net = run.build().double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.abs_()
+    x, targets = (value.double().abs() for value in run.batches()[0])
+    outputs = net(x)
+    weighted(outputs, targets).backward()
+    gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 1 << 24
+    assert float(outputs.detach().abs().max()) < 1 << 24
+
+
+def test_small_runs_fit_half_precision() -> None:
+    """One row of a small run: outputs and gradients are whole numbers that bfloat16 has."""
+    for seed in range(20):
+        run = WholeRun("mlp", 1, small=True, seed=seed)
+        net = run.build()
+        x, targets = run.batches()[0]
+        weighted(net(x), targets).backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad.bfloat16().float(), parameter.grad)
+
+
+def test_the_slack_is_nothing_where_a_sum_is_exact() -> None:
+    parts = [torch.tensor([3.0, 2.0**23]), torch.tensor([-5.0, 2.0**23])]
+    assert slack(torch.float32, 4, parts).tolist() == [0.0, 0.0]
+    eps = torch.finfo(torch.float32).eps
+    assert slack(torch.float32, 7, parts).tolist() == pytest.approx([9 * eps * 8, 9 * eps * 2**24])
+    # 257 is no number of bfloat16.
+    assert slack(torch.bfloat16, 4, [torch.tensor([200.0]), torch.tensor([57.0])]).item() > 1
+
+
+def test_settled_parameters_are_small_whole_numbers() -> None:
+    net = BUILDERS["mlp"]()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1000)
+    settle(net)
+    values = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    assert set(values.tolist()) <= {-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0}
+
+
+def test_findings_name_parameter_part_and_element() -> None:
+    run = WholeRun("mlp", 8)
+    one, net = OneDevice(run, CPU), run.build()
+    x, targets = run.batches()[0]
+    shards = list(zip(x.chunk(4), targets.chunk(4), strict=True))
+    parts = one.parts(shards)
+    weighted(net(x[:6]), targets[:6]).backward()
+    with pytest.raises(GradientMismatch) as caught:
+        assert_gradients_are(net, parts, what="a step", rank=2)
+    text = str(caught.value)
+    assert "a step, rank 2" in text and "0.weight: element [" in text and "misses rank 3" in text
+    assert caught.value.ranks == (2,)
+    net.zero_grad()
+    with pytest.raises(GradientMismatch, match=r"rank 1: 0\.weight has no gradient, expected one"):
+        assert_gradients_are(net, parts, what="a step", rank=1)
+
+
+def test_wrong_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"optimizer='sdg' is unknown; choose one of {', '.join(OPTIMIZERS)}"):
+        WholeRun(optimizer="sdg")
+    with pytest.raises(ValueError, match="batch=-1 and steps=1 must be at least 0 and 1"):
+        WholeRun(batch=-1)
+    x, targets = WholeRun("mlp", 3, 2).batches()[1]
+    assert x.shape == (3, FEATURES) and targets.shape == (3, CLASSES)
+    assert bool((targets.abs() % 2 == 1).all())
