@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.errors import RankHang, RankHangInFixture
 from mgpu_check.plugin.session import GpuSession
 
@@ -27,7 +28,7 @@ class Ranks:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Any] | str,
         /,
         *args: Any,
         size: int | None = None,
@@ -39,7 +40,8 @@ class Ranks:
         """Call ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
         If `fn` has a parameter ``rank``, it receives the `mgpu_check.Rank`. `fn` is pickled by value, with everything that
-        it refers to. Device tensors come back as CPU tensors.
+        it refers to. A text such as ``"package.module:function"`` names a function that the ranks import. Device tensors
+        come back as CPU tensors.
 
         Args:
             size: world size, 1 to `self.size`; default all. May differ from call to call.
@@ -55,12 +57,14 @@ class Ranks:
             RankFailure: a rank raised.
             RankDied: the process of a rank ended.
             RankHang: not all ranks returned in time.
-            ValueError: `size`, `timeout`, `devices` or `environment` is not valid.
+            ValueError: `size`, `timeout`, `devices` or `environment` is not valid, or the text names no function.
             TypeError: `fn`, or an argument, cannot be pickled.
         """
         __tracebackhide__ = True
         from mgpu_check.engine.sending import NotPicklable
 
+        if isinstance(fn, str):
+            fn = NamedFunction(fn)
         self._session.on_ranks()
         self._session.hear_covered({"": [*args, *kwargs.values()]})
         try:

@@ -68,7 +68,7 @@ class _OnDevices(Ranks):
     def size(self) -> int:
         return len(self._devices)
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, size: int | None = None, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any] | str, /, *args: Any, size: int | None = None, **kwargs: Any) -> list[Any]:
         chosen = kwargs.pop("devices", None)
         which = range(len(self._devices) if size is None else size) if chosen is None else chosen
         return super().run(fn, *args, devices=[self._devices[index] for index in which], **kwargs)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 import pytest
 import torch
 
 from mgpu_check.suite.common.faults.registry import PROPERTIES, all_faults, fault, planted
+from mgpu_check.suite.common.faults.when import When
 
 
 def test_every_property_has_at_least_four_faults():
@@ -52,8 +54,32 @@ def test_an_unknown_fault_is_named_with_the_valid_ones():
 
 
 def test_an_unknown_property_is_refused():
-    with pytest.raises(ValueError, match="property='speed' is unknown; choose one of fixtures"):
-        fault("speed", "it is slow", caught_by=())
+    def slow():
+        yield
+
+    with pytest.raises(ValueError, match=r"fault: 'slow' of module .* has no property; .* PROPERTY is one of fixtures"):
+        fault("it is slow")(slow)
+
+
+def test_a_condition_without_what_plants_is_refused():
+    with pytest.raises(ValueError, match="'never' has `when`, which needs `by`"):
+
+        @fault("it is never wrong", when=When("never", lambda: False))
+        def never():
+            return None
+
+
+def test_a_condition_selects_calls_and_names_them():
+    def calls(body):
+        seen.append([body(number) for number in range(4)])
+        return contextlib.nullcontext()
+
+    seen = []
+    large, even = When("above 1", lambda number: number > 1), When("even", lambda number: number % 2 == 0)
+    both = large & ~even
+    assert str(both) == "above 1, not even"
+    calls(both.guards(lambda number: number))
+    assert seen == [[NotImplemented, NotImplemented, NotImplemented, 3]]
 
 
 def test_two_faults_of_one_name_are_refused():
@@ -62,7 +88,8 @@ def test_two_faults_of_one_name_are_refused():
 
     with pytest.raises(ValueError, match="'shards-swapped' is registered already"):
         all_faults()
-        fault("scatter", "another", caught_by=())(shards_swapped)
+        shards_swapped.__module__ = "mgpu_check.suite.loading.faults"
+        fault("another")(shards_swapped)
 
 
 def test_a_fault_of_adam_does_not_stay_behind_in_adamw(monkeypatch):

@@ -33,7 +33,7 @@ def _flip_lowest_bit(tensor: torch.Tensor) -> None:
         tensor.detach().copy_(values)
 
 
-@fault("allreduce", "all_reduce and reduce leave out the last rank", caught_by=("test_reduce_then_broadcast",))
+@fault("all_reduce and reduce leave out the last rank", "test_reduce_then_broadcast")
 def sum_misses_the_last_rank() -> Iterator[None]:
     def without_last(real: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def sum_misses_the_last_rank() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "all_reduce adds up in half precision", caught_by=("test_all_reduce",))
+@fault("all_reduce adds up in half precision", "test_all_reduce")
 def sum_in_half_precision() -> Iterator[None]:
     real = dist.all_reduce
 
@@ -66,11 +66,7 @@ def sum_in_half_precision() -> Iterator[None]:
         yield
 
 
-@fault(
-    "allreduce",
-    "device 0 adds up float32 and float64 tensors in bfloat16",
-    caught_by=("test_hand_written_allreduce",),
-)
+@fault("device 0 adds up float32 and float64 tensors in bfloat16", "test_hand_written_allreduce")
 def sum_by_hand_in_low_precision() -> Iterator[None]:
     def allreduce(data: Sequence[torch.Tensor]) -> None:
         low = data[0].dtype.itemsize > 2 and data[0].is_floating_point()
@@ -86,9 +82,8 @@ def sum_by_hand_in_low_precision() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "one bit of the result is flipped on the last rank, after all_reduce and broadcast",
-    caught_by=("test_all_reduce_of_other_operations",),
+    "test_all_reduce_of_other_operations",
 )
 def flipped_bit_on_one_rank() -> Iterator[None]:
     def flipping(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +99,7 @@ def flipped_bit_on_one_rank() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "one bit is flipped on the way to the last device", caught_by=("test_reduce_add_and_broadcast",))
+@fault("one bit is flipped on the way to the last device", "test_reduce_add_and_broadcast")
 def flipped_bit_on_one_device() -> Iterator[None]:
     real_allreduce, real_broadcast = recipe.allreduce, comm.broadcast
 
@@ -123,7 +118,7 @@ def flipped_bit_on_one_device() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "the ring leaves out the last chunk", caught_by=("test_ring_allreduce",))
+@fault("the ring leaves out the last chunk", "test_ring_allreduce")
 def ring_skips_a_chunk() -> Iterator[None]:
     real = recipe.chunks
 
@@ -134,7 +129,7 @@ def ring_skips_a_chunk() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "the tree leaves out ranks beyond the largest power of two", caught_by=("test_tree_allreduce",))
+@fault("the tree leaves out ranks beyond the largest power of two", "test_tree_allreduce")
 def tree_for_powers_of_two_only() -> Iterator[None]:
     def received(tensor: torch.Tensor, source: int, *args: Any, **kwargs: Any) -> int:
         sender = real(tensor, source, *args, **kwargs)
@@ -149,7 +144,7 @@ def tree_for_powers_of_two_only() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "the sum is not copied back to the last device", caught_by=("test_hand_written_allreduce",))
+@fault("the sum is not copied back to the last device", "test_hand_written_allreduce")
 def result_not_copied_back() -> Iterator[None]:
     def allreduce(data: Sequence[torch.Tensor]) -> None:
         for other in data[1:]:
@@ -162,9 +157,8 @@ def result_not_copied_back() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "tensors that are added up together come back in order of dtype",
-    caught_by=("test_reduce_add_and_broadcast",),
+    "test_reduce_add_and_broadcast",
     condition="several dtypes",
 )
 def added_up_in_order_of_dtypes() -> Iterator[None]:
@@ -172,7 +166,7 @@ def added_up_in_order_of_dtypes() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "reduce_add forgets the last device", caught_by=("test_reduce_add_and_broadcast",))
+@fault("reduce_add forgets the last device", "test_reduce_add_and_broadcast")
 def reduce_add_misses_a_device() -> Iterator[None]:
     real = comm.reduce_add
 
@@ -184,7 +178,7 @@ def reduce_add_misses_a_device() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "all_reduce gives the mean instead of the sum", caught_by=("test_all_reduce",))
+@fault("all_reduce gives the mean instead of the sum", "test_all_reduce")
 def mean_instead_of_sum() -> Iterator[None]:
     real = dist.all_reduce
 
@@ -198,7 +192,7 @@ def mean_instead_of_sum() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "reduce is not followed by a broadcast", caught_by=("test_reduce_then_broadcast",))
+@fault("reduce is not followed by a broadcast", "test_reduce_then_broadcast")
 def reduce_without_broadcast() -> Iterator[None]:
     def broadcast(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> None:
         return None
@@ -207,7 +201,7 @@ def reduce_without_broadcast() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "all_reduce adds up for every operation", caught_by=("test_all_reduce_of_other_operations",))
+@fault("all_reduce adds up for every operation", "test_all_reduce_of_other_operations")
 def operation_ignored() -> Iterator[None]:
     real = dist.all_reduce
 
@@ -218,11 +212,7 @@ def operation_ignored() -> Iterator[None]:
         yield
 
 
-@fault(
-    "allreduce",
-    "all_reduce of a view reduces a contiguous copy and drops it",
-    caught_by=("test_all_reduce_of_views_on_devices",),
-)
+@fault("all_reduce of a view reduces a contiguous copy and drops it", "test_all_reduce_of_views_on_devices")
 def reduced_copy_dropped() -> Iterator[None]:
     real = dist.all_reduce
 
@@ -233,7 +223,7 @@ def reduced_copy_dropped() -> Iterator[None]:
         yield
 
 
-@fault("allreduce", "a group's all_reduce counts its first member twice", caught_by=("test_all_reduce_in_a_group",))
+@fault("a group's all_reduce counts its first member twice", "test_all_reduce_in_a_group")
 def group_counts_a_member_twice() -> Iterator[None]:
     real = dist.all_reduce
 
@@ -247,9 +237,8 @@ def group_counts_a_member_twice() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "all_reduce of a view on the CPU leaves out the last rank",
-    caught_by=("test_all_reduce_of_views_on_the_cpu",),
+    "test_all_reduce_of_views_on_the_cpu",
     condition="views with gaps on the CPU",
 )
 def view_on_the_cpu_misses_the_last_rank() -> Iterator[None]:
@@ -265,9 +254,8 @@ def view_on_the_cpu_misses_the_last_rank() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "a view on a device is reduced as if it had no gaps",
-    caught_by=("test_all_reduce_of_views_on_devices",),
+    "test_all_reduce_of_views_on_devices",
     condition="views with gaps on devices",
 )
 def view_on_a_device_reduced_without_gaps() -> Iterator[None]:
@@ -283,9 +271,8 @@ def view_on_a_device_reduced_without_gaps() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "sums on the CPU leave out the elements after the last vector of eight",
-    caught_by=("test_all_reduce",),
+    "test_all_reduce",
     condition="sums on the CPU of aligned tensors without gaps, with a size that is not a multiple of 8",
 )
 def rest_after_vectors_not_added() -> Iterator[None]:
@@ -305,9 +292,8 @@ def rest_after_vectors_not_added() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "reduce_add adds up in place, in the input of its own device",
-    caught_by=("test_reduce_add_and_broadcast",),
+    "test_reduce_add_and_broadcast",
     condition="3 devices and more",
     least_gpus=3,
 )
@@ -326,10 +312,7 @@ def contribution_added_to() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
-    "broadcast to given tensors leaves out the last",
-    caught_by=("test_reduce_add_and_broadcast",),
-    condition="out=, several devices",
+    "broadcast to given tensors leaves out the last", "test_reduce_add_and_broadcast", condition="out=, several devices"
 )
 def last_given_tensor_left_out() -> Iterator[None]:
     real = comm.broadcast
@@ -342,9 +325,8 @@ def last_given_tensor_left_out() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "reduce_add to a device that is not current leaves out the last tensor",
-    caught_by=("test_reduce_add_and_broadcast",),
+    "test_reduce_add_and_broadcast",
     condition="destinations other than the current device",
 )
 def part_left_out_elsewhere() -> Iterator[None]:
@@ -359,9 +341,8 @@ def part_left_out_elsewhere() -> Iterator[None]:
 
 
 @fault(
-    "allreduce",
     "broadcast_coalesced copies a slice as if it had no gaps",
-    caught_by=("test_broadcast_of_every_layout",),
+    "test_broadcast_of_every_layout",
     condition="tensors with gaps, several devices",
 )
 def slices_broadcast_without_gaps() -> Iterator[None]:

@@ -26,21 +26,25 @@ PLACES = st.sampled_from(("device", "cpu"))
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_all_reduce_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
     """`all_reduce` is right for every operation and dtype, also at the limits of the dtype."""
-    assert_shared(ranks.run(_matching, calls.all_reduces(seed), size=size))
+    assert_shared(
+        ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.all_reduces(seed), size=size)
+    )
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_reductions_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
     """`reduce` and `reduce_scatter` are right for every operation and dtype, also at the limits of the dtype."""
-    ranks.run(_matching, calls.other_reductions(seed), size=size)
+    ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.other_reductions(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_reductions_as_ieee_says(ranks: Ranks, size: int, seed: int) -> None:
     """NaN, infinities, zeros of both signs and subnormals are reduced according to IEEE 754."""
-    assert_shared(ranks.run(_matching, calls.special(seed), size=size))
+    assert_shared(
+        ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.special(seed), size=size)
+    )
 
 
 @pytest.mark.gpus(least=3)
@@ -48,35 +52,37 @@ def test_reductions_as_ieee_says(ranks: Ranks, size: int, seed: int) -> None:
 @given(size=calls.worlds(least=3), seed=calls.seeds)
 def test_rounding_of_reductions(ranks: Ranks, size: int, seed: int) -> None:
     """Sums, means and products are within the derived bound, and have the same bits on all ranks."""
-    assert_shared(ranks.run(_matching, calls.rounding(seed), size=size))
+    assert_shared(
+        ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.rounding(seed), size=size)
+    )
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_copies_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
     """Every collective that copies keeps every bit of every dtype, and delivers it to the right ranks."""
-    ranks.run(_matching, calls.copies(seed), size=size)
+    ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.copies(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_sizes(ranks: Ranks, size: int, seed: int) -> None:
     """Every collective is right with no elements, with few, and with about 4,096, 64 Ki and 1 Mi elements."""
-    ranks.run(_matching, calls.sizes(seed), size=size)
+    ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.sizes(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_layouts(ranks: Ranks, size: int, seed: int) -> None:
     """Collectives on views, in place and with uneven parts are right or refused, and change no other memory."""
-    ranks.run(_matching, calls.layouts(seed), size=size)
+    ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.layouts(seed), size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Several collectives in flight are right after they are waited for, in any order."""
-    ranks.run(_matching, calls.asynchronous(seed), size=size)
+    ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", calls.asynchronous(seed), size=size)
 
 
 @examples(12, quick=2)
@@ -177,7 +183,7 @@ def test_programs_of_collectives(
 def test_world_of_one(ranks: Ranks, seed: int) -> None:
     """In a world of one rank every collective leaves the data of the rank unchanged."""
     alone = [*calls.all_reduces(seed), *calls.copies(seed), *calls.special(seed)]
-    ranks.run(_matching, alone, size=1)
+    ranks.run("mgpu_check.suite.collectives.calls:assert_collectives_match", alone, size=1)
 
 
 @pytest.mark.gpus(least=2)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from mgpu_check import Ranks
-    from mgpu_check.engine.rank_side.rank import Rank
-    from mgpu_check.suite.devices.seeded_ranks import DrawnBy
 
 
 MORE = st.builds(lambda: active().gpu_level != "quick")
@@ -236,13 +234,7 @@ def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
     """Ranks with one seed draw the same numbers on GPUs of one model, and ranks with different seeds draw different ones."""
     from mgpu_check.suite.devices.seeded_ranks import assert_ranks_draw_as_seeded
 
-    assert_ranks_draw_as_seeded(ranks.run(_drawn, seed, size=size))
-
-
-def _drawn(rank: Rank, seed: int) -> DrawnBy:
-    from mgpu_check.suite.devices.random_numbers import drawn_by
-
-    return drawn_by(rank, seed)
+    assert_ranks_draw_as_seeded(ranks.run("mgpu_check.suite.devices.random_numbers:drawn_by", seed, size=size))
 
 
 @examples(4, quick=1)

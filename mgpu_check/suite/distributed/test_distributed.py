@@ -99,7 +99,7 @@ def test_hooks_in_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) -
 @given(size=mostly_all())
 def test_model_averagers(ranks: Ranks, size: int) -> None:
     """Averagers of local SGD take the mean over all ranks or over nearby ranks in the scheduled steps only."""
-    ranks.run(_averagers, size=size)
+    ranks.run("mgpu_check.suite.distributed.model_averaging:assert_averagers_average", size=size)
 
 
 @examples(8, quick=2)
@@ -198,12 +198,6 @@ def test_scaler(ranks: Ranks, size: int, runs: Runs) -> None:
 def test_clipping(ranks: Ranks, size: int, runs: Runs) -> None:
     """clip_grad_norm_ uses the norm of the gradient of the whole batch."""
     ranks.run(_precision, "assert_clipping_takes_the_whole_norm", runs, size=size)
-
-
-def _averagers(rank: Rank) -> None:
-    from mgpu_check.suite.distributed.model_averaging import assert_averagers_average
-
-    assert_averagers_average(rank)
 
 
 def _options(rank: Rank, check: str, *arguments: object) -> None:

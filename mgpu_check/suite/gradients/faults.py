@@ -35,16 +35,15 @@ def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
     return values.to(gradient.device)
 
 
-@fault("gradients", "DDP sums gradients instead of averaging them", caught_by=("test_distributed_data_parallel",))
+@fault("DDP sums gradients instead of averaging them", "test_distributed_data_parallel")
 def sum_instead_of_mean() -> Iterator[None]:
     with communicated(lambda buffer, bucket, model: buffer * model.process_group.size()):
         yield
 
 
 @fault(
-    "gradients",
     "one mantissa bit of one gradient of the last rank is flipped before DDP averages",
-    caught_by=("test_resnet18_in_distributed_data_parallel",),
+    "test_resnet18_in_distributed_data_parallel",
 )
 def flipped_bit_in_one_rank() -> Iterator[None]:
     with communicated(lambda buffer, bucket, model: _flip_a_bit(buffer) if is_last() else buffer):
@@ -52,12 +51,9 @@ def flipped_bit_in_one_rank() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "one mantissa bit of one gradient of the last device is flipped before DataParallel adds up",
-    caught_by=(
-        "test_batchnorm_in_data_parallel",
-        "test_resnet18_in_data_parallel",
-    ),
+    "test_batchnorm_in_data_parallel",
+    "test_resnet18_in_data_parallel",
 )
 def flipped_bit_in_one_device() -> Iterator[None]:
     real, real_by_hand = comm.reduce_add_coalesced, reducing.allreduce
@@ -74,7 +70,7 @@ def flipped_bit_in_one_device() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "DataParallel forgets the gradients of the last device", caught_by=("test_data_parallel",))
+@fault("DataParallel forgets the gradients of the last device", "test_data_parallel")
 def last_device_forgotten() -> Iterator[None]:
     real = comm.reduce_add_coalesced
 
@@ -85,7 +81,7 @@ def last_device_forgotten() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "DDP leaves the gradient of one parameter local", caught_by=("test_replicas_stay_equal",))
+@fault("DDP leaves the gradient of one parameter local", "test_replicas_stay_equal")
 def local_gradient_of_one_parameter() -> Iterator[None]:
     def ignore(module: nn.Module) -> None:
         last = [name for name, _ in module.named_parameters()][-1]
@@ -96,9 +92,8 @@ def local_gradient_of_one_parameter() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "each rank takes the mean over its own shard, so uneven shards have the same weight",
-    caught_by=("test_distributed_data_parallel",),
+    "test_distributed_data_parallel",
 )
 def mean_of_means() -> Iterator[None]:
     def accumulated_step(
@@ -114,11 +109,7 @@ def mean_of_means() -> Iterator[None]:
         yield
 
 
-@fault(
-    "gradients",
-    "the loss of each shard by hand is divided by the size of the whole batch twice",
-    caught_by=("test_step_by_hand",),
-)
+@fault("the loss of each shard by hand is divided by the size of the whole batch twice", "test_step_by_hand")
 def divided_twice() -> Iterator[None]:
     real = training.sgd
 
@@ -129,11 +120,7 @@ def divided_twice() -> Iterator[None]:
         yield
 
 
-@fault(
-    "gradients",
-    "ranks and devices other than the first keep the gradients of the previous step",
-    caught_by=("test_gradient_accumulation",),
-)
+@fault("ranks and devices other than the first keep the gradients of the previous step", "test_gradient_accumulation")
 def stale_gradients() -> Iterator[None]:
     real, real_by_hand = torch.optim.Optimizer.zero_grad, training.clear
 
@@ -150,13 +137,13 @@ def stale_gradients() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "DDP does not broadcast rank 0's parameters at the start", caught_by=("test_replicas_stay_equal",))
+@fault("DDP does not broadcast rank 0's parameters at the start", "test_replicas_stay_equal")
 def parameters_not_broadcast() -> Iterator[None]:
     with replaced(distributed_module, "_sync_module_states", lambda *args, **kwargs: None):
         yield
 
 
-@fault("gradients", "accumulation forgets the last micro-batch", caught_by=("test_gradient_accumulation",))
+@fault("accumulation forgets the last micro-batch", "test_gradient_accumulation")
 def last_window_forgotten() -> Iterator[None]:
     real = training.accumulated_step
 
@@ -169,20 +156,14 @@ def last_window_forgotten() -> Iterator[None]:
         yield
 
 
-@fault(
-    "gradients",
-    "DDP does not broadcast rank 0's BatchNorm statistics",
-    caught_by=("test_batchnorm_in_distributed_data_parallel",),
-)
+@fault("DDP does not broadcast rank 0's BatchNorm statistics", "test_batchnorm_in_distributed_data_parallel")
 def statistics_drift() -> Iterator[None]:
     with wrapped(broadcast_buffers=False):
         yield
 
 
 @fault(
-    "gradients",
-    "DDP puts the model into training mode, so that BatchNorm normalises by the batch",
-    caught_by=("test_batchnorm_in_evaluation",),
+    "DDP puts the model into training mode, so that BatchNorm normalises by the batch", "test_batchnorm_in_evaluation"
 )
 def evaluation_ignored() -> Iterator[None]:
     real = DistributedDataParallel.forward
@@ -196,9 +177,8 @@ def evaluation_ignored() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "DataParallel copies a shard from the start of its first cache line of 128 bytes",
-    caught_by=("test_data_parallel",),
+    "test_data_parallel",
     condition="shards that do not start at a multiple of 128 bytes",
 )
 def shard_from_the_start_of_a_line() -> Iterator[None]:
@@ -217,9 +197,8 @@ def shard_from_the_start_of_a_line() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "DataParallel pads the last shard with zeros, and drops their outputs",
-    caught_by=("test_batchnorm_in_data_parallel",),
+    "test_batchnorm_in_data_parallel",
     condition="batches not divisible by the devices, models with statistics over the batch",
 )
 def last_shard_filled_up() -> Iterator[None]:
@@ -234,9 +213,8 @@ def last_shard_filled_up() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "DataParallel adds up only 64 gradients, and uses those of the first device for the rest",
-    caught_by=("test_resnet18_in_data_parallel",),
+    "test_resnet18_in_data_parallel",
     condition="above 64 parameters",
 )
 def gradients_past_a_launch_forgotten() -> Iterator[None]:
@@ -248,9 +226,8 @@ def gradients_past_a_launch_forgotten() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "DDP loses the results of buckets after the first",
-    caught_by=("test_distributed_data_parallel",),
+    "test_distributed_data_parallel",
     condition="models of several buckets, from the second step on",
 )
 def later_buckets_lost() -> Iterator[None]:
@@ -259,9 +236,8 @@ def later_buckets_lost() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "DDP broadcasts rank 0's parameters in its first forward pass, not in its constructor",
-    caught_by=("test_replicas_stay_equal",),
+    "test_replicas_stay_equal",
     condition="until the first forward pass",
 )
 def parameters_broadcast_late() -> Iterator[None]:
@@ -283,9 +259,8 @@ def parameters_broadcast_late() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "DDP does not broadcast BatchNorm statistics below 32 bytes",
-    caught_by=("test_batchnorm_in_distributed_data_parallel",),
+    "test_batchnorm_in_distributed_data_parallel",
     condition="BatchNorm of fewer than 8 channels, from the second step on",
 )
 def small_statistics_not_sent() -> Iterator[None]:
@@ -297,9 +272,8 @@ def small_statistics_not_sent() -> Iterator[None]:
 
 
 @fault(
-    "gradients",
     "DDP broadcasts only the first 64 tensors of rank 0",
-    caught_by=("test_resnet18_in_distributed_data_parallel",),
+    "test_resnet18_in_distributed_data_parallel",
     condition="above 64 parameters and buffers",
 )
 def tensors_past_a_launch_not_sent() -> Iterator[None]:

@@ -72,7 +72,7 @@ def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[Trai
 )
 def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """Gradients accumulated over micro-batches, with `no_sync` for all but the last, match those of the whole batch."""
-    ranks.run(_accumulated, training, size=size)
+    ranks.run("mgpu_check.suite.gradients.checks:assert_distributed_agrees", training, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -80,7 +80,7 @@ def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) 
 @given(size=strategies.world_sizes(least=2), training=trainings(("mlp",), steps=st.integers(1, 5)))
 def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """DDP gives all ranks rank 0's parameters, and keeps them equal bit for bit through every step."""
-    ranks.run(_replicas, training, size=size)
+    ranks.run("mgpu_check.suite.gradients.checks:assert_distributed_replicas_agree", training, size=size)
 
 
 @examples(24, quick=4)
@@ -140,19 +140,7 @@ def _distributed(rank: Rank, training: TrainingSpec, view: bool, small: bool) ->
     assert_distributed_agrees(training, rank, gradient_as_bucket_view=view, bucket_cap_mb=0.001 if small else None)
 
 
-def _accumulated(rank: Rank, training: TrainingSpec) -> None:
-    from mgpu_check.suite.gradients.checks import assert_distributed_agrees
-
-    assert_distributed_agrees(training, rank)
-
-
 def _evaluation(rank: Rank, training: TrainingSpec) -> None:
     from mgpu_check.suite.gradients.checks import assert_distributed_agrees
 
     assert_distributed_agrees(training, rank, evaluation=True)
-
-
-def _replicas(rank: Rank, training: TrainingSpec) -> None:
-    from mgpu_check.suite.gradients.checks import assert_distributed_replicas_agree
-
-    assert_distributed_replicas_agree(training, rank)

@@ -65,9 +65,8 @@ def begin(name: str, program: str) -> None:
 
 
 @fault(
-    "launch",
     "the last rank has the LOCAL_RANK of the first",
-    caught_by=("test_ranks_are_told_who_they_are",),
+    "test_ranks_are_told_who_they_are",
     condition="worlds of 3 ranks and more",
 )
 def local_rank_of_the_first() -> Iterator[None]:
@@ -84,9 +83,8 @@ def local_rank_of_the_first() -> Iterator[None]:
 
 
 @fault(
-    "launch",
     "torchrun's agent sets LOCAL_WORLD_SIZE one too high",
-    caught_by=("test_script_under_torchrun",),
+    "test_script_under_torchrun",
     condition="as many ranks as GPUs",
 )
 @_within
@@ -103,9 +101,8 @@ def agent_counts_one_too_many() -> Iterator[None]:
 
 
 @fault(
-    "launch",
     "torchrun's agent sets the restart count of the last rank to 1",
-    caught_by=("test_script_under_torchrun",),
+    "test_script_under_torchrun",
     condition="the last rank, at the first start",
 )
 @_within
@@ -122,7 +119,7 @@ def restart_that_was_none() -> Iterator[None]:
         yield
 
 
-@fault("launch", "ranks start from different parameters", caught_by=("test_script_under_torchrun",))
+@fault("ranks start from different parameters", "test_script_under_torchrun")
 @_within
 def parameters_as_they_began() -> Iterator[None]:
     """Gradients of different models are averaged."""
@@ -130,12 +127,7 @@ def parameters_as_they_began() -> Iterator[None]:
         yield
 
 
-@fault(
-    "launch",
-    "one step in seven is not synchronized",
-    caught_by=("test_script_under_torchrun",),
-    condition="one step in seven",
-)
+@fault("one step in seven is not synchronized", "test_script_under_torchrun", condition="one step in seven")
 @_within
 def some_steps_alone() -> Iterator[None]:
     """Ranks diverge and train different models."""
@@ -150,9 +142,8 @@ def some_steps_alone() -> Iterator[None]:
 
 
 @fault(
-    "launch",
     "gradients are divided by 2 instead of the number of ranks",
-    caught_by=("test_script_under_torchrun",),
+    "test_script_under_torchrun",
     condition="worlds of 3 ranks and more",
 )
 @_within
@@ -168,9 +159,8 @@ def gradients_divided_by_two() -> Iterator[None]:
 
 
 @fault(
-    "launch",
     "every second rank loads the samples of the previous rank",
-    caught_by=("test_script_under_torchrun",),
+    "test_script_under_torchrun",
     condition="ranks with odd numbers",
 )
 @_within
@@ -185,12 +175,7 @@ def samples_of_the_neighbour() -> Iterator[None]:
         yield
 
 
-@fault(
-    "launch",
-    "the optimizer stops after three steps",
-    caught_by=("test_script_under_torchrun",),
-    condition="steps after the third",
-)
+@fault("the optimizer stops after three steps", "test_script_under_torchrun", condition="steps after the third")
 @_within
 def optimizer_stops() -> Iterator[None]:
     """All ranks agree, but learn nothing."""
@@ -204,9 +189,8 @@ def optimizer_stops() -> Iterator[None]:
 
 
 @fault(
-    "launch",
     "torch.cuda.device_count is one too low in a script that spawns ranks",
-    caught_by=("test_script_that_spawns_its_ranks",),
+    "test_script_that_spawns_its_ranks",
     condition="the process that spawns the others only",
 )
 @_within
@@ -218,9 +202,8 @@ def spawns_one_rank_fewer() -> Iterator[None]:
 
 
 @fault(
-    "launch",
     "torch.multiprocessing reports failures of the first process only",
-    caught_by=("test_script_under_torchrun",),
+    "test_script_under_torchrun",
     condition="a process other than the first",
 )
 @_within
@@ -240,9 +223,8 @@ def later_failures_kept_quiet() -> Iterator[None]:
 
 
 @fault(
-    "launch",
     "torch.multiprocessing reports a killed process as a normal exit code",
-    caught_by=("test_script_under_torchrun",),
+    "test_script_under_torchrun",
     condition="processes killed by a signal",
 )
 @_within

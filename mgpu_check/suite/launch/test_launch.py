@@ -20,7 +20,7 @@ _SECONDS_OF_A_RANK = 20.0  # for the import of torch, while other ranks import i
 def test_ranks_are_told_who_they_are(ranks: Ranks) -> None:
     """The environment variables of each rank hold its rank, local rank and world size, in worlds of every size."""
     for size in range(1, ranks.size + 1):
-        ranks.run(_told, size=size)
+        ranks.run("mgpu_check.suite.launch.launching:assert_rank_is_told", size=size)
 
 
 def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
@@ -38,12 +38,6 @@ def test_script_that_spawns_its_ranks(ranks: Ranks) -> None:
     # More than two ranks would show nothing more, and each has to import torch.
     count = min(2, ranks.size)
     ranks.run(_spawned, count, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * count)
-
-
-def _told(rank: Rank) -> None:
-    from mgpu_check.suite.launch.launching import assert_rank_is_told
-
-    assert_rank_is_told(rank)
 
 
 def _under_torchrun(rank: Rank, count: int) -> str:

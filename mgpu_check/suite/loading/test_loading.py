@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from mgpu_check import strategies
-from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.budget import examples
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> 
 def test_samplers_know_their_rank(ranks: Ranks, seed: int) -> None:
     """A sampler without arguments takes rank and world size from the process group, in worlds of every size."""
     for size in range(1, ranks.size + 1):
-        ranks.run(_samplers, seed, size=size)
+        ranks.run("mgpu_check.suite.loading.on_ranks:assert_samplers_of_ranks", seed, size=size)
 
 
 @examples(3, quick=1)
@@ -126,28 +125,10 @@ def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
 def test_loaders_of_ranks_cover_the_dataset(ranks: Ranks, seed: int) -> None:
     """The loaders of all ranks yield each sample once per epoch, and each batch arrives whole on the rank's device."""
     for size in sorted({1, ranks.size}):
-        ranks.run(_loaders, seed, size=size)
+        ranks.run("mgpu_check.suite.loading.on_ranks:assert_loaders_cover", seed, size=size)
 
 
 def test_streams_are_shared(ranks: Ranks) -> None:
     """An iterable dataset split among ranks and workers yields each sample once, last batches included."""
     for size in sorted({1, ranks.size}):
-        ranks.run(_streams, size=size)
-
-
-def _samplers(rank: Rank, seed: int) -> None:
-    from mgpu_check.suite.loading.on_ranks import assert_samplers_of_ranks
-
-    assert_samplers_of_ranks(rank, seed)
-
-
-def _loaders(rank: Rank, seed: int) -> None:
-    from mgpu_check.suite.loading.on_ranks import assert_loaders_cover
-
-    assert_loaders_cover(rank, seed)
-
-
-def _streams(rank: Rank) -> None:
-    from mgpu_check.suite.loading.on_ranks import assert_streams_cover
-
-    assert_streams_cover(rank)
+        ranks.run("mgpu_check.suite.loading.on_ranks:assert_streams_cover", size=size)

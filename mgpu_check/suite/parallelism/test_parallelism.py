@@ -31,7 +31,7 @@ ORDERS = strategies.device_orders()
 def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
     for size in sizes:
-        ranks.run(_allreduce, seed, size=size)
+        ranks.run("mgpu_check.suite.parallelism.on_ranks:assert_allreduce_by_hand_matches", seed, size=size)
 
 
 @examples(14, quick=2)
@@ -39,7 +39,7 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
 def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Ranks that push gradients to one server or a sharded server, and pull parameters, train like one device."""
     for size in sizes:
-        ranks.run(_parameter_server, training, size=size)
+        ranks.run("mgpu_check.suite.parallelism.on_ranks:assert_parameter_server_agrees", training, size=size)
 
 
 @examples(14, quick=5)
@@ -99,7 +99,7 @@ def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ..
 def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Linear layers divided by columns and rows, evenly or not, train like on one device."""
     for size in sizes:
-        ranks.run(_tensor_parallel, training, size=size)
+        ranks.run("mgpu_check.suite.parallelism.on_ranks:assert_tensor_parallel_agrees", training, size=size)
 
 
 @examples(8, quick=1)
@@ -117,7 +117,12 @@ def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: Ex
 def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining, micro_batches: int) -> None:
     """Pipeline stages on two to four ranks, with micro-batches of different sizes, train like one device."""
     for size in sizes:
-        ranks.run(_pipeline, _deep(training, size), min(micro_batches, training.batch), size=size)
+        ranks.run(
+            "mgpu_check.suite.parallelism.on_ranks:assert_pipeline_agrees",
+            _deep(training, size),
+            min(micro_batches, training.batch),
+            size=size,
+        )
 
 
 @pytest.mark.gpus(least=2)
@@ -135,24 +140,6 @@ def _deep(training: ExactTraining, layers: int) -> ExactTraining:
     """Deepen a training to `layers` layers, as wide as exact results allow: gradients of narrow layers are often 0."""
     hidden, most = ((6, 5)[: layers - 1], 16) if layers < 4 else ((3, 2, 3), 8)
     return replace(training, widths=(4, *hidden, 2), batch=min(training.batch, most))
-
-
-def _allreduce(rank: Rank, seed: int) -> None:
-    from mgpu_check.suite.parallelism.on_ranks import assert_allreduce_by_hand_matches
-
-    assert_allreduce_by_hand_matches(rank, seed)
-
-
-def _parameter_server(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.suite.parallelism.on_ranks import assert_parameter_server_agrees
-
-    assert_parameter_server_agrees(training, rank)
-
-
-def _tensor_parallel(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.suite.parallelism.on_ranks import assert_tensor_parallel_agrees
-
-    assert_tensor_parallel_agrees(training, rank)
 
 
 def _parallelized(rank: Rank, training: ExactTraining) -> None:
@@ -182,12 +169,6 @@ def _styles(rank: Rank, seed: int) -> None:
         for check in checks:
             with findings.collected():
                 check(rank, seed)
-
-
-def _pipeline(rank: Rank, training: ExactTraining, micro_batches: int) -> None:
-    from mgpu_check.suite.parallelism.on_ranks import assert_pipeline_agrees
-
-    assert_pipeline_agrees(training, micro_batches, rank)
 
 
 def _schedules(rank: Rank, training: ExactTraining, most: int) -> None:

@@ -32,7 +32,7 @@ TRAININGS = exact_trainings()
 def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
     """Meshes of one to three dimensions, with ranks in any order, have the right coordinates and groups."""
     for size in sizes:
-        ranks.run(_meshes, size=size)
+        ranks.run("mgpu_check.suite.sharded.meshes:assert_meshes_agree", size=size)
 
 
 @examples(8, quick=1)
@@ -40,7 +40,7 @@ def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
 def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """DTensors move between all placements, divided evenly or not, and every rank holds its part, bit for bit."""
     for size in sizes:
-        ranks.run(_redistribution, seed, 1, size=size)
+        ranks.run("mgpu_check.suite.sharded.redistribution:assert_redistribution_agrees", seed, dimensions=1, size=size)
 
 
 @examples(8, quick=1)
@@ -48,7 +48,7 @@ def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
 def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """DTensors on a two-dimensional mesh move between placements of both dimensions, and every rank holds its part."""
     for size in sizes:
-        ranks.run(_redistribution, seed, 2, size=size)
+        ranks.run("mgpu_check.suite.sharded.redistribution:assert_redistribution_agrees", seed, dimensions=2, size=size)
 
 
 @examples(6, quick=1)
@@ -56,21 +56,21 @@ def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], 
 def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Gradients pass back through redistribution: those of gathers are reduced and scattered, those of shards gathered."""
     for size in sizes:
-        ranks.run(_gradients, seed, size=size)
+        ranks.run("mgpu_check.suite.sharded.redistribution:assert_gradients_are_redistributed", seed, size=size)
 
 
 @examples(8, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_operators_on_dtensors(ranks: Ranks, size: int, seed: int) -> None:
     """Operators on DTensors give the results and gradients of the full tensors, for operands divided evenly or not."""
-    ranks.run(_operators, seed, size=size)
+    ranks.run("mgpu_check.suite.sharded.dtensor_operators:assert_operators_agree", seed, size=size)
 
 
 @examples(4, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_losses_of_dtensors(ranks: Ranks, size: int, seed: int) -> None:
     """Mean losses of DTensors are the mean over all samples, for parts of any size on each rank."""
-    ranks.run(_losses, seed, size=size)
+    ranks.run("mgpu_check.suite.sharded.dtensor_operators:assert_losses_agree", seed, size=size)
 
 
 @examples(6, quick=1)
@@ -78,21 +78,21 @@ def test_losses_of_dtensors(ranks: Ranks, size: int, seed: int) -> None:
 def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """SyncBatchNorm over ranks with different numbers of samples equals BatchNorm of all samples on one device."""
     for size in sizes:
-        ranks.run(_sync_batchnorm, seed, size=size)
+        ranks.run("mgpu_check.suite.sharded.sync_batchnorm:assert_sync_batchnorm_agrees", seed, size=size)
 
 
 @examples(8, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_zero_redundancy_optimizer(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """ZeroRedundancyOptimizer leaves the parameters of one device on all ranks, after each step."""
-    ranks.run(_zero, training, size=size)
+    ranks.run("mgpu_check.suite.sharded.zero:assert_zero_agrees", training, size=size)
 
 
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """The state of ZeroRedundancyOptimizer is divided among ranks, can be consolidated, and resumes when it is loaded."""
-    ranks.run(_zero_state, training, size=size)
+    ranks.run("mgpu_check.suite.sharded.zero:assert_zero_state_agrees", training, size=size)
 
 
 @examples(8, quick=1)
@@ -100,7 +100,9 @@ def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining)
 def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """A model under `fully_shard` trains like on one device, with parameters divided evenly or not and accumulated gradients."""
     for size in sizes:
-        ranks.run(_fully_sharded, training, 1, size=size)
+        ranks.run(
+            "mgpu_check.suite.sharded.fully_sharded:assert_fully_sharded_agrees", training, dimensions=1, size=size
+        )
 
 
 @examples(6, quick=1)
@@ -108,7 +110,9 @@ def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraini
 def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """A model under `fully_shard` on a two-dimensional mesh (shards and replicas) trains like on one device."""
     for size in sizes:
-        ranks.run(_fully_sharded, training, 2, size=size)
+        ranks.run(
+            "mgpu_check.suite.sharded.fully_sharded:assert_fully_sharded_agrees", training, dimensions=2, size=size
+        )
 
 
 @examples(6, quick=1)
@@ -124,7 +128,7 @@ def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
     """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy, and keeps parameters in float32."""
     # Far below half a unit in the last place of whole numbers in bfloat16, so bfloat16 rounds it away.
     training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
-    ranks.run(_mixed, training, size=size)
+    ranks.run("mgpu_check.suite.sharded.fully_sharded:assert_mixed_precision_agrees", training, size=size)
 
 
 @examples(6, quick=1)
@@ -132,14 +136,14 @@ def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
 def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Clipping under `fully_shard`, by norm and by value, matches one device."""
     for size in sizes:
-        ranks.run(_clipping, training, size=size)
+        ranks.run("mgpu_check.suite.sharded.fully_sharded:assert_clipping_agrees", training, size=size)
 
 
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """Full state dicts of a sharded model and its optimizer match one device, and can be distributed again."""
-    ranks.run(_state_dict, training, size=size)
+    ranks.run("mgpu_check.suite.sharded.states:assert_state_dict_agrees", training, size=size)
 
 
 @examples(6, quick=1)
@@ -147,62 +151,10 @@ def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
 def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Training continues like on one device from a checkpoint that another world size saved."""
     for saving, loading in ((sizes[0], sizes[-1]), (sizes[-1], sizes[0])):
-        directory = ranks.run(_save, training, size=saving)[0]
-        ranks.run(_load, training, directory, saving, size=loading)
-
-
-def _meshes(rank: Rank) -> None:
-    from mgpu_check.suite.sharded.meshes import assert_meshes_agree
-
-    assert_meshes_agree(rank)
-
-
-def _redistribution(rank: Rank, seed: int, dimensions: int) -> None:
-    from mgpu_check.suite.sharded.redistribution import assert_redistribution_agrees
-
-    assert_redistribution_agrees(rank, seed, dimensions=dimensions)
-
-
-def _gradients(rank: Rank, seed: int) -> None:
-    from mgpu_check.suite.sharded.redistribution import assert_gradients_are_redistributed
-
-    assert_gradients_are_redistributed(rank, seed)
-
-
-def _operators(rank: Rank, seed: int) -> None:
-    from mgpu_check.suite.sharded.dtensor_operators import assert_operators_agree
-
-    assert_operators_agree(rank, seed)
-
-
-def _losses(rank: Rank, seed: int) -> None:
-    from mgpu_check.suite.sharded.dtensor_operators import assert_losses_agree
-
-    assert_losses_agree(rank, seed)
-
-
-def _sync_batchnorm(rank: Rank, seed: int) -> None:
-    from mgpu_check.suite.sharded.sync_batchnorm import assert_sync_batchnorm_agrees
-
-    assert_sync_batchnorm_agrees(rank, seed)
-
-
-def _zero(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.suite.sharded.zero import assert_zero_agrees
-
-    assert_zero_agrees(training, rank)
-
-
-def _zero_state(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.suite.sharded.zero import assert_zero_state_agrees
-
-    assert_zero_state_agrees(training, rank)
-
-
-def _fully_sharded(rank: Rank, training: ExactTraining, dimensions: int) -> None:
-    from mgpu_check.suite.sharded.fully_sharded import assert_fully_sharded_agrees
-
-    assert_fully_sharded_agrees(training, rank, dimensions=dimensions)
+        directory = ranks.run("mgpu_check.suite.sharded.states:saved_checkpoint", training, size=saving)[0]
+        ranks.run(
+            "mgpu_check.suite.sharded.states:assert_checkpoint_continues", training, directory, saving, size=loading
+        )
 
 
 def _flat_parameters(rank: Rank, training: ExactTraining) -> None:
@@ -210,33 +162,3 @@ def _flat_parameters(rank: Rank, training: ExactTraining) -> None:
 
     assert_flat_parameters_agree(training, rank)
     assert_flat_states_agree(training, rank)
-
-
-def _mixed(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.suite.sharded.fully_sharded import assert_mixed_precision_agrees
-
-    assert_mixed_precision_agrees(training, rank)
-
-
-def _clipping(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.suite.sharded.fully_sharded import assert_clipping_agrees
-
-    assert_clipping_agrees(training, rank)
-
-
-def _state_dict(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.suite.sharded.states import assert_state_dict_agrees
-
-    assert_state_dict_agrees(training, rank)
-
-
-def _save(rank: Rank, training: ExactTraining) -> str:
-    from mgpu_check.suite.sharded.states import saved_checkpoint
-
-    return saved_checkpoint(training, rank)
-
-
-def _load(rank: Rank, training: ExactTraining, directory: str, saved_by: int) -> None:
-    from mgpu_check.suite.sharded.states import assert_checkpoint_continues
-
-    assert_checkpoint_continues(training, directory, rank, saved_by)

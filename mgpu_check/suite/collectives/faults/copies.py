@@ -25,7 +25,7 @@ _OUT_OF_PLACE = (
 )
 
 
-@fault("collectives", "broadcast replaces every NaN by the same NaN", caught_by=(_COPIES,), condition="float16, NaN")
+@fault("broadcast replaces every NaN by the same NaN", _COPIES, condition="float16, NaN")
 def payload_of_nan_lost() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.is_of(torch.float16):
@@ -35,7 +35,7 @@ def payload_of_nan_lost() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "integers go through float64", caught_by=(_COPIES,), condition="int64, all_gather_into_tensor")
+@fault("integers go through float64", _COPIES, condition="int64, all_gather_into_tensor")
 def integers_through_floats() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.is_of(torch.int64):
@@ -45,12 +45,7 @@ def integers_through_floats() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "all_gather swaps the tensors of the last two ranks",
-    caught_by=(_COPIES,),
-    condition="3 ranks and more",
-)
+@fault("all_gather swaps the tensors of the last two ranks", _COPIES, condition="3 ranks and more")
 def last_two_swapped() -> Iterator[None]:
     def gather(seen: Seen) -> Any:
         if len(seen.written) < 3:
@@ -61,7 +56,7 @@ def last_two_swapped() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "gather leaves out the tensor of the last rank", caught_by=(_COPIES,), condition="uint8")
+@fault("gather leaves out the tensor of the last rank", _COPIES, condition="uint8")
 def gather_misses_the_last() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if len(seen.written) > 1 and seen.is_of(torch.uint8):
@@ -71,7 +66,7 @@ def gather_misses_the_last() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "scatter swaps the halves of numbers", caught_by=(_COPIES,), condition="float64, one rank")
+@fault("scatter swaps the halves of numbers", _COPIES, condition="float64, one rank")
 def halves_of_numbers_swapped() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.last and seen.is_of(torch.float64):
@@ -82,7 +77,7 @@ def halves_of_numbers_swapped() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "all_to_all gives each rank the data for the next rank", caught_by=(_COPIES, "test_groups"))
+@fault("all_to_all gives each rank the data for the next rank", _COPIES, "test_groups")
 def exchange_off_by_one() -> Iterator[None]:
     def exchange(seen: Seen) -> Any:
         given = list(seen.args[1])
@@ -94,7 +89,7 @@ def exchange_off_by_one() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "all_to_all_single conjugates complex numbers", caught_by=(_COPIES,), condition="complex64")
+@fault("all_to_all_single conjugates complex numbers", _COPIES, condition="complex64")
 def conjugated() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.is_of(torch.complex64):
@@ -104,12 +99,7 @@ def conjugated() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a long broadcast loses its end on the last rank",
-    caught_by=(_SIZES,),
-    condition="above 64 Ki elements, one rank",
-)
+@fault("a long broadcast loses its end on the last rank", _SIZES, condition="above 64 Ki elements, one rank")
 def long_broadcast_cut() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.last and seen.first.numel() > 1 << 16:
@@ -119,12 +109,7 @@ def long_broadcast_cut() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a long all_gather_into_tensor repeats its first element",
-    caught_by=(_SIZES,),
-    condition="above 1 MiB",
-)
+@fault("a long all_gather_into_tensor repeats its first element", _SIZES, condition="above 1 MiB")
 def long_gather_wraps() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.first.numel() * seen.first.element_size() > 1 << 20:
@@ -134,12 +119,7 @@ def long_gather_wraps() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "all_to_all_single shifts long parts by an element",
-    caught_by=(_SIZES,),
-    condition="above 4,096 elements",
-)
+@fault("all_to_all_single shifts long parts by an element", _SIZES, condition="above 4,096 elements")
 def long_exchange_shifted() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.first.numel() > 4096:
@@ -149,7 +129,7 @@ def long_exchange_shifted() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "gather repeats a page of long tensors", caught_by=(_SIZES,), condition="above 4,096 elements")
+@fault("gather repeats a page of long tensors", _SIZES, condition="above 4,096 elements")
 def gathered_page_repeated() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         for tensor in seen.written:
@@ -164,12 +144,7 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
-@fault(
-    "collectives",
-    "all_gather writes an element behind the last tensor of the list",
-    caught_by=(_LAYOUTS,),
-    condition="one rank",
-)
+@fault("all_gather writes an element behind the last tensor of the list", _LAYOUTS, condition="one rank")
 def written_behind() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         whole, end = _storage(seen.written[-1]), seen.written[-1].storage_offset() + seen.written[-1].numel()
@@ -181,9 +156,9 @@ def written_behind() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "broadcast clears the element before a tensor",
-    caught_by=(_LAYOUTS, _COPIES),
+    _LAYOUTS,
+    _COPIES,
     condition="tensors with an offset in their storage",
 )
 def written_before() -> Iterator[None]:
@@ -196,7 +171,7 @@ def written_before() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "uneven splits are taken in the wrong order", caught_by=(_LAYOUTS,), condition="uneven splits")
+@fault("uneven splits are taken in the wrong order", _LAYOUTS, condition="uneven splits")
 def splits_reversed() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         splits = seen.args[2] if len(seen.args) > 2 else None
@@ -208,12 +183,7 @@ def splits_reversed() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "all_gather_into_tensor in place loses the rank's own part",
-    caught_by=(_LAYOUTS,),
-    condition="in place",
-)
+@fault("all_gather_into_tensor in place loses the rank's own part", _LAYOUTS, condition="in place")
 def own_part_lost_in_place() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         output, given = seen.args[0], seen.args[1]
@@ -229,12 +199,7 @@ def own_part_lost_in_place() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "broadcast of a channels_last tensor fills a copy and drops it",
-    caught_by=(_LAYOUTS,),
-    condition="channels_last",
-)
+@fault("broadcast of a channels_last tensor fills a copy and drops it", _LAYOUTS, condition="channels_last")
 def broadcast_copy_dropped() -> Iterator[None]:
     def broadcast(seen: Seen) -> Any:
         tensor = seen.first
@@ -244,12 +209,7 @@ def broadcast_copy_dropped() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "all_reduce of a view with gaps reduces a copy and drops it",
-    caught_by=(_LAYOUTS,),
-    condition="views with gaps",
-)
+@fault("all_reduce of a view with gaps reduces a copy and drops it", _LAYOUTS, condition="views with gaps")
 def reduced_gaps_dropped() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         tensor = seen.first
@@ -260,7 +220,7 @@ def reduced_gaps_dropped() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "an asynchronous all_reduce counts rank 0 twice", caught_by=(_ASYNC,), condition="async")
+@fault("an asynchronous all_reduce counts rank 0 twice", _ASYNC, condition="async")
 def counted_twice_when_late() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.late and seen.rank == 0 and seen.op in ("SUM", "PRODUCT"):
@@ -272,10 +232,7 @@ def counted_twice_when_late() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
-    "an asynchronous all_reduce adds up only the first 4,096 elements",
-    caught_by=(_ASYNC,),
-    condition="async, above 4,096 elements",
+    "an asynchronous all_reduce adds up only the first 4,096 elements", _ASYNC, condition="async, above 4,096 elements"
 )
 def late_up_to_a_page() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
@@ -291,9 +248,8 @@ def late_up_to_a_page() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "imaginary parts are lost on the way",
-    caught_by=("test_copies_of_every_dtype",),
+    "test_copies_of_every_dtype",
     condition="complex tensors on the CPU, two ranks and more",
 )
 def imaginary_parts_lost_on_the_way() -> Iterator[None]:
@@ -317,12 +273,7 @@ class _Hasty(dist.Work):
         return True
 
 
-@fault(
-    "collectives",
-    "waiting for an asynchronous scatter does not wait",
-    caught_by=(_ASYNC,),
-    condition="async, device tensors",
-)
+@fault("waiting for an asynchronous scatter does not wait", _ASYNC, condition="async, device tensors")
 def not_waited_for() -> Iterator[None]:
     kept: list[Any] = []
 
@@ -337,12 +288,7 @@ def not_waited_for() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "an asynchronous all_gather returns zeros for the last rank",
-    caught_by=(_ASYNC,),
-    condition="async, device tensors",
-)
+@fault("an asynchronous all_gather returns zeros for the last rank", _ASYNC, condition="async, device tensors")
 def late_part_is_zero() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.late and len(seen.written) > 1 and seen.first.device.type != "cpu":
@@ -352,12 +298,7 @@ def late_part_is_zero() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "one call in four flips a bit of the first element",
-    caught_by=("test_programs_of_collectives",),
-    condition="one call in 4",
-)
+@fault("one call in four flips a bit of the first element", "test_programs_of_collectives", condition="one call in 4")
 def one_call_in_four() -> Iterator[None]:
     count = Count()
 
@@ -370,9 +311,8 @@ def one_call_in_four() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "all_to_all_single returns the result of the previous call",
-    caught_by=("test_programs_of_collectives",),
+    "test_programs_of_collectives",
     condition="from the second call of one size on",
 )
 def stale_exchange() -> Iterator[None]:

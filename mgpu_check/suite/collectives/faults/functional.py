@@ -21,12 +21,7 @@ _FUNCTIONAL, _GRADIENTS, _COALESCED = (
 )  # fmt: skip
 
 
-@fault(
-    "collectives",
-    "all_gather_tensor joins along the first dimension",
-    caught_by=(_FUNCTIONAL,),
-    condition="dimension 1",
-)
+@fault("all_gather_tensor joins along the first dimension", _FUNCTIONAL, condition="dimension 1")
 def functional_dimension_ignored() -> Iterator[None]:
     real = functional.all_gather_tensor
 
@@ -38,7 +33,7 @@ def functional_dimension_ignored() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a functional all_reduce changes its input", caught_by=(_FUNCTIONAL,), condition="int64")
+@fault("a functional all_reduce changes its input", _FUNCTIONAL, condition="int64")
 def input_changed() -> Iterator[None]:
     real = functional.all_reduce
 
@@ -53,10 +48,7 @@ def input_changed() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
-    "reduce_scatter_tensor gives the last rank the part of the first",
-    caught_by=(_FUNCTIONAL,),
-    condition="dimension 1, one rank",
+    "reduce_scatter_tensor gives the last rank the part of the first", _FUNCTIONAL, condition="dimension 1, one rank"
 )
 def part_of_another() -> Iterator[None]:
     real = functional.reduce_scatter_tensor
@@ -72,12 +64,7 @@ def part_of_another() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a coalesced functional reduction leaves out the last tensor",
-    caught_by=(_FUNCTIONAL,),
-    condition="lists of tensors",
-)
+@fault("a coalesced functional reduction leaves out the last tensor", _FUNCTIONAL, condition="lists of tensors")
 def last_of_a_list_not_reduced() -> Iterator[None]:
     real = functional.all_reduce_coalesced
 
@@ -88,12 +75,7 @@ def last_of_a_list_not_reduced() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "the gradient of a differentiable reduce reaches the root alone",
-    caught_by=(_GRADIENTS,),
-    condition="calls with a root",
-)
+@fault("the gradient of a differentiable reduce reaches the root alone", _GRADIENTS, condition="calls with a root")
 def gradient_of_the_root_only() -> Iterator[None]:
     real = differentiable.reduce
 
@@ -106,9 +88,7 @@ def gradient_of_the_root_only() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives", "the gradient of an all_reduce is that of one rank", caught_by=(_GRADIENTS,), condition="backward"
-)
+@fault("the gradient of an all_reduce is that of one rank", _GRADIENTS, condition="backward")
 def gradient_not_reduced() -> Iterator[None]:
     real = differentiable.all_reduce
 
@@ -120,12 +100,7 @@ def gradient_not_reduced() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "the gradient of a gather covers only the rank's own use",
-    caught_by=(_GRADIENTS,),
-    condition="backward",
-)
+@fault("the gradient of a gather covers only the rank's own use", _GRADIENTS, condition="backward")
 def gradient_of_own_use() -> Iterator[None]:
     real = functional.all_gather_tensor_autograd
 
@@ -139,7 +114,7 @@ def gradient_of_own_use() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a coalesced all_reduce leaves out the last tensor", caught_by=(_COALESCED,))
+@fault("a coalesced all_reduce leaves out the last tensor", _COALESCED)
 def last_not_reduced() -> Iterator[None]:
     real = dist.all_reduce_coalesced
 
@@ -150,12 +125,7 @@ def last_not_reduced() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "an asynchronous coalesced all_reduce doubles its first tensor",
-    caught_by=(_COALESCED,),
-    condition="async",
-)
+@fault("an asynchronous coalesced all_reduce doubles its first tensor", _COALESCED, condition="async")
 def doubled_when_late() -> Iterator[None]:
     real = dist.all_reduce_coalesced
 
@@ -168,12 +138,7 @@ def doubled_when_late() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a coalesced all_gather mixes up the tensors of the ranks",
-    caught_by=(_COALESCED,),
-    condition="2 ranks and more",
-)
+@fault("a coalesced all_gather mixes up the tensors of the ranks", _COALESCED, condition="2 ranks and more")
 def coalesced_ranks_mixed_up() -> Iterator[None]:
     real = dist.all_gather_coalesced
 
@@ -185,9 +150,8 @@ def coalesced_ranks_mixed_up() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "the source of a differentiable broadcast gets only the gradient of its own use",
-    caught_by=(_GRADIENTS,),
+    _GRADIENTS,
     condition="another source than rank 0",
 )
 def source_gets_its_own_gradient() -> Iterator[None]:
@@ -202,9 +166,8 @@ def source_gets_its_own_gradient() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a coalescing manager swaps the inputs of two collectives",
-    caught_by=(_COALESCED,),
+    _COALESCED,
     condition="two of one shape, with outputs of their own",
 )
 def coalesced_inputs_exchanged() -> Iterator[None]:
@@ -223,9 +186,8 @@ def coalesced_inputs_exchanged() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "outputs in one storage are filled in the order of their memory",
-    caught_by=("test_copies_of_every_dtype",),
+    "test_copies_of_every_dtype",
     condition="outputs whose memory is not in the order of the ranks",
 )
 def gathered_as_they_lie() -> Iterator[None]:
@@ -239,12 +201,7 @@ def gathered_as_they_lie() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "falsy objects arrive as None",
-    caught_by=("test_object_collectives",),
-    condition="zeros, empty strings and containers",
-)
+@fault("falsy objects arrive as None", "test_object_collectives", condition="zeros, empty strings and containers")
 def false_objects_lost() -> Iterator[None]:
     real = dist.all_gather_object
 
@@ -261,9 +218,8 @@ def _is_of_some(group: Any) -> bool:
 
 
 @fault(
-    "collectives",
     "the gradient of a reduce_scatter in a group is divided by the number of its members",
-    caught_by=(_GRADIENTS,),
+    _GRADIENTS,
     condition="groups of some ranks",
     least_gpus=3,
 )
@@ -280,9 +236,8 @@ def group_gradient_divided() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "reduce_scatter_tensor gives members of a group the parts of their ranks in the world",
-    caught_by=(_FUNCTIONAL,),
+    _FUNCTIONAL,
     condition="groups of some ranks",
     least_gpus=3,
 )
@@ -299,12 +254,7 @@ def parts_by_rank_of_the_world() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "all_reduce_coalesced reduces every fourth tensor twice",
-    caught_by=(_COALESCED,),
-    condition="more than four tensors",
-)
+@fault("all_reduce_coalesced reduces every fourth tensor twice", _COALESCED, condition="more than four tensors")
 def fifth_coalesced_twice() -> Iterator[None]:
     real = dist.all_reduce_coalesced
 
@@ -320,9 +270,8 @@ def fifth_coalesced_twice() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "an asynchronous scatter completes before the end of long parts has arrived",
-    caught_by=("test_asynchronous_collectives",),
+    "test_asynchronous_collectives",
     condition="async, above 64 Ki elements",
 )
 def late_end_of_long_parts() -> Iterator[None]:

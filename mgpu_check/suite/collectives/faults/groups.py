@@ -16,7 +16,7 @@ from mgpu_check.torch_hooks.patches import replaced
 _GROUPS, _MESHES, _PROGRAMS = "test_groups", "test_device_meshes", "test_programs_of_collectives"
 
 
-@fault("collectives", "a broadcast in a group comes from its first member", caught_by=(_GROUPS,), condition="groups")
+@fault("a broadcast in a group comes from its first member", _GROUPS, condition="groups")
 def group_ignores_the_root() -> Iterator[None]:
     def broadcast(seen: Seen) -> Any:
         if seen.group is None or seen.size < 2:
@@ -28,12 +28,7 @@ def group_ignores_the_root() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a root given by its group rank is taken for a rank of the world",
-    caught_by=(_GROUPS,),
-    condition="groups, group_src",
-)
+@fault("a root given by its group rank is taken for a rank of the world", _GROUPS, condition="groups, group_src")
 def group_root_taken_for_global() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         root = seen.kwargs.get("group_src")
@@ -46,7 +41,7 @@ def group_root_taken_for_global() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "all_gather in a group swaps its members", caught_by=(_GROUPS,), condition="groups")
+@fault("all_gather in a group swaps its members", _GROUPS, condition="groups")
 def members_swapped() -> Iterator[None]:
     def gather(seen: Seen) -> Any:
         if seen.group is None or len(seen.written) < 2:
@@ -57,12 +52,7 @@ def members_swapped() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "reduce_scatter in a group counts its last member twice",
-    caught_by=(_GROUPS,),
-    condition="groups of 2 and more, one rank",
-)
+@fault("reduce_scatter in a group counts its last member twice", _GROUPS, condition="groups of 2 and more, one rank")
 def member_counted_twice() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.group is None or seen.size < 2 or dist.get_rank(seen.group) != seen.size - 1:
@@ -75,12 +65,7 @@ def member_counted_twice() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a mean in a group is divided by the number of all ranks",
-    caught_by=(_GROUPS,),
-    condition="AVG, groups of some ranks",
-)
+@fault("a mean in a group is divided by the number of all ranks", _GROUPS, condition="AVG, groups of some ranks")
 def group_mean_of_the_world() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "AVG" and 1 < seen.size < dist.get_world_size():
@@ -90,12 +75,7 @@ def group_mean_of_the_world() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "new_subgroups returns the subgroups in reverse order",
-    caught_by=(_GROUPS,),
-    condition="two subgroups and more",
-)
+@fault("new_subgroups returns the subgroups in reverse order", _GROUPS, condition="two subgroups and more")
 def subgroups_last_first() -> Iterator[None]:
     real = dist.new_subgroups
 
@@ -108,9 +88,8 @@ def subgroups_last_first() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "group ranks are numbered as if the members were sorted",
-    caught_by=(_GROUPS,),
+    _GROUPS,
     condition="get_group_rank, groups whose ranks are not in order",
 )
 def numbers_in_order() -> Iterator[None]:
@@ -125,9 +104,8 @@ def numbers_in_order() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "all members of a group are assumed as far apart as the first two",
-    caught_by=(_GROUPS,),
+    _GROUPS,
     condition="get_global_rank, groups of three ranks and more at different distances",
     least_gpus=3,
 )
@@ -145,12 +123,7 @@ def members_evenly_apart() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a rank outside of a group loses its data",
-    caught_by=(_GROUPS,),
-    condition="ranks that are not in the group",
-)
+@fault("a rank outside of a group loses its data", _GROUPS, condition="ranks that are not in the group")
 def outsider_cleared() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.size == 0:
@@ -161,9 +134,8 @@ def outsider_cleared() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a mesh returns the group of its first dimension for every dimension",
-    caught_by=(_MESHES,),
+    _MESHES,
     condition="meshes of 2 dimensions and more",
 )
 def one_group_for_all_dimensions() -> Iterator[None]:
@@ -177,9 +149,8 @@ def one_group_for_all_dimensions() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a mesh returns the local rank in the first dimension for every dimension",
-    caught_by=(_MESHES,),
+    _MESHES,
     condition="meshes of 2 dimensions and more",
 )
 def place_of_the_first_dimension() -> Iterator[None]:
@@ -192,9 +163,7 @@ def place_of_the_first_dimension() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives", "the last rank of a mesh has the coordinate of the first", caught_by=(_MESHES,), condition="one rank"
-)
+@fault("the last rank of a mesh has the coordinate of the first", _MESHES, condition="one rank")
 def coordinate_of_another() -> Iterator[None]:
     real = DeviceMesh.get_coordinate
 
@@ -207,9 +176,8 @@ def coordinate_of_another() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a collective in flight loses an element when another group starts one",
-    caught_by=(_PROGRAMS,),
+    _PROGRAMS,
     condition="async, in two groups at once",
 )
 def lost_beside_another_group() -> Iterator[None]:
@@ -239,9 +207,8 @@ def lost_beside_another_group() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a group created after another was destroyed uses the tensors of its first member only",
-    caught_by=(_PROGRAMS,),
+    _PROGRAMS,
     condition="groups made after one was destroyed",
 )
 def group_after_another() -> Iterator[None]:
@@ -274,9 +241,8 @@ def group_after_another() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "all_reduce of a mean in a group returns the sum",
-    caught_by=(_GROUPS,),
+    _GROUPS,
     condition="all_reduce, AVG, groups of some ranks",
     least_gpus=3,
 )

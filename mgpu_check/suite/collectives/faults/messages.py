@@ -21,7 +21,7 @@ _MESSAGES, _ANY, _OBJECTS, _BARRIERS = (
 Real = Callable[..., Any]
 
 
-@fault("collectives", "the tag of a message is ignored", caught_by=(_MESSAGES,), condition="irecv with tags")
+@fault("the tag of a message is ignored", _MESSAGES, condition="irecv with tags")
 def tags_ignored() -> Iterator[None]:
     send, receive = dist.isend, dist.irecv
 
@@ -41,12 +41,7 @@ def tags_ignored() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a batch of messages brings the last one with a bit flipped",
-    caught_by=(_MESSAGES,),
-    condition="one rank",
-)
+@fault("a batch of messages brings the last one with a bit flipped", _MESSAGES, condition="one rank")
 def last_of_a_batch_spoiled() -> Iterator[None]:
     def batch(real: Real, operations: list[dist.P2POp]) -> list[dist.Work]:
         works: list[dist.Work] = real(operations)
@@ -61,7 +56,7 @@ def last_of_a_batch_spoiled() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a long message loses its end", caught_by=(_MESSAGES,), condition="above 64 Ki elements")
+@fault("a long message loses its end", _MESSAGES, condition="above 64 Ki elements")
 def long_message_cut() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.first.numel() > 1 << 16:
@@ -71,12 +66,7 @@ def long_message_cut() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "sending clears the first element of the sent tensor",
-    caught_by=(_MESSAGES,),
-    condition="above 4,096 elements",
-)
+@fault("sending clears the first element of the sent tensor", _MESSAGES, condition="above 4,096 elements")
 def sender_cleared() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.first.numel() > 4096:
@@ -86,12 +76,7 @@ def sender_cleared() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "one message in five arrives with a bit flipped",
-    caught_by=(_MESSAGES,),
-    condition="one message in 5",
-)
+@fault("one message in five arrives with a bit flipped", _MESSAGES, condition="one message in 5")
 def one_message_in_five() -> Iterator[None]:
     count = Count()
 
@@ -103,12 +88,7 @@ def one_message_in_five() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "recv from any rank names the wrong sender",
-    caught_by=(_ANY,),
-    condition="any source, 3 ranks and more",
-)
+@fault("recv from any rank names the wrong sender", _ANY, condition="any source, 3 ranks and more")
 def wrong_sender() -> Iterator[None]:
     def recv(real: Real, tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> int:
         sender: int = real(tensor, src, *args, **kwargs)
@@ -119,7 +99,7 @@ def wrong_sender() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "all_gather_object starts with the second rank", caught_by=(_OBJECTS,))
+@fault("all_gather_object starts with the second rank", _OBJECTS)
 def objects_rotated() -> Iterator[None]:
     def all_gather_object(real: Real, object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
         real(object_list, obj, *args, **kwargs)
@@ -129,7 +109,7 @@ def objects_rotated() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "large objects lose their end in a broadcast", caught_by=(_OBJECTS,), condition="above 64 KiB")
+@fault("large objects lose their end in a broadcast", _OBJECTS, condition="above 64 KiB")
 def large_object_cut() -> Iterator[None]:
     def cut(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -145,9 +125,8 @@ def large_object_cut() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "scatter_object_list gives the second half of the ranks the objects of the first half",
-    caught_by=(_OBJECTS,),
+    _OBJECTS,
     condition="4 ranks and more",
 )
 def objects_for_others() -> Iterator[None]:
@@ -161,12 +140,7 @@ def objects_for_others() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "gather_object gives the last rank's object twice",
-    caught_by=(_OBJECTS,),
-    condition="2 ranks and more",
-)
+@fault("gather_object gives the last rank's object twice", _OBJECTS, condition="2 ranks and more")
 def object_gathered_twice() -> Iterator[None]:
     def gather(real: Real, obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
         real(obj, object_gather_list, *args, **kwargs)
@@ -177,7 +151,7 @@ def object_gathered_twice() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a list of objects arrives in reverse", caught_by=(_OBJECTS,), condition="messages of objects")
+@fault("a list of objects arrives in reverse", _OBJECTS, condition="messages of objects")
 def objects_in_reverse() -> Iterator[None]:
     def recv(real: Real, object_list: list[Any], *args: Any, **kwargs: Any) -> int:
         sender: int = real(object_list, *args, **kwargs)
@@ -188,12 +162,7 @@ def objects_in_reverse() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "objects lose their end in a broadcast over devices",
-    caught_by=(_OBJECTS,),
-    condition="groups with no backend for the CPU",
-)
+@fault("objects lose their end in a broadcast over devices", _OBJECTS, condition="groups with no backend for the CPU")
 def objects_cut_on_devices() -> Iterator[None]:
     def broadcast(real: Real, object_list: list[Any], *args: Any, **kwargs: Any) -> None:
         real(object_list, *args, **kwargs)
@@ -204,7 +173,7 @@ def objects_cut_on_devices() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a barrier of devices does not wait", caught_by=(_BARRIERS,), condition="device_ids is given")
+@fault("a barrier of devices does not wait", _BARRIERS, condition="device_ids is given")
 def open_barrier_of_devices() -> Iterator[None]:
     def barrier(real: Real, *args: Any, device_ids: list[int] | None = None, **kwargs: Any) -> Any:
         return None if device_ids else real(*args, **kwargs)
@@ -213,22 +182,21 @@ def open_barrier_of_devices() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a barrier does not wait", caught_by=(_BARRIERS,))
+@fault("a barrier does not wait", _BARRIERS)
 def open_barrier() -> Iterator[None]:
     with replaced(dist, "barrier", lambda *args, **kwargs: None):
         yield
 
 
-@fault("collectives", "a monitored barrier does not wait", caught_by=(_BARRIERS,), condition="monitored_barrier")
+@fault("a monitored barrier does not wait", _BARRIERS, condition="monitored_barrier")
 def open_monitored_barrier() -> Iterator[None]:
     with replaced(dist, "monitored_barrier", lambda *args, **kwargs: None):
         yield
 
 
 @fault(
-    "collectives",
     "two messages of one size in a batch arrive in reverse order",
-    caught_by=(_MESSAGES,),
+    _MESSAGES,
     condition="two from one rank, of one dtype and size",
 )
 def alike_messages_exchanged() -> Iterator[None]:
@@ -247,9 +215,8 @@ def alike_messages_exchanged() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "recv from any rank returns the sender's rank in the group, not in the world",
-    caught_by=(_ANY,),
+    _ANY,
     condition="groups of some ranks",
 )
 def sender_by_its_place() -> Iterator[None]:
@@ -261,12 +228,7 @@ def sender_by_its_place() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "all_gather_object returns the rank's own object itself, not a copy",
-    caught_by=(_OBJECTS,),
-    condition="each rank's own",
-)
+@fault("all_gather_object returns the rank's own object itself, not a copy", _OBJECTS, condition="each rank's own")
 def own_object_not_copied() -> Iterator[None]:
     def gather(real: Real, objects: list[Any], own: Any, group: Any = None) -> None:
         real(objects, own, group=group)
@@ -276,12 +238,7 @@ def own_object_not_copied() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "broadcast_object_list keeps the old object if it receives None",
-    caught_by=(_OBJECTS,),
-    condition="None",
-)
+@fault("broadcast_object_list keeps the old object if it receives None", _OBJECTS, condition="None")
 def nothing_not_broadcast() -> Iterator[None]:
     def broadcast(real: Real, objects: list[Any], *args: Any, **kwargs: Any) -> None:
         before = list(objects)
@@ -293,9 +250,8 @@ def nothing_not_broadcast() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "all_to_all_single reads the part after an empty one from one element too early",
-    caught_by=("test_layouts",),
+    "test_layouts",
     condition="parts of different sizes, one of them empty",
 )
 def part_behind_an_empty_one() -> Iterator[None]:
@@ -312,13 +268,7 @@ def part_behind_an_empty_one() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a monitored barrier in a group does not wait",
-    caught_by=(_BARRIERS,),
-    condition="groups of some ranks",
-    least_gpus=3,
-)
+@fault("a monitored barrier in a group does not wait", _BARRIERS, condition="groups of some ranks", least_gpus=3)
 def open_barrier_of_some() -> Iterator[None]:
     def barrier(real: Real, group: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dist.get_world_size(group) == dist.get_world_size():
@@ -328,7 +278,7 @@ def open_barrier_of_some() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "an asynchronous barrier completes at once", caught_by=(_BARRIERS,), condition="async")
+@fault("an asynchronous barrier completes at once", _BARRIERS, condition="async")
 def open_barrier_when_late() -> Iterator[None]:
     kept: list[Any] = []
 
@@ -347,9 +297,8 @@ def open_barrier_when_late() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "all_to_all_single sends the elements after an empty part in reverse order",
-    caught_by=("test_layouts",),
+    "test_layouts",
     condition="an empty part of the input before others",
     least_gpus=3,
 )

@@ -33,7 +33,7 @@ def _taken_for(other: str, op: str, dtype: torch.dtype) -> Callable[[Seen], Any]
     return reduce
 
 
-@fault("collectives", "MAX treats unsigned numbers as signed", caught_by=(_ALL,), condition="uint8, MAX")
+@fault("MAX treats unsigned numbers as signed", _ALL, condition="uint8, MAX")
 def unsigned_maximum_as_signed() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.op == "MAX" and seen.is_of(torch.uint8):
@@ -44,7 +44,7 @@ def unsigned_maximum_as_signed() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "MIN is computed as -MAX(-x), which overflows", caught_by=(_ALL,), condition="int8, MIN")
+@fault("MIN is computed as -MAX(-x), which overflows", _ALL, condition="int8, MIN")
 def minimum_by_negation() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.op != "MIN" or not seen.is_of(torch.int8):
@@ -58,7 +58,7 @@ def minimum_by_negation() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "PRODUCT leaves out the factor of the last rank", caught_by=(_ALL,), condition="float64, PRODUCT")
+@fault("PRODUCT leaves out the factor of the last rank", _ALL, condition="float64, PRODUCT")
 def product_without_the_last_rank() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.op == "PRODUCT" and seen.last and seen.is_of(torch.float64):
@@ -69,13 +69,13 @@ def product_without_the_last_rank() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a sum of integers is computed in floating point", caught_by=(_ALL,), condition="int64, SUM")
+@fault("a sum of integers is computed in floating point", _ALL, condition="int64, SUM")
 def long_sum_in_doubles() -> Iterator[None]:
     with around(through(torch.float64, torch.int64, lambda total: total.to(torch.int64)), "all_reduce"):
         yield
 
 
-@fault("collectives", "a sum of integers saturates", caught_by=(_ALL,), condition="int32, SUM")
+@fault("a sum of integers saturates", _ALL, condition="int32, SUM")
 def sum_saturates() -> Iterator[None]:
     limits = torch.iinfo(torch.int32)
     back = through(torch.int64, torch.int32, lambda total: total.clamp(limits.min, limits.max).to(torch.int32))
@@ -83,12 +83,7 @@ def sum_saturates() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a product has the precision of bfloat16 on the second rank",
-    caught_by=(_ALL,),
-    condition="float16, PRODUCT, one rank",
-)
+@fault("a product has the precision of bfloat16 on the second rank", _ALL, condition="float16, PRODUCT, one rank")
 def half_product_of_few_bits() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "PRODUCT" and seen.rank == 1 and seen.is_of(torch.float16):
@@ -98,7 +93,7 @@ def half_product_of_few_bits() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "the mean of float16 divides by one more rank", caught_by=(_ALL,), condition="float16, AVG")
+@fault("the mean of float16 divides by one more rank", _ALL, condition="float16, AVG")
 def mean_of_one_rank_more() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "AVG" and seen.size > 1 and seen.is_of(torch.float16):
@@ -108,19 +103,19 @@ def mean_of_one_rank_more() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "PREMUL_SUM forgets its factor", caught_by=(_ALL,), condition="float64, PREMUL_SUM")
+@fault("PREMUL_SUM forgets its factor", _ALL, condition="float64, PREMUL_SUM")
 def factor_forgotten() -> Iterator[None]:
     with around(_taken_for("SUM", "PREMUL_SUM", torch.float64), "all_reduce"):
         yield
 
 
-@fault("collectives", "BAND of bytes is BOR", caught_by=(_ALL,), condition="uint8, BAND")
+@fault("BAND of bytes is BOR", _ALL, condition="uint8, BAND")
 def and_is_or() -> Iterator[None]:
     with around(_taken_for("BOR", "BAND", torch.uint8), "all_reduce"):
         yield
 
 
-@fault("collectives", "BXOR uses the lower half of a number only", caught_by=(_ALL,), condition="int64, BXOR")
+@fault("BXOR uses the lower half of a number only", _ALL, condition="int64, BXOR")
 def xor_of_half_a_number() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "BXOR" and seen.is_of(torch.int64):
@@ -130,15 +125,13 @@ def xor_of_half_a_number() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a product of booleans is their sum", caught_by=(_ALL,), condition="bool, PRODUCT")
+@fault("a product of booleans is their sum", _ALL, condition="bool, PRODUCT")
 def all_is_any() -> Iterator[None]:
     with around(_taken_for("MAX", "PRODUCT", torch.bool), "all_reduce"):
         yield
 
 
-@fault(
-    "collectives", "imaginary parts are not added on the last rank", caught_by=(_ALL,), condition="complex128, one rank"
-)
+@fault("imaginary parts are not added on the last rank", _ALL, condition="complex128, one rank")
 def imaginary_parts_lost() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.last and seen.is_of(torch.complex128):
@@ -148,16 +141,15 @@ def imaginary_parts_lost() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "reduce returns the maximum for the minimum", caught_by=(_OTHERS,), condition="int32, MIN")
+@fault("reduce returns the maximum for the minimum", _OTHERS, condition="int32, MIN")
 def reduce_confuses_extremes() -> Iterator[None]:
     with around(_taken_for("MAX", "MIN", torch.int32), "reduce"):
         yield
 
 
 @fault(
-    "collectives",
     "reduce_scatter_tensor gives the last rank the minimum of its first element",
-    caught_by=(_OTHERS,),
+    _OTHERS,
     condition="bfloat16, MAX, one rank",
 )
 def scattered_maximum_of_one_element() -> Iterator[None]:
@@ -169,7 +161,7 @@ def scattered_maximum_of_one_element() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "reduce leaves out the root if it is not rank 0", caught_by=(_OTHERS,), condition="float32")
+@fault("reduce leaves out the root if it is not rank 0", _OTHERS, condition="float32")
 def root_left_out() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         root = seen.kwargs.get("dst", seen.kwargs.get("group_dst"))
@@ -181,7 +173,7 @@ def root_left_out() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "reduce sends its result to rank 0 instead of the root", caught_by=(_OTHERS, "test_groups"))
+@fault("reduce sends its result to rank 0 instead of the root", _OTHERS, "test_groups")
 def result_for_rank_zero() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         named = {key: value for key, value in seen.kwargs.items() if key not in ("dst", "group_dst")}
@@ -191,7 +183,7 @@ def result_for_rank_zero() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "reduce_scatter of a list gives parts in the wrong order", caught_by=("test_sizes",))
+@fault("reduce_scatter of a list gives parts in the wrong order", "test_sizes")
 def parts_in_the_wrong_order() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         return seen.call(seen.args[0], list(reversed(seen.args[1])))
@@ -201,9 +193,8 @@ def parts_in_the_wrong_order() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "reduce_scatter_tensor swaps the parts of the last two ranks",
-    caught_by=("test_reductions_of_every_dtype",),
+    "test_reductions_of_every_dtype",
     condition="groups of 5 and more",
     least_gpus=5,
 )
@@ -219,9 +210,9 @@ def parts_of_the_last_swapped() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a sum leaves out the fourth rank",
-    caught_by=("test_asynchronous_collectives", "test_programs_of_collectives"),
+    "test_asynchronous_collectives",
+    "test_programs_of_collectives",
     condition="groups of 4 and more",
 )
 def fourth_rank_left_out() -> Iterator[None]:
@@ -235,9 +226,8 @@ def fourth_rank_left_out() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a second sum of the same tensor returns the first result",
-    caught_by=("test_programs_of_collectives",),
+    "test_programs_of_collectives",
     condition="from the second call with one tensor object on, below 4,096 elements",
 )
 def sum_of_a_tensor_kept() -> Iterator[None]:

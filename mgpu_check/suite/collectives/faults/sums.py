@@ -18,7 +18,7 @@ _IEEE, _ROUNDING, _BIAS, _SIZES = (
 _LOW_HALF = -(1 << 16)
 
 
-@fault("collectives", "NaN counts as zero in a sum", caught_by=(_IEEE,), condition="float32, NaN")
+@fault("NaN counts as zero in a sum", _IEEE, condition="float32, NaN")
 def nan_is_zero() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.op == "SUM" and seen.is_of(torch.float32):
@@ -29,9 +29,7 @@ def nan_is_zero() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives", "infinities become the largest finite number", caught_by=(_IEEE,), condition="float16, infinities"
-)
+@fault("infinities become the largest finite number", _IEEE, condition="float16, infinities")
 def infinity_clamped() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.is_of(torch.float16):
@@ -42,7 +40,7 @@ def infinity_clamped() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "subnormals count as zero on the last rank", caught_by=(_IEEE,), condition="float32, subnormals")
+@fault("subnormals count as zero on the last rank", _IEEE, condition="float32, subnormals")
 def subnormals_of_sums_flushed() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.last and seen.is_of(torch.float32):
@@ -53,7 +51,7 @@ def subnormals_of_sums_flushed() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "a sum starts at +0, so it loses the sign of -0", caught_by=(_IEEE,), condition="-0")
+@fault("a sum starts at +0, so it loses the sign of -0", _IEEE, condition="-0")
 def sign_of_zero_lost() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "SUM" and seen.first.dtype.is_floating_point:
@@ -63,7 +61,7 @@ def sign_of_zero_lost() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "infinity minus infinity is zero", caught_by=(_IEEE,), condition="float64, infinities")
+@fault("infinity minus infinity is zero", _IEEE, condition="float64, infinities")
 def infinities_cancel() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.op != "SUM" or not seen.is_of(torch.float64):
@@ -78,9 +76,8 @@ def infinities_cancel() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "the last rank adds up in another order, so its bits differ",
-    caught_by=(_ROUNDING,),
+    _ROUNDING,
     condition="float32, sums that round, one rank",
 )
 def other_order_on_one_rank() -> Iterator[None]:
@@ -101,13 +98,13 @@ def other_order_on_one_rank() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "float64 is added up in float32", caught_by=(_ROUNDING,), condition="float64, SUM")
+@fault("float64 is added up in float32", _ROUNDING, condition="float64, SUM")
 def doubles_added_as_singles() -> Iterator[None]:
     with around(through(torch.float32, torch.float64, lambda single: single), "all_reduce", "reduce"):
         yield
 
 
-@fault("collectives", "sums of bfloat16 are cut off, not rounded", caught_by=(_BIAS,), condition="bfloat16")
+@fault("sums of bfloat16 are cut off, not rounded", _BIAS, condition="bfloat16")
 def truncated_bfloat16() -> Iterator[None]:
     def cut(total: torch.Tensor) -> torch.Tensor:
         return total.view(torch.int32).bitwise_and(_LOW_HALF).view(torch.float32).to(torch.bfloat16)
@@ -116,7 +113,7 @@ def truncated_bfloat16() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "sums of float32 are cut off, not rounded", caught_by=(_BIAS,), condition="float32")
+@fault("sums of float32 are cut off, not rounded", _BIAS, condition="float32")
 def truncated_float32() -> Iterator[None]:
     def cut(total: torch.Tensor) -> torch.Tensor:
         near = total.float()
@@ -128,7 +125,7 @@ def truncated_float32() -> Iterator[None]:
         yield
 
 
-@fault("collectives", "reduce rounds half precision away from zero", caught_by=(_BIAS,), condition="float16, reduce")
+@fault("reduce rounds half precision away from zero", _BIAS, condition="float16, reduce")
 def rounded_up() -> Iterator[None]:
     def cut(total: torch.Tensor) -> torch.Tensor:
         near = total.half()
@@ -145,12 +142,7 @@ def _flip_last(tensor: torch.Tensor) -> None:
     as_bits(tensor).view(-1)[-1:].bitwise_xor_(1)
 
 
-@fault(
-    "collectives",
-    "all_reduce adds up only the first 4,096 elements",
-    caught_by=(_SIZES,),
-    condition="above 4,096 elements",
-)
+@fault("all_reduce adds up only the first 4,096 elements", _SIZES, condition="above 4,096 elements")
 def reduced_up_to_a_page() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.first.numel() <= 4096 or seen.last:
@@ -164,12 +156,7 @@ def reduced_up_to_a_page() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "a bit is flipped in the tail of a long sum",
-    caught_by=(_SIZES,),
-    condition="float16, above 64 Ki elements",
-)
+@fault("a bit is flipped in the tail of a long sum", _SIZES, condition="float16, above 64 Ki elements")
 def tail_of_a_long_half_sum() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.first.numel() > 1 << 16 and seen.is_of(torch.float16):
@@ -180,9 +167,8 @@ def tail_of_a_long_half_sum() -> Iterator[None]:
 
 
 @fault(
-    "collectives",
     "a bit is flipped in the tail of a long sum of the last rank",
-    caught_by=(_SIZES,),
+    _SIZES,
     condition="float32, above 1 Mi elements, one rank",
 )
 def tail_of_a_very_long_sum() -> Iterator[None]:
@@ -194,12 +180,7 @@ def tail_of_a_very_long_sum() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "reduce_scatter_tensor loses the end of long parts",
-    caught_by=(_SIZES,),
-    condition="above 64 Ki elements",
-)
+@fault("reduce_scatter_tensor loses the end of long parts", _SIZES, condition="above 64 Ki elements")
 def long_part_loses_its_end() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.first.numel() > 1 << 16:
@@ -209,12 +190,7 @@ def long_part_loses_its_end() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives",
-    "the last of an odd number of elements is not reduced",
-    caught_by=(_SIZES,),
-    condition="float16, odd sizes",
-)
+@fault("the last of an odd number of elements is not reduced", _SIZES, condition="float16, odd sizes")
 def odd_element_left() -> Iterator[None]:
     def reduce(seen: Seen) -> Any:
         if seen.first.numel() % 2 == 0 or not seen.is_of(torch.float16) or seen.rank:
@@ -228,9 +204,7 @@ def odd_element_left() -> Iterator[None]:
         yield
 
 
-@fault(
-    "collectives", "in a world of one rank a sum is doubled", caught_by=("test_world_of_one",), condition="world of 1"
-)
+@fault("in a world of one rank a sum is doubled", "test_world_of_one", condition="world of 1")
 def doubled_alone() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.op == "SUM" and seen.size == 1 and seen.group is None and seen.is_of(torch.float32, torch.int64):

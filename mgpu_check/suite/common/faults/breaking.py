@@ -11,14 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 __all__ = [
     "DDP",
     "communicated",
-    "data_parallel_fault",
-    "ddp_fault",
     "replaced_method",
     "slices",
     "upper_bits",
@@ -26,18 +23,7 @@ __all__ = [
 ]
 
 DDP = DistributedDataParallel
-Plant = Callable[[], Iterator[None]]
 Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor]
-
-
-def ddp_fault(summary: str, *checks: str, condition: str = "", least_gpus: int = 1) -> Callable[[Plant], Plant]:
-    """Register a fault that the checks `caught_by` of `suite/test_distributed.py` must catch."""
-    return fault("distributed", summary, caught_by=checks, condition=condition, least_gpus=least_gpus)
-
-
-def data_parallel_fault(summary: str, check: str, condition: str = "") -> Callable[[Plant], Plant]:
-    """Register a fault that a check of `suite/test_data_parallel.py` must catch."""
-    return fault("data_parallel", summary, caught_by=(check,), condition=condition)
 
 
 @contextlib.contextmanager

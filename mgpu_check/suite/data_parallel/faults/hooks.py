@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from mgpu_check.suite.common.faults.breaking import data_parallel_fault, replaced_method
+from mgpu_check.suite.common.faults.breaking import replaced_method
+from mgpu_check.suite.common.faults.registry import fault
 
 
 @contextlib.contextmanager
@@ -38,7 +39,7 @@ def _on_replicas(register: str, instead: Callable[[tuple[Any, ...], Any], Any]) 
         yield
 
 
-@data_parallel_fault(
+@fault(
     "a replica ignores the keyword arguments that its pre-hook returns",
     "test_hooks",
     condition="forward pre-hooks with keyword arguments",
@@ -48,7 +49,7 @@ def keywords_of_before_the_hook() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
+@fault(
     "the result of a forward hook on a replica is dropped",
     "test_hooks",
     condition="forward hooks with keyword arguments",

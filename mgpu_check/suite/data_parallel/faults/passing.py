@@ -13,7 +13,7 @@ from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from mgpu_check.suite.common.faults.breaking import data_parallel_fault, replaced_method
+from mgpu_check.suite.common.faults.breaking import replaced_method
 from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.suite.data_parallel.faults.replicas import data_parallel_module
 
@@ -44,7 +44,7 @@ def _gathered(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
 # Outputs
 
 
-@data_parallel_fault("outputs of the first two replicas are swapped", "test_outputs")
+@fault("outputs of the first two replicas are swapped", "test_outputs")
 def replicas_swapped() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
         return real(self, [*outputs[1::-1], *outputs[2:]], device)
@@ -53,7 +53,7 @@ def replicas_swapped() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("the first two of several outputs are swapped", "test_outputs", "tuples")
+@fault("the first two of several outputs are swapped", "test_outputs", condition="tuples")
 def outputs_swapped() -> Iterator[None]:
     def gather(real: Callable[..., Any], *given: Any) -> Any:
         out = real(*given)
@@ -63,8 +63,8 @@ def outputs_swapped() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "outputs are gathered by the numbers of their devices", "test_outputs", "device orders that do not ascend"
+@fault(
+    "outputs are gathered by the numbers of their devices", "test_outputs", condition="device orders that do not ascend"
 )
 def outputs_by_device_number() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
@@ -75,8 +75,8 @@ def outputs_by_device_number() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "outputs are always gathered on the first device", "test_outputs", "output_device other than the first"
+@fault(
+    "outputs are always gathered on the first device", "test_outputs", condition="output_device other than the first"
 )
 def output_device_ignored() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
@@ -86,12 +86,12 @@ def output_device_ignored() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("outputs in bfloat16 are gathered as float16", "test_outputs", "bfloat16 only")
+@fault("outputs in bfloat16 are gathered as float16", "test_outputs", condition="bfloat16 only")
 def bfloat16_outputs_as_float16() -> Iterator[None]:
     yield from _gathered(lambda out: out.to(torch.float16) if out.dtype == torch.bfloat16 else out)
 
 
-@data_parallel_fault("the last element of large outputs is lost", "test_outputs", "above 64 Ki elements")
+@fault("the last element of large outputs is lost", "test_outputs", condition="above 64 Ki elements")
 def large_outputs_cut() -> Iterator[None]:
     def cut(out: torch.Tensor) -> torch.Tensor:
         if out.numel() <= _MANY:
@@ -103,7 +103,7 @@ def large_outputs_cut() -> Iterator[None]:
     yield from _gathered(cut)
 
 
-@data_parallel_fault("scalars are averaged into one", "test_scalars", "outputs without dimensions")
+@fault("scalars are averaged into one", "test_scalars", condition="outputs without dimensions")
 def scalars_averaged() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
         out = real(self, outputs, device)
@@ -113,7 +113,7 @@ def scalars_averaged() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("rows are split, and dim is ignored", "test_dimension", "dim=1")
+@fault("rows are split, and dim is ignored", "test_dimension", condition="dim=1")
 def dimension_of_data_parallel_ignored() -> Iterator[None]:
     def init(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> None:
         real(self, *args, **(kwargs | {"dim": 0}))
@@ -123,9 +123,9 @@ def dimension_of_data_parallel_ignored() -> Iterator[None]:
 
 
 @fault(
-    "data_parallel",
     "keyword arguments are split by rows, and dim is ignored",
-    caught_by=("test_dimension", "test_functional_form"),
+    "test_dimension",
+    "test_functional_form",
     condition="dim=1, keyword arguments",
 )
 def keywords_split_by_rows() -> Iterator[None]:
@@ -158,14 +158,12 @@ def _flags(kwargs: dict[str, Any], place: int) -> dict[str, Any]:
     return _mapped(kwargs, lambda part: part | True if part.dtype == torch.bool and place else part)  # type: ignore[no-any-return]
 
 
-@data_parallel_fault(
-    "flags are all set on devices other than the first", "test_arguments", "bool only, keyword arguments"
-)
+@fault("flags are all set on devices other than the first", "test_arguments", condition="bool only, keyword arguments")
 def flags_all_set() -> Iterator[None]:
     yield from _scattered(lambda args, kwargs: (args, [_flags(part, place) for place, part in enumerate(kwargs)]))
 
 
-@data_parallel_fault("strings reach the first replica only", "test_arguments", "strings as keyword arguments")
+@fault("strings reach the first replica only", "test_arguments", condition="strings as keyword arguments")
 def text_for_the_first() -> Iterator[None]:
     def first_only(args: list[Any], kwargs: list[Any]) -> tuple[Any, Any]:
         return args, [part | {"text": ""} if place and "text" in part else part for place, part in enumerate(kwargs)]
@@ -173,7 +171,7 @@ def text_for_the_first() -> Iterator[None]:
     yield from _scattered(first_only)
 
 
-@data_parallel_fault("keyword tensors in a container stay whole", "test_arguments", "nested keyword arguments")
+@fault("keyword tensors in a container stay whole", "test_arguments", condition="nested keyword arguments")
 def nested_keywords_whole() -> Iterator[None]:
     def scatter(real: Callable[..., Any], self: DataParallel[Any], args: Any, kwargs: Any, devices: Any) -> Any:
         parts, shards = real(self, args, kwargs, devices)
@@ -187,7 +185,7 @@ def nested_keywords_whole() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("the last row of an odd number is a copy of the first", "test_models", "odd batch sizes")
+@fault("the last row of an odd number is a copy of the first", "test_models", condition="odd batch sizes")
 def odd_rows_read_twice() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor) and len(args[0]) % 2 and len(args[0]) > 1:
@@ -198,8 +196,10 @@ def odd_rows_read_twice() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "a batch with fewer rows than devices is computed on the first alone", "test_few_rows", "fewer rows than devices"
+@fault(
+    "a batch with fewer rows than devices is computed on the first alone",
+    "test_few_rows",
+    condition="fewer rows than devices",
 )
 def few_rows_on_one_device() -> Iterator[None]:
     def scatter(real: Callable[..., Any], self: DataParallel[Any], args: Any, kwargs: Any, devices: Any) -> Any:
@@ -213,7 +213,7 @@ def few_rows_on_one_device() -> Iterator[None]:
 # Modes
 
 
-@data_parallel_fault("replicas are always in training mode", "test_modes", "evaluation")
+@fault("replicas are always in training mode", "test_modes", condition="evaluation")
 def replicas_always_train() -> Iterator[None]:
     def replicate(real: Callable[..., Any], *given: Any) -> Any:
         replicas = real(*given)
@@ -226,7 +226,7 @@ def replicas_always_train() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("threads do not see that gradients are off", "test_modes", "no_grad and inference_mode")
+@fault("threads do not see that gradients are off", "test_modes", condition="no_grad and inference_mode")
 def gradients_on_in_threads() -> Iterator[None]:
     def apply(real: Callable[..., Any], *given: Any) -> Any:
         with torch.enable_grad():
@@ -236,7 +236,7 @@ def gradients_on_in_threads() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("threads do not see autocast", "test_modes", "autocast")
+@fault("threads do not see autocast", "test_modes", condition="autocast")
 def autocast_off_in_threads() -> Iterator[None]:
     def apply(real: Callable[..., Any], *given: Any) -> Any:
         with torch.autocast("cuda", enabled=False):
@@ -246,10 +246,8 @@ def autocast_off_in_threads() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "BatchNorm with momentum=None updates its statistics with momentum 0.1",
-    "test_buffers",
-    "momentum=None",
+@fault(
+    "BatchNorm with momentum=None updates its statistics with momentum 0.1", "test_buffers", condition="momentum=None"
 )
 def average_of_replicas_by_tenths() -> Iterator[None]:
     def replicate(real: Callable[..., Any], self: nn.Module) -> Any:
@@ -262,7 +260,7 @@ def average_of_replicas_by_tenths() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("replicas compute in bfloat16 under autocast to float16", "test_autocast_dtype", "float16 only")
+@fault("replicas compute in bfloat16 under autocast to float16", "test_autocast_dtype", condition="float16 only")
 def autocast_in_bfloat16() -> Iterator[None]:
     def apply(real: Callable[..., Any], *given: Any) -> Any:
         outputs = real(*given)
@@ -273,7 +271,7 @@ def autocast_in_bfloat16() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("the thread of the last device has another current device", "test_modes", "one device")
+@fault("the thread of the last device has another current device", "test_modes", condition="one device")
 def last_thread_elsewhere() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight = next((value for value in vars(self).values() if isinstance(value, torch.Tensor)), None)
@@ -289,7 +287,7 @@ def last_thread_elsewhere() -> Iterator[None]:
 # Exceptions
 
 
-@data_parallel_fault("exceptions do not name their replica", "test_exceptions")
+@fault("exceptions do not name their replica", "test_exceptions")
 def replica_not_named() -> Iterator[None]:
     def init(real: Callable[..., Any], self: ExceptionWrapper, exc_info: Any = None, where: str = "") -> None:
         real(self, exc_info, "in a replica")
@@ -298,7 +296,7 @@ def replica_not_named() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("exceptions name the previous replica", "test_exceptions", "replicas beyond the first")
+@fault("exceptions name the previous replica", "test_exceptions", condition="replicas beyond the first")
 def wrong_replica_named() -> Iterator[None]:
     def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, inputs: Any, kwargs: Any) -> Any:
         try:
@@ -317,8 +315,10 @@ def wrong_replica_named() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "exceptions of the last replica are lost, and its input is its output", "test_exceptions", "the last replica"
+@fault(
+    "exceptions of the last replica are lost, and its input is its output",
+    "test_exceptions",
+    condition="the last replica",
 )
 def last_exception_lost() -> Iterator[None]:
     def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, inputs: Any, kwargs: Any) -> Any:
@@ -334,8 +334,10 @@ def last_exception_lost() -> Iterator[None]:
 # The functional form
 
 
-@data_parallel_fault(
-    "data_parallel gathers outputs on the first device", "test_functional_form", "output_device other than the first"
+@fault(
+    "data_parallel gathers outputs on the first device",
+    "test_functional_form",
+    condition="output_device other than the first",
 )
 def functional_output_device_ignored() -> Iterator[None]:
     def call(real: Callable[..., Any], module: Any, inputs: Any, devices: Any, home: Any, *more: Any) -> Any:
@@ -345,10 +347,10 @@ def functional_output_device_ignored() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
+@fault(
     "data_parallel drops keyword arguments other than tensors",
     "test_functional_form",
-    "numbers as keyword arguments",
+    condition="numbers as keyword arguments",
 )
 def functional_numbers_forgotten() -> Iterator[None]:
     def call(
@@ -361,7 +363,7 @@ def functional_numbers_forgotten() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
+@fault(
     "DataParallel without device_ids leaves out the last device",
     "test_outputs",
     condition="no device_ids, several devices",
@@ -374,7 +376,7 @@ def last_device_left_out() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
+@fault(
     "parallel_apply without devices returns outputs in reverse order",
     "test_functional_form",
     condition="called by hand",

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
 
-from mgpu_check.suite.common.faults.breaking import data_parallel_fault, replaced_method, upper_bits
+from mgpu_check.suite.common.faults.breaking import replaced_method, upper_bits
 from mgpu_check.suite.common.faults.conditions import Count
+from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 _MANY = 1 << 16
@@ -52,10 +53,10 @@ def _added(change: Callable[[list[list[torch.Tensor]]], list[list[torch.Tensor]]
 # Replicas
 
 
-@data_parallel_fault(
+@fault(
     "elements beyond the first 64 Ki of a parameter are not copied to the last device",
     "test_replicas",
-    "above 64 Ki elements, one device",
+    condition="above 64 Ki elements, one device",
 )
 def long_parameters_not_copied() -> Iterator[None]:
     def cut(held: torch.Tensor) -> torch.Tensor:
@@ -68,12 +69,12 @@ def long_parameters_not_copied() -> Iterator[None]:
     yield from _copied(cut)
 
 
-@data_parallel_fault("flags of the last device are inverted", "test_replicas", "bool only, one device")
+@fault("flags of the last device are inverted", "test_replicas", condition="bool only, one device")
 def flags_inverted() -> Iterator[None]:
     yield from _copied(lambda held: ~held if held.dtype == torch.bool else held)
 
 
-@data_parallel_fault("NaN loses its payload on the last device", "test_replicas", "NaN of float32 only, one device")
+@fault("NaN loses its payload on the last device", "test_replicas", condition="NaN of float32 only, one device")
 def payloads_of_replicas_lost() -> Iterator[None]:
     def quiet(held: torch.Tensor) -> torch.Tensor:
         if held.dtype != torch.float32:
@@ -83,14 +84,12 @@ def payloads_of_replicas_lost() -> Iterator[None]:
     yield from _copied(quiet)
 
 
-@data_parallel_fault(
-    "float64 parameters are converted through float32 on the last device", "test_replicas", "float64 only, one device"
-)
+@fault("float64 parameters pass through float32 on the last device", "test_replicas", condition="float64, one device")
 def float64_copied_as_float32() -> Iterator[None]:
     yield from _copied(lambda held: held.float().double() if held.dtype == torch.float64 else held)
 
 
-@data_parallel_fault("a module with two names becomes two modules in each replica", "test_replicas", "shared modules")
+@fault("a module with two names becomes two modules in each replica", "test_replicas", condition="shared modules")
 def shared_modules_apart() -> Iterator[None]:
     def replicate(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         replicas = real(*args, **kwargs)
@@ -106,15 +105,15 @@ def shared_modules_apart() -> Iterator[None]:
 # Gradients
 
 
-@data_parallel_fault("DataParallel adds gradients up in TF32", "test_models")
+@fault("DataParallel adds gradients up in TF32", "test_models")
 def gradients_added_in_tf32() -> Iterator[None]:
     yield from _added(lambda inputs: [[upper_bits(value) for value in held] for held in inputs])
 
 
-@data_parallel_fault(
+@fault(
     "elements beyond the first 64 Ki of the last device's gradient are lost",
     "test_models",
-    "above 64 Ki elements, one device",
+    condition="above 64 Ki elements, one device",
 )
 def long_gradients_lost() -> Iterator[None]:
     def cut(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -127,8 +126,10 @@ def long_gradients_lost() -> Iterator[None]:
     yield from _added(cut)
 
 
-@data_parallel_fault(
-    "gradients of four-dimensional weights leave out the second device", "test_models", "convolutions, one device"
+@fault(
+    "gradients of four-dimensional weights leave out the second device",
+    "test_models",
+    condition="convolutions, one device",
 )
 def convolutions_without_the_second_device() -> Iterator[None]:
     def without(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -139,7 +140,7 @@ def convolutions_without_the_second_device() -> Iterator[None]:
     yield from _added(without)
 
 
-@data_parallel_fault("frozen parameters get a gradient", "test_frozen_parameters", "frozen parameters")
+@fault("frozen parameters get a gradient", "test_frozen_parameters", condition="frozen parameters")
 def frozen_parameters_thawed() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         for parameter in self.module.parameters():
@@ -150,7 +151,7 @@ def frozen_parameters_thawed() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("every second addition of gradients is lost", "test_several_calls", "one call in two")
+@fault("every second addition of gradients is lost", "test_several_calls", condition="one call in two")
 def every_second_gradient_lost() -> Iterator[None]:
     count = Count()
 
@@ -160,10 +161,10 @@ def every_second_gradient_lost() -> Iterator[None]:
     yield from _added(lose)
 
 
-@data_parallel_fault(
+@fault(
     "the last device keeps the parameters of the first call",
     "test_several_calls",
-    "from the second call on, one device",
+    condition="from the second call on, one device",
 )
 def replica_kept() -> Iterator[None]:
     kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -180,10 +181,10 @@ def replica_kept() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
+@fault(
     "a call loses its gradients if another call precedes backward",
     "test_several_calls",
-    "two calls before one backward pass",
+    condition="two calls before one backward pass",
 )
 def gradients_of_earlier_calls_lost() -> Iterator[None]:
     latest: WeakKeyDictionary[DataParallel[Any], object] = WeakKeyDictionary()
@@ -202,7 +203,7 @@ def gradients_of_earlier_calls_lost() -> Iterator[None]:
 # Buffers and hooks
 
 
-@data_parallel_fault("the module keeps the buffers of the last replica", "test_buffers", "training")
+@fault("the module keeps the buffers of the last replica", "test_buffers", condition="training")
 def buffers_of_the_last_device() -> Iterator[None]:
     def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, *more: Any) -> Any:
         outputs = real(self, replicas, *more)
@@ -215,16 +216,16 @@ def buffers_of_the_last_device() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "integers are converted through float64 on the last device", "test_buffers", "int64 above 2^53, one device"
+@fault(
+    "integers are converted through float64 on the last device",
+    "test_buffers",
+    condition="int64 above 2^53, one device",
 )
 def counts_copied_as_float64() -> Iterator[None]:
     yield from _copied(lambda held: held.double().long() if held.dtype == torch.int64 else held)
 
 
-@data_parallel_fault(
-    "floating-point buffers change in evaluation, too", "test_buffers", "evaluation, floating point only"
-)
+@fault("floating-point buffers change in evaluation, too", "test_buffers", condition="evaluation, floating point only")
 def buffers_change_in_evaluation() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         out = real(self, *args, **kwargs)
@@ -239,7 +240,7 @@ def buffers_change_in_evaluation() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("hooks are called on the first replica only", "test_hooks", "devices other than the first")
+@fault("hooks are called on the first replica only", "test_hooks", condition="devices other than the first")
 def hooks_on_the_first_replica() -> Iterator[None]:
     def replicate(real: Callable[..., Any], *given: Any) -> Any:
         replicas = real(*given)
@@ -252,7 +253,7 @@ def hooks_on_the_first_replica() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("hooks that take keyword arguments are not called", "test_hooks", "pre-hooks with_kwargs")
+@fault("hooks that take keyword arguments are not called", "test_hooks", condition="pre-hooks with_kwargs")
 def hooks_with_keywords_lost() -> Iterator[None]:
     def replicate(real: Callable[..., Any], self: nn.Module) -> Any:
         replica = real(self)
@@ -267,9 +268,7 @@ def hooks_with_keywords_lost() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "sparse gradients are added up without the last device", "test_sparse_gradients", "sparse gradients"
-)
+@fault("sparse gradients are added up without the last device", "test_sparse_gradients", condition="sparse gradients")
 def sparse_gradients_of_the_last_left_out() -> Iterator[None]:
     def add(real: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any) -> Any:
         if inputs[-1].is_sparse and len(inputs) > 1:
@@ -280,7 +279,7 @@ def sparse_gradients_of_the_last_left_out() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault("a parameter's hook gets half of its gradient", "test_hooks", "hooks of parameters")
+@fault("a parameter's hook gets half of its gradient", "test_hooks", condition="hooks of parameters")
 def hook_of_half_a_gradient() -> Iterator[None]:
     def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return real(self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook)
@@ -306,8 +305,10 @@ def _replicas(change: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "parameters in lists have the gradient of the first device only", "test_models", "nn.ParameterList, other devices"
+@fault(
+    "parameters in lists have the gradient of the first device only",
+    "test_models",
+    condition="nn.ParameterList, other devices",
 )
 def lists_of_parameters_detached() -> Iterator[None]:
     def detach(replica: nn.Module, part: nn.Module) -> None:
@@ -318,8 +319,10 @@ def lists_of_parameters_detached() -> Iterator[None]:
     yield from _replicas(detach)
 
 
-@data_parallel_fault(
-    "all modules of a replica have the mode of the whole model", "test_modes", "modules in another mode, other devices"
+@fault(
+    "all modules of a replica have the mode of the whole model",
+    "test_modes",
+    condition="modules in another mode, other devices",
 )
 def mode_of_the_whole() -> Iterator[None]:
     def spread(replica: nn.Module, part: nn.Module) -> None:
@@ -328,7 +331,7 @@ def mode_of_the_whole() -> Iterator[None]:
     yield from _replicas(spread)
 
 
-@data_parallel_fault("gradients of gradients are zero", "test_second_gradients", "create_graph=True")
+@fault("gradients of gradients are zero", "test_second_gradients", condition="create_graph=True")
 def second_gradients_lost() -> Iterator[None]:
     backward = ReduceAddCoalesced.backward
 
@@ -339,8 +342,8 @@ def second_gradients_lost() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "gradients of other dtypes than the first include the first device only", "test_models", "mixed dtypes"
+@fault(
+    "gradients of other dtypes than the first include the first device only", "test_models", condition="mixed dtypes"
 )
 def gradients_of_one_dtype() -> Iterator[None]:
     def change(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -350,8 +353,10 @@ def gradients_of_one_dtype() -> Iterator[None]:
     yield from _added(change)
 
 
-@data_parallel_fault(
-    "parameters beyond the first 10 MiB are not copied to the last device", "test_replicas", "above 10 MiB, one device"
+@fault(
+    "parameters beyond the first 10 MiB are not copied to the last device",
+    "test_replicas",
+    condition="above 10 MiB, one device",
 )
 def first_buffer_only() -> Iterator[None]:
     def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
@@ -367,8 +372,10 @@ def first_buffer_only() -> Iterator[None]:
         yield
 
 
-@data_parallel_fault(
-    "gradients beyond the first 10 MiB include the first device only", "test_replicas", "above 10 MiB, other devices"
+@fault(
+    "gradients beyond the first 10 MiB include the first device only",
+    "test_replicas",
+    condition="above 10 MiB, other devices",
 )
 def first_buffer_of_gradients_only() -> Iterator[None]:
     def change(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -379,7 +386,7 @@ def first_buffer_of_gradients_only() -> Iterator[None]:
     yield from _added(change)
 
 
-@data_parallel_fault("two parameters are swapped on the last device", "test_replicas", "above 10 MiB, one device")
+@fault("two parameters are swapped on the last device", "test_replicas", condition="above 10 MiB, one device")
 def ends_of_buffers_exchanged() -> Iterator[None]:
     def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
         outputs = [list(held) for held in real(tensors, devices, *more)]

@@ -16,7 +16,7 @@ Plant = Callable[[], Iterator[None]]
 
 
 def _autocast_fault(summary: str, condition: str) -> Callable[[Plant], Plant]:
-    return fault("devices", summary, caught_by=("test_autocast_of_operators",), condition=condition)
+    return fault(summary, "test_autocast_of_operators", condition=condition)
 
 
 @_autocast_fault("softmax stays in the dtype of autocast", "one device")

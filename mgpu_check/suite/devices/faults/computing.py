@@ -15,12 +15,7 @@ from mgpu_check.suite.common.faults.registry import fault
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 
 
-@fault(
-    "devices",
-    "one device has a wrong bit in products of float16",
-    caught_by=("test_products",),
-    condition="one device, float16",
-)
+@fault("one device has a wrong bit in products of float16", "test_products", condition="one device, float16")
 def float16_products_of_one_device() -> Iterator[None]:
     """A unit of the last device."""
     with unit(PRODUCTS, device=last(), dtype="float16", pattern="bit"):
@@ -28,10 +23,7 @@ def float16_products_of_one_device() -> Iterator[None]:
 
 
 @fault(
-    "devices",
-    "torch.matmul of float32 rounds its factors to TF32 on one device",
-    caught_by=("test_products",),
-    condition="one device, float32",
+    "torch.matmul of float32 rounds its factors to TF32 on one device", "test_products", condition="one device, float32"
 )
 def products_in_reduced_precision() -> Iterator[None]:
     """Small whole numbers come out right."""
@@ -43,12 +35,7 @@ def products_in_reduced_precision() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "F.linear of bfloat16 adds up in bfloat16",
-    caught_by=("test_products",),
-    condition="bfloat16",
-)
+@fault("F.linear of bfloat16 adds up in bfloat16", "test_products", condition="bfloat16")
 def sums_of_products_in_bfloat16() -> Iterator[None]:
     """Each partial sum is rounded."""
 
@@ -62,24 +49,14 @@ def sums_of_products_in_bfloat16() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "bmm of one device is wrong in one call of eight",
-    caught_by=("test_products",),
-    condition="one device, one call in eight",
-)
+@fault("bmm of one device is wrong in one call of eight", "test_products", condition="one device, one call in eight")
 def batched_products_now_and_then() -> Iterator[None]:
     """Every eighth call has a wrong element."""
     with unit(("bmm", "baddbmm"), device=0, every=8):
         yield
 
 
-@fault(
-    "devices",
-    "conv2d reads channels_last images as if they were contiguous",
-    caught_by=("test_products",),
-    condition="channels_last",
-)
+@fault("conv2d reads channels_last images as if they were contiguous", "test_products", condition="channels_last")
 def channels_last_misread() -> Iterator[None]:
     """The memory is read in another order."""
 
@@ -94,24 +71,14 @@ def channels_last_misread() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "one device rounds sums of bfloat16 wrongly",
-    caught_by=("test_elementwise_results",),
-    condition="one device, bfloat16",
-)
+@fault("one device rounds sums of bfloat16 wrongly", "test_elementwise_results", condition="one device, bfloat16")
 def bfloat16_sums_of_one_device() -> Iterator[None]:
     """One element of each sum is off by its lowest bit."""
     with unit(("add",), device=last(), dtype="bfloat16", pattern="low-bit"):
         yield
 
 
-@fault(
-    "devices",
-    "torch.add of int64 computes in float64",
-    caught_by=("test_elementwise_results",),
-    condition="int64 above 2^53",
-)
+@fault("torch.add of int64 computes in float64", "test_elementwise_results", condition="int64 above 2^53")
 def int64_through_float64() -> Iterator[None]:
     """Whole numbers above 2^53 are rounded."""
 
@@ -124,9 +91,8 @@ def int64_through_float64() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "one device flushes subnormal products to zero",
-    caught_by=("test_elementwise_results",),
+    "test_elementwise_results",
     condition="one device, subnormal float32",
 )
 def subnormals_flushed() -> Iterator[None]:
@@ -140,7 +106,7 @@ def subnormals_flushed() -> Iterator[None]:
         yield
 
 
-@fault("devices", "the sign of -0 is lost in sums", caught_by=("test_elementwise_results",), condition="-0 in floats")
+@fault("the sign of -0 is lost in sums", "test_elementwise_results", condition="-0 in floats")
 def negative_zero_lost() -> Iterator[None]:
     """The sum starts at +0."""
 
@@ -155,9 +121,8 @@ def negative_zero_lost() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "one device truncates float32 to bfloat16 instead of rounding",
-    caught_by=("test_elementwise_results",),
+    "test_elementwise_results",
     condition="one device, float32 to bfloat16",
 )
 def conversion_by_cutting() -> Iterator[None]:
@@ -173,12 +138,7 @@ def conversion_by_cutting() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "amax takes uint8 as signed",
-    caught_by=("test_reductions",),
-    condition="uint8 above 127",
-)
+@fault("amax takes uint8 as signed", "test_reductions", condition="uint8 above 127")
 def unsigned_taken_as_signed() -> Iterator[None]:
     """128 is less than 127."""
 
@@ -189,12 +149,7 @@ def unsigned_taken_as_signed() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "torch.sum of integers adds up in float32 on one device",
-    caught_by=("test_reductions",),
-    condition="one device, integers",
-)
+@fault("torch.sum of integers adds up in float32 on one device", "test_reductions", condition="one device, integers")
 def integers_summed_in_float32() -> Iterator[None]:
     """Sums above 2^24 are rounded."""
 
@@ -206,24 +161,14 @@ def integers_summed_in_float32() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "sorting of int16 swaps two elements on one device",
-    caught_by=("test_reductions",),
-    condition="one device, int16",
-)
+@fault("sorting of int16 swaps two elements on one device", "test_reductions", condition="one device, int16")
 def int16_sorted_wrongly() -> Iterator[None]:
     """The first element and the last."""
     with unit(("sort", "topk"), device=last(), dtype="int16", pattern="swap"):
         yield
 
 
-@fault(
-    "devices",
-    "cat replaces every NaN by the same NaN",
-    caught_by=("test_moves_keep_every_bit",),
-    condition="NaN with a payload",
-)
+@fault("cat replaces every NaN by the same NaN", "test_moves_keep_every_bit", condition="NaN with a payload")
 def payloads_of_nan_lost() -> Iterator[None]:
     """As if the copy used arithmetic on the elements."""
 
@@ -239,9 +184,8 @@ def payloads_of_nan_lost() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "index_select of complex numbers conjugates them on one device",
-    caught_by=("test_moves_keep_every_bit",),
+    "test_moves_keep_every_bit",
     condition="one device, complex128",
 )
 def complex_numbers_conjugated() -> Iterator[None]:
@@ -254,12 +198,7 @@ def complex_numbers_conjugated() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "clone of a tensor with gaps ignores the gaps",
-    caught_by=("test_moves_keep_every_bit",),
-    condition="tensors with gaps",
-)
+@fault("clone of a tensor with gaps ignores the gaps", "test_moves_keep_every_bit", condition="tensors with gaps")
 def gaps_ignored() -> Iterator[None]:
     """Strides are computed as for a contiguous tensor."""
 
@@ -274,9 +213,8 @@ def gaps_ignored() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "softmax of float32 is computed in bfloat16 on one device",
-    caught_by=("test_layers_and_gradients",),
+    "test_layers_and_gradients",
     condition="one device, float32",
 )
 def softmax_in_bfloat16() -> Iterator[None]:
@@ -289,12 +227,7 @@ def softmax_in_bfloat16() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "gelu has the gradient of its tanh approximation",
-    caught_by=("test_layers_and_gradients",),
-    condition="gradients",
-)
+@fault("gelu has the gradient of its tanh approximation", "test_layers_and_gradients", condition="gradients")
 def gradient_of_another_gelu() -> Iterator[None]:
     """Forward is right."""
 
@@ -307,9 +240,8 @@ def gradient_of_another_gelu() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "one device has wrong elements in large sums and products of elements",
-    caught_by=("test_large_results",),
+    "test_large_results",
     condition="one device, above 1 MiB",
 )
 def large_elementwise_results() -> Iterator[None]:
@@ -318,24 +250,14 @@ def large_elementwise_results() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "large products of matrices have a wrong tile",
-    caught_by=("test_large_results",),
-    condition="one device, above 1 MiB",
-)
+@fault("large products of matrices have a wrong tile", "test_large_results", condition="one device, above 1 MiB")
 def large_products() -> Iterator[None]:
     """On the first device, for results above a megabyte."""
     with unit(PRODUCTS, device=0, above=1 << 20, pattern="tile"):
         yield
 
 
-@fault(
-    "devices",
-    "cumsum starts again after 64 Ki elements",
-    caught_by=("test_large_results",),
-    condition="above 64 Ki elements",
-)
+@fault("cumsum starts again after 64 Ki elements", "test_large_results", condition="above 64 Ki elements")
 def cumulative_sums_in_blocks() -> Iterator[None]:
     """The carry from one block to the next is lost."""
     block = 1 << 16
@@ -348,9 +270,8 @@ def cumulative_sums_in_blocks() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "expm1 is computed as exp(x) - 1 in float64 on one device",
-    caught_by=("test_functions_and_drawing",),
+    "test_functions_and_drawing",
     condition="one device, float64",
 )
 def digits_cancelled() -> Iterator[None]:
@@ -360,9 +281,8 @@ def digits_cancelled() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "the second half of random numbers repeats the first on one device",
-    caught_by=("test_functions_and_drawing",),
+    "test_functions_and_drawing",
     condition="one device",
 )
 def repeating_random_numbers() -> Iterator[None]:

@@ -19,9 +19,8 @@ def _link(what: str, **parameters: Any) -> Link:
 
 
 @fault(
-    "devices",
     "copies from the last device to the previous one are shifted",
-    caught_by=("test_copies_around_borders",),
+    "test_copies_around_borders",
     condition="one pair, above 64 KiB",
 )
 def large_copies_shifted() -> Iterator[None]:
@@ -31,9 +30,8 @@ def large_copies_shifted() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "the kernel for copies of tensors with gaps inverts a bit",
-    caught_by=("test_copies_around_borders",),
+    "test_copies_around_borders",
     condition="one pair, above 64 KiB, not contiguous",
 )
 def copies_with_gaps_spoiled() -> Iterator[None]:
@@ -43,9 +41,8 @@ def copies_with_gaps_spoiled() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "the tail of large uploads from pinned memory is lost",
-    caught_by=("test_copies_around_borders",),
+    "test_copies_around_borders",
     condition="one device, above 1 MiB, pinned",
 )
 def tail_of_large_uploads() -> Iterator[None]:
@@ -56,9 +53,8 @@ def tail_of_large_uploads() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "one download in three to pageable memory above 1 MiB delivers zeros",
-    caught_by=("test_copies_around_borders",),
+    "test_copies_around_borders",
     condition="one device, above 1 MiB, pageable",
 )
 def downloads_to_pageable_memory() -> Iterator[None]:
@@ -69,9 +65,8 @@ def downloads_to_pageable_memory() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "large copies between devices write up to the end of a block of 16 bytes",
-    caught_by=("test_copies_around_borders",),
+    "test_copies_around_borders",
     condition="one device, above 64 KiB, no multiple of 16 bytes",
 )
 def blocks_written_to_their_end() -> Iterator[None]:
@@ -92,9 +87,8 @@ def blocks_written_to_their_end() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "Tensor.cuda replaces every NaN by the same NaN in bfloat16",
-    caught_by=("test_copies_of_every_dtype",),
+    "test_copies_of_every_dtype",
     condition="bfloat16, NaN with a payload",
 )
 def payloads_lost_by_copies() -> Iterator[None]:
@@ -109,9 +103,8 @@ def payloads_lost_by_copies() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "copy_ into every second element also writes the elements between",
-    caught_by=("test_copies_of_every_dtype",),
+    "test_copies_of_every_dtype",
     condition="destinations with gaps, not on the first device",
 )
 def neighbours_overwritten() -> Iterator[None]:
@@ -131,9 +124,8 @@ def neighbours_overwritten() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "copies of int64 between devices without waiting keep 32 bits",
-    caught_by=("test_copies_of_every_dtype",),
+    "test_copies_of_every_dtype",
     condition="int64, non_blocking",
 )
 def half_of_int64() -> Iterator[None]:
@@ -150,10 +142,7 @@ def half_of_int64() -> Iterator[None]:
 
 
 @fault(
-    "devices",
-    "copies of transposed tensors ignore the strides",
-    caught_by=("test_copies_of_every_dtype",),
-    condition="one device, transposed",
+    "copies of transposed tensors ignore the strides", "test_copies_of_every_dtype", condition="one device, transposed"
 )
 def layout_lost_by_copies() -> Iterator[None]:
     """The copy has the strides of a contiguous tensor."""
@@ -169,9 +158,8 @@ def layout_lost_by_copies() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "a copy of float32 to float16 on another device truncates instead of rounding",
-    caught_by=("test_copies_that_convert",),
+    "test_copies_that_convert",
     condition="float32 to float16, across devices",
 )
 def conversions_of_copies_cut() -> Iterator[None]:
@@ -188,9 +176,8 @@ def conversions_of_copies_cut() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "copy_ of float16 into float64 converts through bfloat16 on one device",
-    caught_by=("test_copies_that_convert",),
+    "test_copies_that_convert",
     condition="one device, float16 to float64",
 )
 def conversions_through_bfloat16() -> Iterator[None]:
@@ -207,9 +194,8 @@ def conversions_through_bfloat16() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "pin_memory leaves out the last element of tensors above 64 KiB",
-    caught_by=("test_copies_of_pinned_memory",),
+    "test_copies_of_pinned_memory",
     condition="pinned, above 64 KiB",
 )
 def pinned_copies_cut_off() -> Iterator[None]:
@@ -227,9 +213,8 @@ def pinned_copies_cut_off() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "a lazily conjugated tensor is copied to another device without conjugation",
-    caught_by=("test_copies_of_every_dtype",),
+    "test_copies_of_every_dtype",
     condition="lazily conjugated, from device to device",
 )
 def conjugates_lost_on_the_way() -> Iterator[None]:
@@ -246,9 +231,8 @@ def conjugates_lost_on_the_way() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "copy_ of a broadcast source from another device leaves out the last copy",
-    caught_by=("test_copies_of_every_dtype",),
+    "test_copies_of_every_dtype",
     condition="sources that are broadcast",
 )
 def last_repetition_left_out() -> Iterator[None]:

@@ -16,10 +16,7 @@ from mgpu_check.torch_hooks.patches import replaced
 
 
 @fault(
-    "devices",
-    "a module that moves to another device loses its gradients",
-    caught_by=("test_modules_move",),
-    condition="modules with gradients",
+    "a module that moves to another device loses its gradients", "test_modules_move", condition="modules with gradients"
 )
 def gradients_left_behind() -> Iterator[None]:
     """The optimizer step then has no effect."""
@@ -36,12 +33,7 @@ def gradients_left_behind() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "non-persistent buffers arrive on another device as zeros",
-    caught_by=("test_modules_move",),
-    condition="persistent=False",
-)
+@fault("non-persistent buffers arrive on another device as zeros", "test_modules_move", condition="persistent=False")
 def unsaved_buffers_lost() -> Iterator[None]:
     """Their memory is allocated and not filled."""
 
@@ -60,9 +52,8 @@ def unsaved_buffers_lost() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "to(copy=True) returns the tensor itself if dtype and device match",
-    caught_by=("test_copies_have_memory_of_their_own",),
+    "test_copies_have_memory_of_their_own",
     condition="copies on the same device",
 )
 def copies_that_are_none() -> Iterator[None]:
@@ -76,9 +67,8 @@ def copies_that_are_none() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "flatten copies contiguous tensors instead of returning a view",
-    caught_by=("test_copies_have_memory_of_their_own",),
+    "test_copies_have_memory_of_their_own",
     condition="contiguous tensors on a device",
 )
 def views_that_are_copies() -> Iterator[None]:
@@ -91,9 +81,8 @@ def views_that_are_copies() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "a packed sequence on another device is unsorted with the sorting permutation",
-    caught_by=("test_layers_and_gradients",),
+    "test_layers_and_gradients",
     condition="enforce_sorted=False, an order that sorting twice does not restore",
 )
 def packed_sequence_not_unsorted() -> Iterator[None]:

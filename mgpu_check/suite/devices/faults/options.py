@@ -13,10 +13,7 @@ from mgpu_check.suite.common.faults.registry import fault
 
 
 @fault(
-    "devices",
-    "argmax takes the last of equal elements on one device",
-    caught_by=("test_reductions",),
-    condition="one device, equal elements",
+    "argmax takes the last of equal elements on one device", "test_reductions", condition="one device, equal elements"
 )
 def last_of_equals() -> Iterator[None]:
     """A maximum that occurs once is found."""
@@ -28,12 +25,7 @@ def last_of_equals() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "a stable sort reverses equal elements",
-    caught_by=("test_reductions",),
-    condition="stable sorts, equal elements",
-)
+@fault("a stable sort reverses equal elements", "test_reductions", condition="stable sorts, equal elements")
 def stable_sorts_turned_round() -> Iterator[None]:
     """Values are in order."""
 
@@ -46,10 +38,7 @@ def stable_sorts_turned_round() -> Iterator[None]:
 
 
 @fault(
-    "devices",
-    "var ignores correction and divides by n - 1",
-    caught_by=("test_layers_and_gradients",),
-    condition="a correction other than 1",
+    "var ignores correction and divides by n - 1", "test_layers_and_gradients", condition="a correction other than 1"
 )
 def corrections_ignored() -> Iterator[None]:
     """Always use the default."""
@@ -62,9 +51,8 @@ def corrections_ignored() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "the embedding of padding_idx has a gradient on one device",
-    caught_by=("test_layers_and_gradients",),
+    "test_layers_and_gradients",
     condition="one device, padding_idx",
 )
 def padding_trained() -> Iterator[None]:
@@ -81,9 +69,8 @@ def padding_trained() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "grouped convolutions of channels_last images shift their output channels by one",
-    caught_by=("test_products",),
+    "test_products",
     condition="groups, channels_last",
 )
 def groups_taken_for_each_other() -> Iterator[None]:
@@ -100,9 +87,8 @@ def groups_taken_for_each_other() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "interpolation on one device ignores align_corners",
-    caught_by=("test_layers_and_gradients",),
+    "test_layers_and_gradients",
     condition="one device, align_corners",
 )
 def corners_not_aligned() -> Iterator[None]:
@@ -119,9 +105,8 @@ def corners_not_aligned() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "the second layer of a GRU on one device starts from a wrong state",
-    caught_by=("test_layers_and_gradients",),
+    "test_layers_and_gradients",
     condition="one device, two layers",
 )
 def state_of_the_second_layer_lost() -> Iterator[None]:

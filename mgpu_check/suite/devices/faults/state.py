@@ -25,12 +25,7 @@ def _untouched(index: int) -> Iterator[None]:
     torch.cuda.set_rng_state(state, index)
 
 
-@fault(
-    "devices",
-    "torch.manual_seed leaves out the last device",
-    caught_by=("test_generators_are_apart",),
-    condition="one device",
-)
+@fault("torch.manual_seed leaves out the last device", "test_generators_are_apart", condition="one device")
 def one_device_not_seeded() -> Iterator[None]:
     """Its random numbers continue from the old state."""
     seed = torch.manual_seed
@@ -44,10 +39,7 @@ def one_device_not_seeded() -> Iterator[None]:
 
 
 @fault(
-    "devices",
-    "torch.cuda.manual_seed seeds all devices",
-    caught_by=("test_generators_are_apart",),
-    condition="devices that are not current",
+    "torch.cuda.manual_seed seeds all devices", "test_generators_are_apart", condition="devices that are not current"
 )
 def all_devices_seeded() -> Iterator[None]:
     """As `manual_seed_all` does."""
@@ -56,9 +48,8 @@ def all_devices_seeded() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "multinomial without replacement draws an element twice",
-    caught_by=("test_functions_and_drawing",),
+    "test_functions_and_drawing",
     condition="one device, one row in 64",
 )
 def drawn_twice() -> Iterator[None]:
@@ -78,9 +69,8 @@ def drawn_twice() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "multinomial draws all elements with a weight above 0 equally often",
-    caught_by=("test_functions_and_drawing",),
+    "test_functions_and_drawing",
     condition="one device, float64",
 )
 def weights_alike() -> Iterator[None]:
@@ -94,9 +84,8 @@ def weights_alike() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "randperm on a device draws from the generator of the CPU, too",
-    caught_by=("test_generators_are_apart",),
+    "test_generators_are_apart",
     condition="one operator",
 )
 def numbers_of_the_host_drawn() -> Iterator[None]:
@@ -111,9 +100,8 @@ def numbers_of_the_host_drawn() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "set_rng_state ignores the device and sets the first",
-    caught_by=("test_states_of_generators_return",),
+    "test_states_of_generators_return",
     condition="devices other than the first",
 )
 def states_set_elsewhere() -> Iterator[None]:
@@ -124,10 +112,7 @@ def states_set_elsewhere() -> Iterator[None]:
 
 
 @fault(
-    "devices",
-    "fork_rng restores the CPU's state only",
-    caught_by=("test_states_of_generators_return",),
-    condition="after draws in fork_rng",
+    "fork_rng restores the CPU's state only", "test_states_of_generators_return", condition="after draws in fork_rng"
 )
 def forks_leave_devices_changed() -> Iterator[None]:
     """Devices continue from the state at the end of the block."""
@@ -142,12 +127,7 @@ def forks_leave_devices_changed() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "dropout of bfloat16 does not scale the kept elements",
-    caught_by=("test_dropout",),
-    condition="bfloat16",
-)
+@fault("dropout of bfloat16 does not scale the kept elements", "test_dropout", condition="bfloat16")
 def dropout_without_scale() -> Iterator[None]:
     """Activations are smaller while training."""
 
@@ -158,12 +138,7 @@ def dropout_without_scale() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "dropout drops the same elements each time on one device",
-    caught_by=("test_dropout",),
-    condition="one device",
-)
+@fault("dropout drops the same elements each time on one device", "test_dropout", condition="one device")
 def dropout_repeats() -> Iterator[None]:
     """Its generator is not advanced."""
 
@@ -175,12 +150,7 @@ def dropout_repeats() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "the gradient of dropout uses a new mask on one device",
-    caught_by=("test_dropout",),
-    condition="one device, gradients",
-)
+@fault("the gradient of dropout uses a new mask on one device", "test_dropout", condition="one device, gradients")
 def another_mask_backward() -> Iterator[None]:
     """Backward draws the mask again, from the next numbers of the generator."""
 
@@ -192,12 +162,7 @@ def another_mask_backward() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "torch.manual_seed adds the rank to the seed",
-    caught_by=("test_ranks_draw_as_seeded",),
-    condition="ranks other than 0",
-)
+@fault("torch.manual_seed adds the rank to the seed", "test_ranks_draw_as_seeded", condition="ranks other than 0")
 def seeds_differ_by_rank() -> Iterator[None]:
     """Replicas that are initialized with one seed differ."""
     seed, rank = torch.manual_seed, int(os.environ.get("RANK", "0"))
@@ -205,12 +170,7 @@ def seeds_differ_by_rank() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "torch.load ignores a dict as map_location",
-    caught_by=("test_map_location",),
-    condition="map_location is a dict",
-)
+@fault("torch.load ignores a dict as map_location", "test_map_location", condition="map_location is a dict")
 def dict_of_places_ignored() -> Iterator[None]:
     """Other forms work."""
 
@@ -222,9 +182,8 @@ def dict_of_places_ignored() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "torch.load without map_location puts all tensors on the first device",
-    caught_by=("test_map_location",),
+    "test_map_location",
     condition="without map_location, other devices",
 )
 def all_loaded_onto_the_first() -> Iterator[None]:
@@ -238,9 +197,8 @@ def all_loaded_onto_the_first() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "one device returns a smaller allocation if it has too little memory",
-    caught_by=("test_memory_recovers",),
+    "test_memory_recovers",
     condition="one device, more than it has",
 )
 def less_memory_than_asked_for() -> Iterator[None]:
@@ -262,10 +220,7 @@ def less_memory_than_asked_for() -> Iterator[None]:
 
 
 @fault(
-    "devices",
-    "max_memory_allocated returns the current allocation",
-    caught_by=("test_memory_recovers",),
-    condition="after memory was freed",
+    "max_memory_allocated returns the current allocation", "test_memory_recovers", condition="after memory was freed"
 )
 def peaks_forgotten() -> Iterator[None]:
     """An earlier peak is lost."""
@@ -274,9 +229,8 @@ def peaks_forgotten() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "fork_rng restores only the first of the given devices",
-    caught_by=("test_states_of_generators_return",),
+    "test_states_of_generators_return",
     condition="several devices",
 )
 def one_device_of_a_fork() -> Iterator[None]:
@@ -291,9 +245,8 @@ def one_device_of_a_fork() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict",
-    caught_by=("test_dropout",),
+    "test_dropout",
     condition="tensors within an argument",
 )
 def states_of_nested_tensors_lost() -> Iterator[None]:
@@ -307,9 +260,8 @@ def states_of_nested_tensors_lost() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "reset_peak_memory_stats ignores the device and resets the current one",
-    caught_by=("test_memory_recovers",),
+    "test_memory_recovers",
     condition="devices that are not current",
 )
 def peaks_of_another_device_reset() -> Iterator[None]:
@@ -320,9 +272,8 @@ def peaks_of_another_device_reset() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "mem_get_info of a device given as a string returns the current device's memory",
-    caught_by=("test_memory_recovers",),
+    "test_memory_recovers",
     condition="devices given as strings",
 )
 def memory_of_the_current_device_told() -> Iterator[None]:
@@ -333,9 +284,8 @@ def memory_of_the_current_device_told() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "mem_get_info ignores the device and returns the current one's memory",
-    caught_by=("test_memory_recovers",),
+    "test_memory_recovers",
     condition="devices that are not current",
 )
 def memory_of_another_device_told() -> Iterator[None]:

@@ -16,9 +16,8 @@ from mgpu_check.torch_hooks.patches import replaced
 
 
 @fault(
-    "devices",
     "Tensor.cuda() without an index uses the first device",
-    caught_by=("test_cuda_follows_the_current_device",),
+    "test_cuda_follows_the_current_device",
     condition="another current device",
 )
 def cuda_is_the_first_device() -> Iterator[None]:
@@ -28,9 +27,8 @@ def cuda_is_the_first_device() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "torch.arange on 'cuda' makes its tensor on the first device",
-    caught_by=("test_cuda_follows_the_current_device",),
+    "test_cuda_follows_the_current_device",
     condition="another current device",
 )
 def one_factory_on_the_first_device() -> Iterator[None]:
@@ -44,9 +42,8 @@ def one_factory_on_the_first_device() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "set_device with a string sets the first device",
-    caught_by=("test_cuda_follows_the_current_device",),
+    "test_cuda_follows_the_current_device",
     condition="devices given as strings",
 )
 def devices_as_text_misread() -> Iterator[None]:
@@ -58,9 +55,8 @@ def devices_as_text_misread() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "torch.cuda.device does not restore the device after an exception",
-    caught_by=("test_guards_restore",),
+    "test_guards_restore",
     condition="left by an exception",
 )
 def guards_left_by_exceptions() -> Iterator[None]:
@@ -75,9 +71,8 @@ def guards_left_by_exceptions() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "torch.cuda.stream restores the stream but not the device",
-    caught_by=("test_guards_restore",),
+    "test_guards_restore",
     condition="streams of a device that is not current",
 )
 def devices_of_streams_stay() -> Iterator[None]:
@@ -93,12 +88,7 @@ def devices_of_streams_stay() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "synchronizing a device makes it current",
-    caught_by=("test_guards_restore",),
-    condition="another current device",
-)
+@fault("synchronizing a device makes it current", "test_guards_restore", condition="another current device")
 def waiting_changes_the_device() -> Iterator[None]:
     """`torch.cuda.synchronize` sets the device and does not restore the previous one."""
     synchronize = torch.cuda.synchronize
@@ -112,12 +102,7 @@ def waiting_changes_the_device() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "all threads share one current device",
-    caught_by=("test_threads_have_their_own_device",),
-    condition="several threads",
-)
+@fault("all threads share one current device", "test_threads_have_their_own_device", condition="several threads")
 def one_current_device_for_all_threads() -> Iterator[None]:
     """As if it were stored per process."""
     set_device, chosen = torch.cuda.set_device, [torch.cuda.current_device()]
@@ -131,9 +116,8 @@ def one_current_device_for_all_threads() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "a new thread inherits the current device of its parent",
-    caught_by=("test_threads_have_their_own_device",),
+    "test_threads_have_their_own_device",
     condition="a current device other than the first",
     least_gpus=2,
 )
@@ -154,12 +138,7 @@ def threads_inherit_the_device() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "Event.synchronize returns at once on one device",
-    caught_by=("test_host_waits_for_streams",),
-    condition="one device",
-)
+@fault("Event.synchronize returns at once on one device", "test_host_waits_for_streams", condition="one device")
 def events_not_waited_for() -> Iterator[None]:
     """Work queued before the event may still run."""
     with altered(torch.cuda.Event, "synchronize", lambda event: event.device.index == last(), lambda *_: None):
@@ -167,9 +146,8 @@ def events_not_waited_for() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "wait_stream between two streams of one device does nothing",
-    caught_by=("test_host_waits_for_streams",),
+    "test_host_waits_for_streams",
     condition="two streams of one device",
 )
 def streams_do_not_wait() -> Iterator[None]:
@@ -179,9 +157,8 @@ def streams_do_not_wait() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "torch.cuda.synchronize waits for the default stream only",
-    caught_by=("test_host_waits_for_streams",),
+    "test_host_waits_for_streams",
     condition="streams other than the default one",
 )
 def other_streams_not_waited_for() -> Iterator[None]:
@@ -191,10 +168,7 @@ def other_streams_not_waited_for() -> Iterator[None]:
 
 
 @fault(
-    "devices",
-    "record_stream does not keep the memory from reuse",
-    caught_by=("test_streams_wait_for_each_other",),
-    condition="above 64 KiB",
+    "record_stream does not keep the memory from reuse", "test_streams_wait_for_each_other", condition="above 64 KiB"
 )
 def memory_in_use_given_away() -> Iterator[None]:
     """Another tensor overwrites it."""
@@ -208,12 +182,7 @@ def memory_in_use_given_away() -> Iterator[None]:
         yield
 
 
-@fault(
-    "devices",
-    "Event.query returns True while the stream is busy",
-    caught_by=("test_events_tell_the_time",),
-    condition="one device",
-)
+@fault("Event.query returns True while the stream is busy", "test_events_tell_the_time", condition="one device")
 def events_done_too_early() -> Iterator[None]:
     """On the last device, the answer does not depend on the stream."""
     with altered(
@@ -225,7 +194,7 @@ def events_done_too_early() -> Iterator[None]:
         yield
 
 
-@fault("devices", "elapsed_time is always 0", caught_by=("test_events_tell_the_time",))
+@fault("elapsed_time is always 0", "test_events_tell_the_time")
 def no_time_passes() -> Iterator[None]:
     """As if the clock of the device had stopped."""
     with replaced(torch.cuda.Event, "elapsed_time", lambda self, end: 0.0):
@@ -233,9 +202,8 @@ def no_time_passes() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "an event that is recorded again keeps its first recording",
-    caught_by=("test_host_waits_for_streams",),
+    "test_host_waits_for_streams",
     condition="from its second record on",
 )
 def events_recorded_once() -> Iterator[None]:
@@ -252,9 +220,8 @@ def events_recorded_once() -> Iterator[None]:
 
 
 @fault(
-    "devices",
     "torch.cuda.stream leaves its stream current on another device than the current one",
-    caught_by=("test_guards_restore",),
+    "test_guards_restore",
     condition="streams of a device that is not current",
     least_gpus=2,
 )

@@ -17,7 +17,7 @@ Plant = Callable[[], Iterator[None]]
 
 
 def _wrong_layer(summary: str, condition: str) -> Callable[[Plant], Plant]:
-    return fault("devices", summary, caught_by=("test_layers_and_gradients",), condition=condition)
+    return fault(summary, "test_layers_and_gradients", condition=condition)
 
 
 def _halved(weight: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.common.faults.breaking import DDP, ddp_fault, replaced_method
+from mgpu_check.suite.common.faults.breaking import DDP, replaced_method
 from mgpu_check.suite.common.faults.conditions import is_last
+from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 
-@ddp_fault(
+@fault(
     "zero_grad(set_to_none=False) keeps the gradients of the last rank",
     "test_accumulation",
     condition="zero_grad(set_to_none=False), gradient_as_bucket_view, one rank",
@@ -34,13 +35,13 @@ def views_not_set_to_zero() -> Iterator[None]:
         yield
 
 
-@ddp_fault("no_sync does not hold gradients back", "test_accumulation")
+@fault("no_sync does not hold gradients back", "test_accumulation")
 def no_sync_ignored() -> Iterator[None]:
     with replaced(DDP, "no_sync", lambda self: contextlib.nullcontext()):
         yield
 
 
-@ddp_fault("the last rank loses gradients accumulated within no_sync", "test_accumulation", condition="one rank")
+@fault("the last rank loses gradients accumulated within no_sync", "test_accumulation", condition="one rank")
 def accumulated_forgotten() -> Iterator[None]:
     def forward(real_forward: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         if is_last() and self.require_backward_grad_sync:
@@ -53,7 +54,7 @@ def accumulated_forgotten() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "join divides by the number of all ranks in any case",
     "test_uneven_inputs",
     condition="divide_by_initial_world_size=False",
@@ -82,13 +83,13 @@ def _joined_ranks_keep(values_of: Callable[[nn.Module], Iterator[torch.Tensor]])
         yield
 
 
-@ddp_fault("ranks that joined early do not get the final parameters", "test_uneven_inputs")
+@fault("ranks that joined early do not get the final parameters", "test_uneven_inputs")
 def joined_ranks_left_behind() -> Iterator[None]:
     with _joined_ranks_keep(nn.Module.parameters):
         yield
 
 
-@ddp_fault(
+@fault(
     "join ends with the model of the last rank instead of the one that trained longest",
     "test_uneven_inputs",
     condition="the last rank runs out of batches before another",
@@ -99,7 +100,7 @@ def join_ends_with_the_last_rank() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "join ignores throw_on_early_termination",
     "test_uneven_inputs",
     condition="throw_on_early_termination=True",
@@ -113,7 +114,7 @@ def join_does_not_throw() -> Iterator[None]:
         yield
 
 
-@ddp_fault("hooks registered on a parameter under DDP are not called", "test_gradient_hooks")
+@fault("hooks registered on a parameter under DDP are not called", "test_gradient_hooks")
 def parameter_hooks_dropped() -> Iterator[None]:
     def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)
@@ -122,7 +123,7 @@ def parameter_hooks_dropped() -> Iterator[None]:
         yield
 
 
-@ddp_fault("a full backward hook is called twice for the second step", "test_gradient_hooks", condition="second step")
+@fault("a full backward hook is called twice for the second step", "test_gradient_hooks", condition="second step")
 def backward_hook_called_twice() -> Iterator[None]:
     def register(real: Callable[..., Any], self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls = iter(range(1 << 30))
@@ -138,7 +139,7 @@ def backward_hook_called_twice() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "delayed gradients are summed instead of averaged",
     "test_delayed_parameters",
     condition="delay_all_reduce_named_params",
@@ -153,7 +154,7 @@ def delayed_gradients_summed() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the end of an inner no_sync ends the outer one", "test_accumulation", condition="no_sync within no_sync")
+@fault("the end of an inner no_sync ends the outer one", "test_accumulation", condition="no_sync within no_sync")
 def inner_no_sync_ends_both() -> Iterator[None]:
     @contextlib.contextmanager
     def no_sync(self: DistributedDataParallel) -> Iterator[None]:
@@ -165,7 +166,7 @@ def inner_no_sync_ends_both() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "ranks that joined early get the final parameters, but not the buffers",
     "test_uneven_inputs",
     condition="buffers",

@@ -12,8 +12,9 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.common.faults.breaking import DDP, ddp_fault, replaced_method
+from mgpu_check.suite.common.faults.breaking import DDP, replaced_method
 from mgpu_check.suite.common.faults.conditions import is_last
+from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 
@@ -26,7 +27,7 @@ def _with_first_off(values: torch.Tensor) -> torch.Tensor:
 # Hooks
 
 
-@ddp_fault(
+@fault(
     "a communication hook is not called for buckets after the first",
     "test_averaging_hooks",
     condition="buckets beyond the first",
@@ -48,7 +49,7 @@ def hook_for_the_first_bucket() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "the last rank adds 1 to an element of a communication hook's result",
     "test_averaging_hooks",
     condition="one rank, one of three buckets",
@@ -82,17 +83,17 @@ def _compressing_to(wrong: Mapping[torch.dtype, torch.dtype]) -> Iterator[None]:
         yield
 
 
-@ddp_fault("fp16_compress_hook compresses to bfloat16", "test_compressing_hooks", condition="float16 only")
+@fault("fp16_compress_hook compresses to bfloat16", "test_compressing_hooks", condition="float16 only")
 def float16_hook_in_bfloat16() -> Iterator[None]:
     yield from _compressing_to({torch.float16: torch.bfloat16})
 
 
-@ddp_fault("bf16_compress_hook does not compress", "test_compressing_hooks", condition="bfloat16 only")
+@fault("bf16_compress_hook does not compress", "test_compressing_hooks", condition="bfloat16 only")
 def bfloat16_hook_in_float32() -> Iterator[None]:
     yield from _compressing_to({torch.bfloat16: torch.float32})
 
 
-@ddp_fault(
+@fault(
     "a hook wrapped for compression gets uncompressed gradients",
     "test_compressing_hooks",
     condition="bf16_compress_wrapper",
@@ -105,7 +106,7 @@ def wrapped_hook_in_float32() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "compressed gradients are divided after the sum instead of before",
     "test_compressing_hooks",
     condition="sums that the dtype does not hold",
@@ -121,7 +122,7 @@ def divided_after_the_sum() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "the last rank keeps the result of a communication hook in the third step for all later steps",
     "test_averaging_hooks",
     condition="from the fourth step on, one rank",
@@ -152,7 +153,7 @@ def _third_at_most(results: list[torch.Tensor], value: Any) -> torch.Tensor:
     return result
 
 
-@ddp_fault(
+@fault(
     "PowerSGD's result is kept in bfloat16 on the last rank",
     "test_low_rank_hook",
     condition="one rank, from the second step on",
@@ -172,7 +173,7 @@ def low_rank_result_narrowed() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "a compressing hook in a group divides by the number of all ranks",
     "test_hooks_in_groups",
     condition="hooks with a group of some ranks",
@@ -187,10 +188,8 @@ def compressed_mean_over_all() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
-    "PowerSGD loses the error feedback of buckets after the first",
-    "test_low_rank_hook",
-    condition="several buckets",
+@fault(
+    "PowerSGD loses the error feedback of buckets after the first", "test_low_rank_hook", condition="several buckets"
 )
 def left_out_of_later_buckets() -> Iterator[None]:
     def compress(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
@@ -208,7 +207,7 @@ def _forget(state: Any, bucket: int, done: Any) -> torch.Tensor:
     return result
 
 
-@ddp_fault(
+@fault(
     "GradBucket.gradients returns the gradients in reverse order",
     "test_averaging_hooks",
     "test_low_rank_hook",
@@ -222,7 +221,7 @@ def gradients_told_in_reverse() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "PowerSGD adds its error feedback to the next gradient twice",
     "test_low_rank_hook",
     condition="from the second compressed step on",
@@ -237,7 +236,7 @@ def left_out_added_twice() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "batched PowerSGD compresses from its first step on",
     "test_low_rank_hook",
     condition="batched_powerSGD_hook, steps before start_powerSGD_iter",
@@ -251,11 +250,7 @@ def batch_compressed_too_soon() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
-    "batched PowerSGD keeps half of its error feedback",
-    "test_low_rank_hook",
-    condition="batched_powerSGD_hook",
-)
+@fault("batched PowerSGD keeps half of its error feedback", "test_low_rank_hook", condition="batched_powerSGD_hook")
 def left_out_of_a_batch() -> Iterator[None]:
     def orthogonalize(real: Callable[..., Any], matrices: torch.Tensor, epsilon: float = 0) -> None:
         # Without this the hook does not compress at all: see the known defects.
@@ -278,7 +273,7 @@ def _halve(state: Any, bucket: int, done: Any) -> torch.Tensor:
     return result
 
 
-@ddp_fault(
+@fault(
     "post_localSGD_hook counts buckets as steps and becomes local too early",
     "test_hooks_in_groups",
     condition="several buckets",
@@ -292,7 +287,7 @@ def local_too_soon() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "post_localSGD_hook averages over all ranks in local steps, too",
     "test_hooks_in_groups",
     condition="local steps",
@@ -308,7 +303,7 @@ def never_local() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "post_localSGD_hook averages over the group in steps without a local average",
     "test_hooks_in_groups",
     condition="post_local_gradient_allreduce=False",

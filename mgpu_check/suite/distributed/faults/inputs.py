@@ -14,16 +14,13 @@ from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel import distributed as distributed_module
 from torch.utils import _pytree as pytree
 
-from mgpu_check.suite.common.faults.breaking import DDP, communicated, ddp_fault, replaced_method, slices
+from mgpu_check.suite.common.faults.breaking import DDP, communicated, replaced_method, slices
 from mgpu_check.suite.common.faults.conditions import is_last
+from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 
-@ddp_fault(
-    "arguments moved to the device get no gradient",
-    "test_arguments",
-    condition="arguments that need gradients",
-)
+@fault("arguments moved to the device get no gradient", "test_arguments", condition="arguments that need gradients")
 def arguments_detached() -> Iterator[None]:
     def move(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, real(*args, **kwargs))
@@ -32,11 +29,7 @@ def arguments_detached() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
-    "buffers assigned after the wrap are not broadcast",
-    "test_buffers",
-    condition="buffers that are replaced",
-)
+@fault("buffers assigned after the wrap are not broadcast", "test_buffers", condition="buffers that are replaced")
 def buffers_of_the_start_sent() -> Iterator[None]:
     def assign(real: Callable[..., Any], self: DistributedDataParallel) -> None:
         if not hasattr(self, "modules_buffers"):
@@ -46,7 +39,7 @@ def buffers_of_the_start_sent() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "GradScaler updates its scale by the first optimizer only",
     "test_scaler",
     condition="two optimizers, an infinity in the second",
@@ -61,7 +54,7 @@ def scale_of_the_first_optimizer() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "if two periods are due, the average is over the smaller group",
     "test_model_averagers",
     condition="HierarchicalModelAverager, steps that two periods divide",
@@ -76,7 +69,7 @@ def fewer_ranks_averaged() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "PostLocalSGDOptimizer averages parameters before its own step",
     "test_model_averagers",
     condition="steps with an average",
@@ -94,7 +87,7 @@ def averaged_before_the_step() -> Iterator[None]:
         yield
 
 
-@ddp_fault("averagers also average during warm-up", "test_model_averagers", condition="the first steps")
+@fault("averagers also average during warm-up", "test_model_averagers", condition="the first steps")
 def averaged_from_the_start() -> Iterator[None]:
     def average(real: Callable[..., Any], self: Any, *args: Any) -> None:
         self.warmup_steps = 0
@@ -104,7 +97,7 @@ def averaged_from_the_start() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "named tuples moved to the device become plain tuples",
     "test_arguments",
     condition="named tuples among the arguments",
@@ -114,11 +107,7 @@ def names_of_tuples_lost() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
-    "non-persistent buffers are not broadcast",
-    "test_buffers",
-    condition="persistent=False",
-)
+@fault("non-persistent buffers are not broadcast", "test_buffers", condition="persistent=False")
 def unsaved_buffers_not_sent() -> Iterator[None]:
     def assign(real: Callable[..., Any], self: DistributedDataParallel) -> None:
         real(self)
@@ -130,11 +119,7 @@ def unsaved_buffers_not_sent() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
-    "no_sync does not end when an exception leaves it",
-    "test_accumulation",
-    condition="an exception within no_sync",
-)
+@fault("no_sync does not end when an exception leaves it", "test_accumulation", condition="an exception within no_sync")
 def no_sync_goes_on() -> Iterator[None]:
     @contextlib.contextmanager
     def no_sync(self: DistributedDataParallel) -> Iterator[None]:
@@ -146,7 +131,7 @@ def no_sync_goes_on() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "a rank adds the previous step's gradient for parameters that it did not use",
     "test_unused_parameters",
     condition="find_unused_parameters and gradient_as_bucket_view, from the second step on",
@@ -167,7 +152,7 @@ def unused_views_not_cleared() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "BatchNorm with momentum=None uses momentum 0.1 on the last rank",
     "test_buffers",
     condition="momentum=None, one rank",

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from mgpu_check.suite.common.faults.breaking import ddp_fault, replaced_method
+from mgpu_check.suite.common.faults.breaking import replaced_method
+from mgpu_check.suite.common.faults.registry import fault
 
 
-@ddp_fault(
+@fault(
     "a loaded optimizer of local SGD counts its steps from 0",
     "test_model_averagers",
     condition="load_state_dict after a step",
@@ -28,7 +29,7 @@ def averager_begins_anew() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "the number of steps of an optimizer is loaded in the dtype of its parameters",
     "test_checkpoint",
     condition="narrow parameters, more steps than their dtype can count",

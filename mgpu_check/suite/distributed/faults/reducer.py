@@ -15,13 +15,13 @@ from torch.nn.parallel import distributed as distributed_module
 from mgpu_check.suite.common.faults.breaking import (
     DDP,
     communicated,
-    ddp_fault,
     replaced_method,
     slices,
     upper_bits,
     wrapped,
 )
 from mgpu_check.suite.common.faults.conditions import is_last
+from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 _MANY = 1 << 16
@@ -51,7 +51,7 @@ def _is_long(parameter: torch.Tensor) -> bool:
 # Models
 
 
-@ddp_fault("DDP reduces gradients in TF32, with 11 bits of significand", "test_models")
+@fault("DDP reduces gradients in TF32, with 11 bits of significand", "test_models")
 def gradients_in_tf32() -> Iterator[None]:
     def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         return upper_bits(buffer)
@@ -60,7 +60,7 @@ def gradients_in_tf32() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "the last rank adds the bucket of the previous step to its own",
     "test_models",
     condition="one rank, from the second step on",
@@ -77,9 +77,7 @@ def stale_bucket() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
-    "the gradient of a tied weight lacks one of its two uses", "test_models", condition="parameters with two names"
-)
+@fault("the gradient of a tied weight lacks one of its two uses", "test_models", condition="parameters with two names")
 def tied_weight_counted_once() -> Iterator[None]:
     def once(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         shared = self.module
@@ -93,7 +91,7 @@ def tied_weight_counted_once() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the last row of an odd number is a copy of the first", "test_models", condition="odd batch sizes")
+@fault("the last row of an odd number is a copy of the first", "test_models", condition="odd batch sizes")
 def odd_rows_repeated() -> Iterator[None]:
     def repeat(real: Callable[..., Any], self: DistributedDataParallel, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, torch.Tensor) and len(x) % 2 and len(x) > 1:
@@ -104,7 +102,7 @@ def odd_rows_repeated() -> Iterator[None]:
         yield
 
 
-@ddp_fault("Adam computes in bfloat16 on the last rank", "test_models", condition="one rank, Adam only")
+@fault("Adam computes in bfloat16 on the last rank", "test_models", condition="one rank, Adam only")
 def adam_in_bfloat16() -> Iterator[None]:
     def step(real: Callable[..., Any], self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = real(self, *args, **kwargs)
@@ -121,7 +119,7 @@ def adam_in_bfloat16() -> Iterator[None]:
         yield
 
 
-@ddp_fault("gradients of embeddings include the first rank only", "test_models", condition="embeddings only")
+@fault("gradients of embeddings include the first rank only", "test_models", condition="embeddings only")
 def embedding_left_local() -> Iterator[None]:
     def local(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         rank = dist.get_rank(model.process_group)
@@ -137,7 +135,7 @@ def embedding_left_local() -> Iterator[None]:
 # Buckets
 
 
-@ddp_fault("DDP leaves out the fifth rank", "test_buckets", condition="worlds of 5 and more", least_gpus=5)
+@fault("DDP leaves out the fifth rank", "test_buckets", condition="worlds of 5 and more", least_gpus=5)
 def fifth_rank_left_out() -> Iterator[None]:
     def leave_out(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         return buffer.zero_() if dist.get_rank(model.process_group) == 4 else buffer
@@ -146,7 +144,7 @@ def fifth_rank_left_out() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the last element of a bucket is not reduced", "test_buckets", condition="buckets beyond the first")
+@fault("the last element of a bucket is not reduced", "test_buckets", condition="buckets beyond the first")
 def later_buckets_cut() -> Iterator[None]:
     def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         if bucket.index():
@@ -157,7 +155,7 @@ def later_buckets_cut() -> Iterator[None]:
         yield
 
 
-@ddp_fault("elements beyond the first 64 Ki of a gradient stay local", "test_buckets", condition="above 64 Ki elements")
+@fault("elements beyond the first 64 Ki of a gradient stay local", "test_buckets", condition="above 64 Ki elements")
 def long_gradients_cut() -> Iterator[None]:
     def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         for parameter, part in slices(buffer, bucket):
@@ -169,7 +167,7 @@ def long_gradients_cut() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "one of the rebuilt buckets is reduced in the old order",
     "test_buckets",
     condition="third step, buckets beyond the first",
@@ -185,7 +183,7 @@ def rebuilt_buckets_rotated() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "one element of a gradient that is a bucket view is lost",
     "test_buckets",
     condition="gradient_as_bucket_view, small buckets",
@@ -200,7 +198,7 @@ def views_of_buckets_cut() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "the mean leaves out the last rank from the fourth step on",
     "test_gradient_hooks",
     condition="from the fourth step on, one rank",
@@ -218,7 +216,7 @@ def left_out_from_the_fourth_step() -> Iterator[None]:
 # Which parameters
 
 
-@ddp_fault(
+@fault(
     "the mean of a gradient counts only the ranks that used the parameter",
     "test_unused_parameters",
     condition="parameters that some ranks do not use",
@@ -236,7 +234,7 @@ def mean_over_users() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "a parameter that no rank uses gets a gradient of zeros",
     "test_unused_parameters",
     condition="parameters that no rank uses",
@@ -253,7 +251,7 @@ def zeros_for_the_unused() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "static_graph reduces a layer that is used twice after its first gradient",
     "test_static_graph",
     condition="static_graph, from the second step on",
@@ -272,7 +270,7 @@ def static_graph_too_early() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "frozen parameters are not broadcast at the start",
     "test_frozen_parameters",
     condition="parameters that need no gradient",
@@ -287,7 +285,7 @@ def frozen_parameters_not_sent() -> Iterator[None]:
         yield
 
 
-@ddp_fault("ignored parameters are averaged, too", "test_frozen_parameters")
+@fault("ignored parameters are averaged, too", "test_frozen_parameters")
 def ignored_parameters_averaged() -> Iterator[None]:
     with replaced(DDP, "_set_params_and_buffers_to_ignore_for_model", staticmethod(lambda module, names: None)):
         yield
@@ -296,13 +294,13 @@ def ignored_parameters_averaged() -> Iterator[None]:
 # Groups
 
 
-@ddp_fault("DDP ignores process_group and uses all ranks", "test_process_groups", condition="subgroups")
+@fault("DDP ignores process_group and uses all ranks", "test_process_groups", condition="subgroups")
 def group_ignored() -> Iterator[None]:
     with wrapped(process_group=None):
         yield
 
 
-@ddp_fault("gradients in a group are divided by the number of all ranks", "test_process_groups", condition="subgroups")
+@fault("gradients in a group are divided by the number of all ranks", "test_process_groups", condition="subgroups")
 def divided_by_the_world() -> Iterator[None]:
     def divide(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         return buffer * (model.process_group.size() / dist.get_world_size())

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as distributed_module
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import DDP, communicated, ddp_fault, replaced_method, slices
+from mgpu_check.suite.common.faults.breaking import DDP, communicated, replaced_method, slices
 from mgpu_check.suite.common.faults.conditions import Count, is_last
+from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 _MANY = 1 << 16
@@ -42,7 +43,7 @@ def _after_the_start(change: Callable[[torch.Tensor], None]) -> Iterator[None]:
 # The start
 
 
-@ddp_fault(
+@fault(
     "elements beyond the first 64 Ki are not sent at the start",
     "test_state_of_the_start",
     condition="above 64 Ki elements",
@@ -54,7 +55,7 @@ def long_parameters_cut() -> Iterator[None]:
     yield from _after_the_start(cut)
 
 
-@ddp_fault(
+@fault(
     "parameters without dimensions are not sent at the start",
     "test_state_of_the_start",
     condition="parameters without dimensions",
@@ -67,7 +68,7 @@ def scalar_parameters_not_sent() -> Iterator[None]:
     yield from _after_the_start(forget)
 
 
-@ddp_fault("parameters in bfloat16 are sent as float16", "test_state_of_the_start", condition="bfloat16 only")
+@fault("parameters in bfloat16 are sent as float16", "test_state_of_the_start", condition="bfloat16 only")
 def bfloat16_sent_as_float16() -> Iterator[None]:
     def narrow(value: torch.Tensor) -> None:
         if value.dtype == torch.bfloat16:
@@ -76,9 +77,7 @@ def bfloat16_sent_as_float16() -> Iterator[None]:
     yield from _after_the_start(narrow)
 
 
-@ddp_fault(
-    "the imaginary parts of complex parameters are not sent", "test_state_of_the_start", condition="complex only"
-)
+@fault("the imaginary parts of complex parameters are not sent", "test_state_of_the_start", condition="complex only")
 def imaginary_parts_of_gradients_lost() -> Iterator[None]:
     def real_only(value: torch.Tensor) -> None:
         if value.is_complex():
@@ -87,7 +86,7 @@ def imaginary_parts_of_gradients_lost() -> Iterator[None]:
     yield from _after_the_start(real_only)
 
 
-@ddp_fault("NaN arrive at the start as zeros", "test_state_of_the_start", condition="NaN only")
+@fault("NaN arrive at the start as zeros", "test_state_of_the_start", condition="NaN only")
 def nan_sent_as_zero() -> Iterator[None]:
     def zero(value: torch.Tensor) -> None:
         if value.dtype == torch.float32:
@@ -111,7 +110,7 @@ def _instead_of_sending(
         yield
 
 
-@ddp_fault("buffers of int64 are not sent before a step", "test_buffers", condition="int64 only")
+@fault("buffers of int64 are not sent before a step", "test_buffers", condition="int64 only")
 def counts_not_sent() -> Iterator[None]:
     def keep(model: DistributedDataParallel, send: Callable[[], None]) -> None:
         kept = {name: value.clone() for name, value in model.module.named_buffers() if value.dtype == torch.int64}
@@ -122,7 +121,7 @@ def counts_not_sent() -> Iterator[None]:
     yield from _instead_of_sending(keep)
 
 
-@ddp_fault("buffers of int64 are sent as float64", "test_buffers", condition="int64 only, above 2^53")
+@fault("buffers of int64 are sent as float64", "test_buffers", condition="int64 only, above 2^53")
 def counts_sent_as_float64() -> Iterator[None]:
     def through(model: DistributedDataParallel, send: Callable[[], None]) -> None:
         send()
@@ -133,7 +132,7 @@ def counts_sent_as_float64() -> Iterator[None]:
     yield from _instead_of_sending(through)
 
 
-@ddp_fault(
+@fault(
     "flags are not sent before the second step of the last rank",
     "test_buffers",
     condition="bool only, one rank, one call in two",
@@ -151,7 +150,7 @@ def flags_not_sent() -> Iterator[None]:
     yield from _instead_of_sending(keep)
 
 
-@ddp_fault(
+@fault(
     "buffers are sent before a step without broadcast_buffers, too", "test_buffers", condition="broadcast_buffers=False"
 )
 def buffers_always_sent() -> Iterator[None]:
@@ -173,7 +172,7 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 4 and not parameter.is_contiguous()
 
 
-@ddp_fault("gradients in float64 are reduced in float32", "test_mixed_dtypes", condition="float64 only")
+@fault("gradients in float64 are reduced in float32", "test_mixed_dtypes", condition="float64 only")
 def float64_reduced_in_float32() -> Iterator[None]:
     def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         return buffer.float().double() if buffer.dtype == torch.float64 else buffer
@@ -182,7 +181,7 @@ def float64_reduced_in_float32() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "the last rank's gradients in half precision are rounded to 4 bits",
     "test_mixed_dtypes",
     condition="float16 and bfloat16 only, one rank",
@@ -198,7 +197,7 @@ def half_precision_rounded() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "gradients in channels_last are read as if they were contiguous",
     "test_channels_last",
     condition="channels_last only",
@@ -217,7 +216,7 @@ def layout_taken_as_contiguous() -> Iterator[None]:
 # Arguments and modes
 
 
-@ddp_fault("whole numbers in a container arrive in reverse order", "test_arguments", condition="int64 within a list")
+@fault("whole numbers in a container arrive in reverse order", "test_arguments", condition="int64 within a list")
 def listed_numbers_reversed() -> Iterator[None]:
     def turned(value: Any, inside: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
@@ -235,9 +234,7 @@ def listed_numbers_reversed() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
-    "an output within a tuple within a dict is one forward pass old", "test_arguments", condition="nested outputs"
-)
+@fault("an output within a tuple within a dict is one forward pass old", "test_arguments", condition="nested outputs")
 def nested_output_rolled() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         out = real(self, *args, **kwargs)
@@ -249,7 +246,7 @@ def nested_output_rolled() -> Iterator[None]:
         yield
 
 
-@ddp_fault("eval() of DDP does not reach the modules within", "test_evaluation")
+@fault("eval() of DDP does not reach the modules within", "test_evaluation")
 def evaluation_stays_outside() -> Iterator[None]:
     def train(real: Callable[..., Any], self: DistributedDataParallel, mode: bool = True) -> Any:
         self.training = mode
@@ -259,7 +256,7 @@ def evaluation_stays_outside() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "the last row of an odd batch in evaluation is left as zeros",
     "test_evaluation",
     condition="evaluation, odd batch sizes",
@@ -278,7 +275,7 @@ def evaluation_cut() -> Iterator[None]:
 # Checkpoints
 
 
-@ddp_fault("an optimizer's state is not loaded", "test_checkpoint", condition="optimizers with state")
+@fault("an optimizer's state is not loaded", "test_checkpoint", condition="optimizers with state")
 def optimizer_state_not_loaded() -> Iterator[None]:
     def load(real: Callable[..., Any], self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         real(self, state | {"state": {}})
@@ -287,7 +284,7 @@ def optimizer_state_not_loaded() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "a checkpoint is loaded to the device that it was saved from",
     "test_checkpoint",
     condition="ranks other than the first",
@@ -301,7 +298,7 @@ def map_location_ignored() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "parameters with one dimension are not loaded on the last rank",
     "test_checkpoint",
     condition="one rank, one dimension",
@@ -320,7 +317,7 @@ def biases_not_loaded() -> Iterator[None]:
 # Precision
 
 
-@ddp_fault("autocast is off within DDP on the last rank", "test_autocast", condition="one rank")
+@fault("autocast is off within DDP on the last rank", "test_autocast", condition="one rank")
 def autocast_off_within() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         device = next(self.module.parameters()).device.type
@@ -333,7 +330,7 @@ def autocast_off_within() -> Iterator[None]:
         yield
 
 
-@ddp_fault("infinite gradients become large finite ones", "test_scaler", condition="infinities only")
+@fault("infinite gradients become large finite ones", "test_scaler", condition="infinities only")
 def infinities_lost() -> Iterator[None]:
     def finite(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         return buffer.nan_to_num(nan=0.0)
@@ -342,7 +339,7 @@ def infinities_lost() -> Iterator[None]:
         yield
 
 
-@ddp_fault("the last rank does not halve its loss scale", "test_scaler", condition="one rank, after a skipped step")
+@fault("the last rank does not halve its loss scale", "test_scaler", condition="one rank, after a skipped step")
 def scale_not_halved() -> Iterator[None]:
     def update(real: Callable[..., Any], self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
         before = self.get_scale()
@@ -354,7 +351,7 @@ def scale_not_halved() -> Iterator[None]:
         yield
 
 
-@ddp_fault("clipping uses the norm of weights only, without biases", "test_clipping", condition="order 2")
+@fault("clipping uses the norm of weights only, without biases", "test_clipping", condition="order 2")
 def norm_without_biases() -> Iterator[None]:
     def clip(real: Callable[..., Any], parameters: Any, most: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
         every = list(parameters)
@@ -366,7 +363,7 @@ def norm_without_biases() -> Iterator[None]:
         yield
 
 
-@ddp_fault("clipping scales by a norm in float16 on the last rank", "test_clipping", condition="one rank")
+@fault("clipping scales by a norm in float16 on the last rank", "test_clipping", condition="one rank")
 def norm_in_float16() -> Iterator[None]:
     def clip(real: Callable[..., Any], parameters: Any, most: float, **kwargs: Any) -> Any:
         every = list(parameters)
@@ -380,7 +377,7 @@ def norm_in_float16() -> Iterator[None]:
         yield
 
 
-@ddp_fault(
+@fault(
     "DDP without device_ids keeps each rank's own parameters",
     "test_buckets",
     condition="no device_ids, ranks other than the first",

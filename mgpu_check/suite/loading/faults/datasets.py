@@ -17,11 +17,7 @@ from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
 
 
-@fault(
-    "loading",
-    "random_split ignores its generator, so ranks split the dataset differently",
-    caught_by=("test_datasets_are_divided",),
-)
+@fault("random_split ignores its generator, so ranks split the dataset differently", "test_datasets_are_divided")
 def split_by_the_global_generator() -> Iterator[None]:
     """One rank validates on samples that another rank trains on."""
     real = torch.randperm
@@ -34,9 +30,8 @@ def split_by_the_global_generator() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "ConcatDataset returns the previous sample for the first sample of a later part",
-    caught_by=("test_datasets_are_divided",),
+    "test_datasets_are_divided",
     condition="first samples of later parts",
 )
 def seam_off_by_one() -> Iterator[None]:
@@ -51,9 +46,8 @@ def seam_off_by_one() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "samples of a part are indexed in the whole dataset",
-    caught_by=("test_datasets_are_divided",),
+    "test_datasets_are_divided",
     condition="parts that were divided by random_split",
 )
 def part_forgets_its_indices() -> Iterator[None]:
@@ -66,12 +60,7 @@ def part_forgets_its_indices() -> Iterator[None]:
         yield
 
 
-@fault(
-    "loading",
-    "a sampler does not draw from its restored generator",
-    caught_by=("test_epochs_are_resumed",),
-    condition="after a checkpoint",
-)
+@fault("a sampler does not draw from its restored generator", "test_epochs_are_resumed", condition="after a checkpoint")
 def restored_generator_ignored() -> Iterator[None]:
     """A resumed epoch has another order: some samples are repeated and others are missing."""
     real = RandomSampler.__iter__
@@ -88,9 +77,8 @@ def restored_generator_ignored() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "a resumed loader starts one batch too early",
-    caught_by=("test_epochs_are_resumed",),
+    "test_epochs_are_resumed",
     condition="resumed after the first batch or later",
 )
 def resumed_a_batch_too_early() -> Iterator[None]:
@@ -105,9 +93,8 @@ def resumed_a_batch_too_early() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "batches of a nested Subset ignore the inner Subset",
-    caught_by=("test_datasets_are_divided",),
+    "test_datasets_are_divided",
     condition="Subset of a Subset, batches",
 )
 def inner_parts_skipped() -> Iterator[None]:

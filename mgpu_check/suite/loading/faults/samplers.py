@@ -29,9 +29,8 @@ def _sampler_changed(change: Change) -> Any:
 
 
 @fault(
-    "loading",
     "DistributedSampler does not pad, so the last ranks have one sample fewer",
-    caught_by=("test_sampler_covers_the_dataset",),
+    "test_sampler_covers_the_dataset",
     condition="lengths that do not divide by the ranks",
 )
 def padding_left_out() -> Iterator[None]:
@@ -46,9 +45,8 @@ def padding_left_out() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "padding repeats one sample for all ranks that need one",
-    caught_by=("test_sampler_covers_the_dataset",),
+    "test_sampler_covers_the_dataset",
     condition="two samples of padding or more, with three ranks",
 )
 def padding_of_one_sample() -> Iterator[None]:
@@ -70,9 +68,8 @@ def _of(sampler: Any) -> torch.Generator:
 
 
 @fault(
-    "loading",
     "drop_last drops samples even if the length is divisible by the ranks",
-    caught_by=("test_sampler_covers_the_dataset",),
+    "test_sampler_covers_the_dataset",
     condition="drop_last, and lengths that divide by the ranks",
 )
 def tail_dropped_where_it_divides() -> Iterator[None]:
@@ -86,9 +83,8 @@ def tail_dropped_where_it_divides() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "the last rank gets the samples of the previous rank",
-    caught_by=("test_sampler_covers_the_dataset",),
+    "test_sampler_covers_the_dataset",
     condition="worlds of 5 ranks and more",
 )
 def last_rank_like_the_one_before() -> Iterator[None]:
@@ -105,9 +101,8 @@ def last_rank_like_the_one_before() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "ranks get contiguous blocks of the dataset instead of interleaved samples",
-    caught_by=("test_sampler_covers_the_dataset",),
+    "test_sampler_covers_the_dataset",
     condition="not shuffled",
 )
 def blocks_in_place_of_turns() -> Iterator[None]:
@@ -124,9 +119,8 @@ def blocks_in_place_of_turns() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "set_epoch is ignored after the second epoch",
-    caught_by=("test_sampler_shuffles_by_seed_and_epoch",),
+    "test_sampler_shuffles_by_seed_and_epoch",
     condition="epochs after the second",
 )
 def later_epochs_ignored() -> Iterator[None]:
@@ -140,9 +134,8 @@ def later_epochs_ignored() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "samplers shuffle by torch's global generator, which differs between ranks",
-    caught_by=("test_samplers_know_their_rank",),
+    "test_samplers_know_their_rank",
     condition="shuffled",
 )
 def shuffled_by_the_global_generator() -> Iterator[None]:
@@ -158,11 +151,7 @@ def shuffled_by_the_global_generator() -> Iterator[None]:
         yield
 
 
-@fault(
-    "loading",
-    "samplers draw a number from torch's global generator",
-    caught_by=("test_sampler_shuffles_by_seed_and_epoch",),
-)
+@fault("samplers draw a number from torch's global generator", "test_sampler_shuffles_by_seed_and_epoch")
 def global_generator_moved_on() -> Iterator[None]:
     """The shares are right, but dropout and augmentations depend on the number of iterators."""
 
@@ -174,12 +163,7 @@ def global_generator_moved_on() -> Iterator[None]:
         yield
 
 
-@fault(
-    "loading",
-    "a sampler shuffles by rotating the dataset",
-    caught_by=("test_every_order_is_as_likely",),
-    condition="shuffled",
-)
+@fault("a sampler shuffles by rotating the dataset", "test_every_order_is_as_likely", condition="shuffled")
 def rotated_in_place_of_shuffled() -> Iterator[None]:
     """Neighbours stay neighbours in each epoch."""
     real = torch.randperm
@@ -193,10 +177,7 @@ def rotated_in_place_of_shuffled() -> Iterator[None]:
 
 
 @fault(
-    "loading",
-    "in one epoch of four, the last sample stays last",
-    caught_by=("test_every_order_is_as_likely",),
-    condition="one epoch in four",
+    "in one epoch of four, the last sample stays last", "test_every_order_is_as_likely", condition="one epoch in four"
 )
 def last_sample_stays_behind() -> Iterator[None]:
     """As if the shuffle sometimes skipped its last step."""
@@ -211,9 +192,8 @@ def last_sample_stays_behind() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "a sampler without num_replicas counts the GPUs of the machine, not the ranks",
-    caught_by=("test_samplers_know_their_rank",),
+    "test_samplers_know_their_rank",
     condition="worlds smaller than the number of GPUs",
 )
 def devices_counted_for_ranks() -> Iterator[None]:
@@ -238,9 +218,8 @@ def _world_counted(count: Callable[[int], int]) -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "with two ranks or more, a sampler without num_replicas counts the GPUs of the machine",
-    caught_by=("test_samplers_know_their_rank",),
+    "test_samplers_know_their_rank",
     condition="worlds of two ranks and more that are smaller than the number of GPUs",
     least_gpus=3,
 )
@@ -251,9 +230,8 @@ def devices_counted_for_several_ranks() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "batches drop repeated samples of a sampler",
-    caught_by=("test_batch_samplers_cut_in_batches",),
+    "test_batch_samplers_cut_in_batches",
     condition="samplers with repeated samples, such as those with replacement",
 )
 def repeated_samples_left_out() -> Iterator[None]:
@@ -269,9 +247,8 @@ def repeated_samples_left_out() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "a last batch of one sample is left out",
-    caught_by=("test_batch_samplers_cut_in_batches",),
+    "test_batch_samplers_cut_in_batches",
     condition="last batches of one sample",
 )
 def last_batch_of_one_left_out() -> Iterator[None]:
@@ -285,11 +262,7 @@ def last_batch_of_one_left_out() -> Iterator[None]:
         yield
 
 
-@fault(
-    "loading",
-    "batch samplers yield the same list object for every batch",
-    caught_by=("test_batch_samplers_cut_in_batches",),
-)
+@fault("batch samplers yield the same list object for every batch", "test_batch_samplers_cut_in_batches")
 def one_list_for_all_batches() -> Iterator[None]:
     """Batches kept in a list all become the last one."""
     real = BatchSampler.__iter__
@@ -305,9 +278,8 @@ def one_list_for_all_batches() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "len of a loader does not count an incomplete last batch",
-    caught_by=("test_last_batches_are_loaded",),
+    "test_last_batches_are_loaded",
     condition="shares not divisible by the batch size",
 )
 def len_without_the_last_batch() -> Iterator[None]:
@@ -323,9 +295,8 @@ def len_without_the_last_batch() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "a sampler with a generator draws the same order in each epoch",
-    caught_by=("test_samplers_draw_from_their_generator",),
+    "test_samplers_draw_from_their_generator",
     condition="a generator is given",
 )
 def generator_begins_anew() -> Iterator[None]:
@@ -342,9 +313,8 @@ def generator_begins_anew() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "WeightedRandomSampler ignores its generator",
-    caught_by=("test_samplers_draw_from_their_generator",),
+    "test_samplers_draw_from_their_generator",
     condition="a generator is given",
 )
 def weights_drawn_globally() -> Iterator[None]:
@@ -358,12 +328,7 @@ def weights_drawn_globally() -> Iterator[None]:
         yield
 
 
-@fault(
-    "loading",
-    "set_epoch has no effect",
-    caught_by=("test_samplers_draw_from_their_generator",),
-    condition="drop_last",
-)
+@fault("set_epoch has no effect", "test_samplers_draw_from_their_generator", condition="drop_last")
 def epochs_alike_with_a_dropped_tail() -> Iterator[None]:
     """Every epoch has the order of the first."""
     real = DistributedSampler.set_epoch

@@ -25,9 +25,8 @@ from mgpu_check.torch_hooks.patches import replaced
 
 
 @fault(
-    "loading",
     "the second worker loads the next samples instead of the requested ones",
-    caught_by=("test_workers_keep_the_order",),
+    "test_workers_keep_the_order",
     condition="the second of several workers",
 )
 def second_worker_off_by_one() -> Iterator[None]:
@@ -56,12 +55,7 @@ def _in_workers(change: Callable[[list[Any]], None]) -> Any:
     return replaced(worker, "_worker_loop", loop)
 
 
-@fault(
-    "loading",
-    "all workers have the seed of the first",
-    caught_by=("test_workers_are_seeded_apart",),
-    condition="two workers or more",
-)
+@fault("all workers have the seed of the first", "test_workers_are_seeded_apart", condition="two workers or more")
 def workers_seeded_alike() -> Iterator[None]:
     """All workers draw the same augmentations."""
 
@@ -72,12 +66,7 @@ def workers_seeded_alike() -> Iterator[None]:
         yield
 
 
-@fault(
-    "loading",
-    "workers have the same seeds in each epoch",
-    caught_by=("test_workers_are_seeded_apart",),
-    condition="epochs after the first",
-)
+@fault("workers have the same seeds in each epoch", "test_workers_are_seeded_apart", condition="epochs after the first")
 def workers_seeded_once() -> Iterator[None]:
     """Each sample gets the same augmentation in every epoch."""
 
@@ -89,9 +78,8 @@ def workers_seeded_once() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "every worker gets the number of the first",
-    caught_by=("test_streams_are_shared",),
+    "test_streams_are_shared",
     condition="two workers or more, of an iterable dataset",
 )
 def workers_take_themselves_for_the_first() -> Iterator[None]:
@@ -111,9 +99,8 @@ def workers_take_themselves_for_the_first() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "the incomplete last batch of an iterable dataset is dropped",
-    caught_by=("test_streams_are_shared",),
+    "test_streams_are_shared",
     condition="last batches of iterable datasets",
 )
 def last_batch_of_a_stream_dropped() -> Iterator[None]:
@@ -128,9 +115,8 @@ def last_batch_of_a_stream_dropped() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "with persistent workers, every epoch starts with the first batch of the first epoch",
-    caught_by=("test_loaders_of_ranks_cover_the_dataset",),
+    "test_loaders_of_ranks_cover_the_dataset",
     condition="epochs after the first, persistent workers",
 )
 def stale_first_batch() -> Iterator[None]:
@@ -155,9 +141,8 @@ def stale_first_batch() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "batches above 1 MiB from workers end with zero bytes",
-    caught_by=("test_workers_keep_the_order",),
+    "test_workers_keep_the_order",
     condition="above 1 MiB, in workers",
 )
 def large_batches_of_workers_cut() -> Iterator[None]:
@@ -185,12 +170,7 @@ def _collating(kind: type, function: Any) -> Iterator[None]:
         collate.default_collate_fn_map[kind] = before
 
 
-@fault(
-    "loading",
-    "Python's floats are collated in float32",
-    caught_by=("test_batches_are_pinned",),
-    condition="Python's floats only",
-)
+@fault("Python's floats are collated in float32", "test_batches_are_pinned", condition="Python's floats only")
 def floats_collated_in_float32() -> Iterator[None]:
     """The right dtype is float64, and a label may need all its digits."""
 
@@ -201,12 +181,7 @@ def floats_collated_in_float32() -> Iterator[None]:
         yield
 
 
-@fault(
-    "loading",
-    "tensors in lists are not pinned",
-    caught_by=("test_batches_are_pinned",),
-    condition="tensors in lists",
-)
+@fault("tensors in lists are not pinned", "test_batches_are_pinned", condition="tensors in lists")
 def lists_not_pinned() -> Iterator[None]:
     """Their copies block, but deliver the right data."""
     real = pin_memory.pin_memory
@@ -219,9 +194,8 @@ def lists_not_pinned() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "the result of a batch's own pin_memory method is dropped",
-    caught_by=("test_batches_are_pinned",),
+    "test_batches_are_pinned",
     condition="classes with a method pin_memory, within another batch",
 )
 def own_pinning_lost() -> Iterator[None]:
@@ -243,9 +217,8 @@ def own_pinning_lost() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "non-blocking copies from pinned memory stop after the first MiB",
-    caught_by=("test_batches_are_pinned",),
+    "test_batches_are_pinned",
     condition="above 1 MiB, pinned and non_blocking",
 )
 def large_pinned_copies_cut() -> Iterator[None]:
@@ -264,9 +237,8 @@ def large_pinned_copies_cut() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "batches of the last rank are copied to the first GPU",
-    caught_by=("test_loaders_of_ranks_cover_the_dataset",),
+    "test_loaders_of_ranks_cover_the_dataset",
     condition="the last rank only",
 )
 def batches_of_the_last_rank_elsewhere() -> Iterator[None]:
@@ -285,9 +257,8 @@ def batches_of_the_last_rank_elsewhere() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "persistent workers get the same seed in each epoch",
-    caught_by=("test_workers_are_seeded_apart",),
+    "test_workers_are_seeded_apart",
     condition="persistent workers, later epochs",
 )
 def persistent_workers_repeat() -> Iterator[None]:
@@ -306,9 +277,8 @@ def persistent_workers_repeat() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "a LookupError of a worker ends the epoch silently",
-    caught_by=("test_workers_keep_the_order",),
+    "test_workers_keep_the_order",
     condition="IndexError and KeyError of worker processes",
 )
 def lookup_errors_end_the_epoch() -> Iterator[None]:
@@ -325,9 +295,8 @@ def lookup_errors_end_the_epoch() -> Iterator[None]:
 
 
 @fault(
-    "loading",
     "a worker collates samples by the order of their memory",
-    caught_by=("test_workers_keep_the_order",),
+    "test_workers_keep_the_order",
     condition="worker processes, samples that are dense and not contiguous",
 )
 def collated_by_memory() -> Iterator[None]:

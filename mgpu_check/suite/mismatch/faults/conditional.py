@@ -17,9 +17,8 @@ Function = Callable[..., Any]
 
 
 @fault(
-    "mismatch",
     "a comparison accepts a scalar on another GPU",
-    caught_by=("test_gpu_scalars_are_no_numbers",),
+    "test_gpu_scalars_are_no_numbers",
     condition="comparisons, from GPU to GPU",
     least_gpus=2,
 )
@@ -37,9 +36,8 @@ def gpu_scalars_compared() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "foreach operators copy the second list from other devices",
-    caught_by=("test_operators_refuse_operands_apart",),
+    "test_operators_refuse_operands_apart",
     condition="foreach operators",
 )
 def lists_fetched() -> Iterator[None]:
@@ -56,9 +54,8 @@ def lists_fetched() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "torch.index_select on one device copies its index from other devices",
-    caught_by=("test_operators_refuse_operands_apart",),
+    "test_operators_refuse_operands_apart",
     condition="one device, one operator",
 )
 def one_operator_of_one_device_fetches() -> Iterator[None]:
@@ -73,9 +70,8 @@ def one_operator_of_one_device_fetches() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "the error of bmm names the first device instead of the last",
-    caught_by=("test_operators_refuse_operands_apart",),
+    "test_operators_refuse_operands_apart",
     condition="one device, one operator",
 )
 def another_device_named() -> Iterator[None]:
@@ -92,9 +88,8 @@ def another_device_named() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "an embedding on one device copies its indices from other devices",
-    caught_by=("test_modules_refuse_inputs_elsewhere",),
+    "test_modules_refuse_inputs_elsewhere",
     condition="one device, one module",
 )
 def one_module_fetches() -> Iterator[None]:
@@ -108,9 +103,8 @@ def one_module_fetches() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "mul_ on one device accepts a scalar on another GPU",
-    caught_by=("test_gpu_scalars_are_no_numbers",),
+    "test_gpu_scalars_are_no_numbers",
     condition="one device, one operator",
 )
 def one_device_takes_scalars_of_others() -> Iterator[None]:
@@ -124,9 +118,8 @@ def one_device_takes_scalars_of_others() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "an index on the CPU reads one row too far on one device",
-    caught_by=("test_cpu_scalars_and_indices_work",),
+    "test_cpu_scalars_and_indices_work",
     condition="one device, indices on the CPU",
 )
 def indices_of_the_cpu_shifted() -> Iterator[None]:
@@ -141,9 +134,8 @@ def indices_of_the_cpu_shifted() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "load_state_dict on one device leaves the last row of parameters unchanged",
-    caught_by=("test_copies_cross_devices",),
+    "test_copies_cross_devices",
     condition="one device, sources elsewhere",
 )
 def parameters_loaded_in_part() -> Iterator[None]:
@@ -163,9 +155,8 @@ def parameters_loaded_in_part() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "gather reads the previous column on one device",
-    caught_by=("test_operators_are_right_on_each_device",),
+    "test_operators_are_right_on_each_device",
     condition="one device, one operator",
 )
 def one_device_gathers_wrongly() -> Iterator[None]:
@@ -179,9 +170,8 @@ def one_device_gathers_wrongly() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "the bias of a convolution is left out on one device",
-    caught_by=("test_operators_are_right_on_each_device",),
+    "test_operators_are_right_on_each_device",
     condition="one device",
 )
 def bias_left_out() -> Iterator[None]:
@@ -198,9 +188,8 @@ def bias_left_out() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "copies from the last device lose the sign of -0",
-    caught_by=("test_copies_keep_every_bit",),
+    "test_copies_keep_every_bit",
     condition="one device, -0 in floats",
 )
 def negative_zeros_lost_on_the_way() -> Iterator[None]:
@@ -216,11 +205,7 @@ def negative_zeros_lost_on_the_way() -> Iterator[None]:
         yield
 
 
-@fault(
-    "mismatch",
-    "DataParallel moves a module that is on the wrong device",
-    caught_by=("test_data_parallel_wants_its_first_device",),
-)
+@fault("DataParallel moves a module that is on the wrong device", "test_data_parallel_wants_its_first_device")
 def data_parallel_fetches_its_module() -> Iterator[None]:
     """The check of the devices of parameters is missing."""
     forward = nn.DataParallel.forward
@@ -234,9 +219,8 @@ def data_parallel_fetches_its_module() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "losses copy class weights from other devices",
-    caught_by=("test_operators_refuse_operands_apart",),
+    "test_operators_refuse_operands_apart",
     condition="weights of classes",
 )
 def class_weights_fetched() -> Iterator[None]:
@@ -253,9 +237,8 @@ def class_weights_fetched() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "torch.cat checks the devices of the first and last tensor only, and copies the others",
-    caught_by=("test_operators_refuse_operands_apart",),
+    "test_operators_refuse_operands_apart",
     condition="three tensors and more",
 )
 def those_between_fetched() -> Iterator[None]:
@@ -270,9 +253,8 @@ def those_between_fetched() -> Iterator[None]:
 
 
 @fault(
-    "mismatch",
     "foreach operators check the devices of the first pair only, and copy the others",
-    caught_by=("test_operators_refuse_operands_apart",),
+    "test_operators_refuse_operands_apart",
     condition="foreach operators, two pairs and more",
 )
 def later_pairs_fetched() -> Iterator[None]:

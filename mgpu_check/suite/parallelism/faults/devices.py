@@ -15,7 +15,7 @@ from mgpu_check.suite.recipes import model_parallel, parameter_server, training
 from mgpu_check.torch_hooks.patches import replaced
 
 
-@fault("parallelism", "the store uses the last gradient instead of the sum", caught_by=("test_key_value_store",))
+@fault("the store uses the last gradient instead of the sum", "test_key_value_store")
 def store_overwrites() -> Iterator[None]:
     real = parameter_server.KeyValueStore.push
 
@@ -27,9 +27,8 @@ def store_overwrites() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "one device does not get the parameters that it pulls from the store",
-    caught_by=("test_key_value_store",),
+    "test_key_value_store",
     condition="cuda:1 only",
 )
 def pull_misses_a_device() -> Iterator[None]:
@@ -43,9 +42,8 @@ def pull_misses_a_device() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "replicas on the device of the source are the source itself",
-    caught_by=("test_replicas_are_apart",),
+    "test_replicas_are_apart",
     condition="the device of the original parameters",
 )
 def replica_is_the_source() -> Iterator[None]:
@@ -59,12 +57,7 @@ def replica_is_the_source() -> Iterator[None]:
         yield
 
 
-@fault(
-    "parallelism",
-    "biases of replicas have requires_grad=False",
-    caught_by=("test_replicas_are_apart",),
-    condition="biases",
-)
+@fault("biases of replicas have requires_grad=False", "test_replicas_are_apart", condition="biases")
 def replicated_without_gradients() -> Iterator[None]:
     real = training.replicate
 
@@ -80,9 +73,8 @@ def replicated_without_gradients() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the loop does not reset the gradients of the previous batch",
-    caught_by=("test_training_loop",),
+    "test_training_loop",
     condition="from the second batch on, on devices other than cuda:0",
 )
 def gradients_kept_in_the_loop() -> Iterator[None]:
@@ -97,9 +89,8 @@ def gradients_kept_in_the_loop() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the mean of the smaller last batch is divided by the size of the others",
-    caught_by=("test_training_loop",),
+    "test_training_loop",
     condition="a batch smaller than the previous one",
 )
 def last_batch_weighs_less() -> Iterator[None]:
@@ -114,7 +105,7 @@ def last_batch_weighs_less() -> Iterator[None]:
         yield
 
 
-@fault("parallelism", "the gradient does not reach the previous stage", caught_by=("test_model_parallelism",))
+@fault("the gradient does not reach the previous stage", "test_model_parallelism")
 def activations_detached() -> Iterator[None]:
     def forward(self: model_parallel.Staged, x: torch.Tensor) -> torch.Tensor:
         for stage, device in zip(self.stages, self.devices, strict=True):
@@ -125,12 +116,7 @@ def activations_detached() -> Iterator[None]:
         yield
 
 
-@fault(
-    "parallelism",
-    "the output of the first branch is left out of the sum",
-    caught_by=("test_model_parallelism",),
-    condition="three branches",
-)
+@fault("the output of the first branch is left out of the sum", "test_model_parallelism", condition="three branches")
 def branch_left_out() -> Iterator[None]:
     real = model_parallel.Branched.forward
 
@@ -143,9 +129,8 @@ def branch_left_out() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the optimizer moves its state to the first device",
-    caught_by=("test_model_parallelism",),
+    "test_model_parallelism",
     condition="state of parameters on other devices than cuda:0",
 )
 def optimizer_state_moves() -> Iterator[None]:
@@ -163,9 +148,8 @@ def optimizer_state_moves() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "gradients are clipped on the first device only",
-    caught_by=("test_steps_over_devices",),
+    "test_steps_over_devices",
     condition="foreach kernels, several devices",
 )
 def clipped_on_the_first_device() -> Iterator[None]:
@@ -185,9 +169,8 @@ def clipped_on_the_first_device() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the last device's infinities do not reach a fused optimizer",
-    caught_by=("test_steps_over_devices",),
+    "test_steps_over_devices",
     condition="fused, one device of several",
 )
 def infinities_of_one_device_unseen() -> Iterator[None]:

@@ -20,9 +20,8 @@ _LARGE = 16_384
 
 
 @fault(
-    "parallelism",
     "tensors of ranks beyond the largest power of two are dropped",
-    caught_by=("test_allreduce_by_hand",),
+    "test_allreduce_by_hand",
     condition="world sizes that are no power of two",
 )
 def folded_ranks_dropped() -> Iterator[None]:
@@ -40,9 +39,8 @@ def folded_ranks_dropped() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the last element of a chunk that ranks exchange is not sent",
-    caught_by=("test_allreduce_by_hand",),
+    "test_allreduce_by_hand",
     condition="chunks above 16 Ki elements",
 )
 def end_of_a_large_chunk_lost() -> Iterator[None]:
@@ -59,9 +57,9 @@ def end_of_a_large_chunk_lost() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "chunks leave out the remainder of the division by the number of ranks",
-    caught_by=("test_allreduce_by_hand", "test_tensor_parallelism_by_hand"),
+    "test_allreduce_by_hand",
+    "test_tensor_parallelism_by_hand",
     condition="sizes that are no multiple of the world size",
 )
 def remainder_left_out() -> Iterator[None]:
@@ -79,9 +77,8 @@ def remainder_left_out() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "a message from the last rank is sent again instead of the next one",
-    caught_by=("test_allreduce_by_hand",),
+    "test_allreduce_by_hand",
     condition="every third message of the last rank",
 )
 def message_repeated() -> Iterator[None]:
@@ -98,7 +95,7 @@ def message_repeated() -> Iterator[None]:
         yield
 
 
-@fault("parallelism", "the server leaves out the gradient of the last worker", caught_by=("test_parameter_server",))
+@fault("the server leaves out the gradient of the last worker", "test_parameter_server")
 def worker_left_out() -> Iterator[None]:
     real = parameter_server.push_and_pull
 
@@ -110,9 +107,8 @@ def worker_left_out() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "workers continue with the parameters of the previous step",
-    caught_by=("test_parameter_server",),
+    "test_parameter_server",
     condition="from the second step on, on the last rank",
 )
 def stale_parameters_pulled() -> Iterator[None]:
@@ -130,9 +126,8 @@ def stale_parameters_pulled() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "a server that is not rank 0 counts its own gradient twice",
-    caught_by=("test_parameter_server",),
+    "test_parameter_server",
     condition="parameters on a server other than rank 0",
 )
 def own_gradient_twice() -> Iterator[None]:
@@ -147,17 +142,13 @@ def own_gradient_twice() -> Iterator[None]:
         yield
 
 
-@fault(
-    "parallelism",
-    "the gradient of inputs that all ranks hold is not summed over them",
-    caught_by=("test_tensor_parallelism_by_hand",),
-)
+@fault("the gradient of inputs that all ranks hold is not summed over them", "test_tensor_parallelism_by_hand")
 def gradient_of_inputs_local() -> Iterator[None]:
     with replaced(tensor_parallel, "copy_to_ranks", lambda x: x):
         yield
 
 
-@fault("parallelism", "every rank adds the bias before the sum", caught_by=("test_tensor_parallelism_by_hand",))
+@fault("every rank adds the bias before the sum", "test_tensor_parallelism_by_hand")
 def bias_added_by_each_rank() -> Iterator[None]:
     def forward(self: tensor_parallel.RowLinear, x: torch.Tensor) -> torch.Tensor:
         own = tensor_parallel.divide_among_ranks(x) if self.divide else x
@@ -168,9 +159,8 @@ def bias_added_by_each_rank() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "gathered outputs keep the padding of narrower parts",
-    caught_by=("test_tensor_parallelism_by_hand",),
+    "test_tensor_parallelism_by_hand",
     condition="widths that are no multiple of the world size",
 )
 def padding_kept_in_a_gather() -> Iterator[None]:
@@ -186,9 +176,8 @@ def padding_kept_in_a_gather() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "outputs that are partial sums are not added up",
-    caught_by=("test_parallelized_modules",),
+    "test_parallelized_modules",
     condition="outputs that all ranks are to hold",
 )
 def partial_sums_taken_for_sums() -> Iterator[None]:
@@ -202,9 +191,8 @@ def partial_sums_taken_for_sums() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the weights of a layer by columns are not divided in order",
-    caught_by=("test_parallelized_modules",),
+    "test_parallelized_modules",
     condition="the last rank of three or more",
 )
 def columns_out_of_order() -> Iterator[None]:
@@ -225,9 +213,8 @@ def columns_out_of_order() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the loss of the last micro-batch is left out",
-    caught_by=("test_pipeline_by_hand",),
+    "test_pipeline_by_hand",
     condition="the last of several micro-batches",
 )
 def micro_batch_left_out() -> Iterator[None]:
@@ -248,9 +235,8 @@ def micro_batch_left_out() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "gradients of a middle stage do not reach the previous stage",
-    caught_by=("test_pipeline_by_hand",),
+    "test_pipeline_by_hand",
     condition="pipelines of three stages or more",
 )
 def gradient_stops_in_the_middle() -> Iterator[None]:
@@ -267,9 +253,8 @@ def gradient_stops_in_the_middle() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "parts of a row-wise embedding after the first lack their first row",
-    caught_by=("test_parallelized_modules",),
+    "test_parallelized_modules",
     condition="embeddings, the first row of a part",
 )
 def first_row_of_a_part_masked() -> Iterator[None]:
@@ -287,9 +272,8 @@ def first_row_of_a_part_masked() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the gradient of a sequence-parallel norm covers only the rank's own rows",
-    caught_by=("test_parallelized_modules",),
+    "test_parallelized_modules",
     condition="SequenceParallel on two ranks or more",
 )
 def gradient_of_a_norm_local() -> Iterator[None]:
@@ -312,9 +296,8 @@ def gradient_of_a_norm_local() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "keyword arguments redistributed for a module get no gradient",
-    caught_by=("test_parallelized_modules",),
+    "test_parallelized_modules",
     condition="PrepareModuleInput, keyword arguments that need another layout",
 )
 def prepared_arguments_detached() -> Iterator[None]:
@@ -333,9 +316,8 @@ def prepared_arguments_detached() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "a loss of sharded logits ignores the class weights",
-    caught_by=("test_parallelized_modules",),
+    "test_parallelized_modules",
     condition="loss_parallel, weights of classes",
 )
 def weights_of_classes_left_out() -> Iterator[None]:

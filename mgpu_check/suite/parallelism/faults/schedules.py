@@ -13,7 +13,7 @@ from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 
-@fault("parallelism", "schedules do not divide gradients by the micro-batches", caught_by=("test_pipeline_schedules",))
+@fault("schedules do not divide gradients by the micro-batches", "test_pipeline_schedules")
 def schedule_does_not_scale() -> Iterator[None]:
     from torch.distributed.pipelining import stage
 
@@ -22,9 +22,8 @@ def schedule_does_not_scale() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "a stage uses the activations of the first micro-batch for the last",
-    caught_by=("test_pipeline_schedules",),
+    "test_pipeline_schedules",
     condition="the last of four micro-batches, on the last stage",
 )
 def activations_of_another_micro_batch() -> Iterator[None]:
@@ -48,9 +47,8 @@ def activations_of_another_micro_batch() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "two micro-batches swap their keyword arguments",
-    caught_by=("test_pipeline_schedules",),
+    "test_pipeline_schedules",
     condition="the last two of three and more",
 )
 def keyword_arguments_exchanged() -> Iterator[None]:
@@ -67,9 +65,8 @@ def keyword_arguments_exchanged() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "a step adds its losses to those of the previous step",
-    caught_by=("test_pipeline_schedules",),
+    "test_pipeline_schedules",
     condition="from the second step on",
 )
 def losses_of_all_steps() -> Iterator[None]:
@@ -88,9 +85,8 @@ def losses_of_all_steps() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the gradient of a bias is that of the last micro-batch",
-    caught_by=("test_pipeline_schedules",),
+    "test_pipeline_schedules",
     condition="schedules with separate gradients of inputs and weights",
 )
 def apart_not_accumulated() -> Iterator[None]:
@@ -110,9 +106,8 @@ def apart_not_accumulated() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the first of two stages of a rank loses the gradients of the last micro-batch",
-    caught_by=("test_pipeline_schedules",),
+    "test_pipeline_schedules",
     condition="schedules with two stages per rank",
 )
 def first_stage_of_a_rank_lost() -> Iterator[None]:
@@ -133,9 +128,8 @@ def first_stage_of_a_rank_lost() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "gradients are divided by the number of micro-batches even with scale_grads=False",
-    caught_by=("test_pipeline_schedules",),
+    "test_pipeline_schedules",
     condition="scale_grads=False, schedules driven by a table of actions",
     least_gpus=2,
 )
@@ -153,9 +147,8 @@ def gradients_divided_all_the_same() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the gradient of a large activation lacks its last elements",
-    caught_by=("test_pipeline_schedules",),
+    "test_pipeline_schedules",
     condition="64 Ki elements and more",
     least_gpus=2,
 )

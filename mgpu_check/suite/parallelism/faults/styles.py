@@ -18,9 +18,8 @@ Real = Callable[..., Any]
 
 
 @fault(
-    "parallelism",
     "gradients of a parallel mean loss are divided by all targets, ignored ones included",
-    caught_by=(_MODULES,),
+    _MODULES,
     condition="loss_parallel, targets that are ignored, classes of one weight",
 )
 def ignored_targets_divide() -> Iterator[None]:
@@ -36,10 +35,7 @@ def ignored_targets_divide() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
-    "a parallel sum of losses ignores the class weights",
-    caught_by=(_MODULES,),
-    condition="loss_parallel, reduction='sum', weight=",
+    "a parallel sum of losses ignores the class weights", _MODULES, condition="loss_parallel, reduction='sum', weight="
 )
 def weights_left_out_of_sums() -> Iterator[None]:
     def forward(real: Real, x: Any, target: Any, weight: Any, local_weight: Any, reduction: int, *rest: Any) -> Any:
@@ -52,9 +48,8 @@ def weights_left_out_of_sums() -> Iterator[None]:
 
 
 @fault(
-    "parallelism",
     "the last of several outputs is not redistributed",
-    caught_by=(_MODULES,),
+    _MODULES,
     condition="PrepareModuleOutput, two outputs and more",
     least_gpus=2,
 )

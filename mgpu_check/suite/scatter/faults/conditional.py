@@ -32,12 +32,7 @@ def _zero_at_end(values: torch.Tensor) -> None:
     values.view(-1)[-4:] = 0
 
 
-@fault(
-    "scatter",
-    "the last elements of a large shard are zero",
-    caught_by=("test_large_batches",),
-    condition="shards above 1 MiB",
-)
+@fault("the last elements of a large shard are zero", "test_large_batches", condition="shards above 1 MiB")
 def large_shards_cut() -> Iterator[None]:
     """As with a copy in pieces that forgets the last one."""
 
@@ -50,9 +45,8 @@ def large_shards_cut() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "shards of 64 KiB to 1 MiB from pinned memory arrive as zeros on the last device",
-    caught_by=("test_large_batches",),
+    "test_large_batches",
     condition="pinned sources, 64 KiB to 1 MiB, the last device only",
 )
 def pinned_shard_not_waited_for() -> Iterator[None]:
@@ -68,9 +62,8 @@ def pinned_shard_not_waited_for() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "gather of more than 1 MiB along dim 1 replaces the last shard by the first",
-    caught_by=("test_large_batches",),
+    "test_large_batches",
     condition="above 1 MiB, dim 1 only",
 )
 def large_columns_gathered_wrongly() -> Iterator[None]:
@@ -89,9 +82,8 @@ def large_columns_gathered_wrongly() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "along dim 1, the first column of every shard is that of the first shard",
-    caught_by=("test_shards_cover_the_batch",),
+    "test_shards_cover_the_batch",
     condition="dim 1 only",
 )
 def columns_of_the_first_shard() -> Iterator[None]:
@@ -112,9 +104,8 @@ def columns_of_the_first_shard() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "shards along a negative dim go to the devices in reverse order",
-    caught_by=("test_shards_cover_the_batch",),
+    "test_shards_cover_the_batch",
     condition="negative dims, two shards or more",
     least_gpus=2,
 )
@@ -133,9 +124,8 @@ def negative_dims_turn_the_devices() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "every NaN becomes the default NaN of the CPU",
-    caught_by=("test_every_dtype_and_order",),
+    "test_every_dtype_and_order",
     condition="NaN with a payload, float32 and float64",
 )
 def scattered_payloads_lost() -> Iterator[None]:
@@ -150,12 +140,7 @@ def scattered_payloads_lost() -> Iterator[None]:
         yield
 
 
-@fault(
-    "scatter",
-    "subnormal numbers arrive as zeros",
-    caught_by=("test_every_dtype_and_order",),
-    condition="subnormal numbers only",
-)
+@fault("subnormal numbers arrive as zeros", "test_every_dtype_and_order", condition="subnormal numbers only")
 def subnormals_of_shards_flushed() -> Iterator[None]:
     """As on a device that flushes subnormals."""
 
@@ -170,9 +155,8 @@ def subnormals_of_shards_flushed() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "shards go to the devices in ascending order",
-    caught_by=("test_every_dtype_and_order",),
+    "test_every_dtype_and_order",
     condition="device orders that are not ascending",
 )
 def devices_sorted() -> Iterator[None]:
@@ -190,9 +174,8 @@ def devices_sorted() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "int64 is converted through float32, which rounds large numbers",
-    caught_by=("test_every_dtype_and_order",),
+    "test_every_dtype_and_order",
     condition="int64 beyond 2^24",
 )
 def large_numbers_rounded() -> Iterator[None]:
@@ -206,9 +189,8 @@ def large_numbers_rounded() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "gather swaps the first and the last value of a dict",
-    caught_by=("test_every_container",),
+    "test_every_container",
     condition="dicts of two entries or more",
 )
 def keys_exchanged() -> Iterator[None]:
@@ -227,9 +209,8 @@ def keys_exchanged() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "a device with a given size of 0 gets one row of the next device",
-    caught_by=("test_sizes_and_outputs_that_are_given",),
+    "test_sizes_and_outputs_that_are_given",
     condition="a size of 0 among the given sizes",
 )
 def nothing_is_one_row() -> Iterator[None]:
@@ -247,12 +228,7 @@ def nothing_is_one_row() -> Iterator[None]:
         yield
 
 
-@fault(
-    "scatter",
-    "gather ignores out and returns a new tensor",
-    caught_by=("test_sizes_and_outputs_that_are_given",),
-    condition="out= only",
-)
+@fault("gather ignores out and returns a new tensor", "test_sizes_and_outputs_that_are_given", condition="out= only")
 def given_output_left_alone() -> Iterator[None]:
     """The tensor of the caller stays unchanged."""
     gather: Callable[..., torch.Tensor] = comm.gather
@@ -265,9 +241,8 @@ def given_output_left_alone() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "a slice is copied to a device from the start of its storage",
-    caught_by=("test_batches_split_by_hand",),
+    "test_batches_split_by_hand",
     condition="views that start inside their storage",
 )
 def offset_of_slices_ignored() -> Iterator[None]:
@@ -284,12 +259,7 @@ def offset_of_slices_ignored() -> Iterator[None]:
         yield
 
 
-@fault(
-    "scatter",
-    "cat of three or more tensors swaps the last two",
-    caught_by=("test_batches_split_by_hand",),
-    condition="three parts or more",
-)
+@fault("cat of three or more tensors swaps the last two", "test_batches_split_by_hand", condition="three parts or more")
 def last_parts_exchanged() -> Iterator[None]:
     """Batches collected by hand have a wrong order."""
     cat: Callable[..., torch.Tensor] = torch.cat
@@ -305,9 +275,8 @@ def last_parts_exchanged() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "non-blocking copies to the second device flip a bit",
-    caught_by=("test_batches_split_by_hand",),
+    "test_batches_split_by_hand",
     condition="non_blocking copies to the second device",
 )
 def bit_flipped_in_copies_that_do_not_block() -> Iterator[None]:
@@ -326,9 +295,8 @@ def bit_flipped_in_copies_that_do_not_block() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "no gradient comes back from shards of a single row",
-    caught_by=("test_gradient_returns_through_scatter",),
+    "test_gradient_returns_through_scatter",
     condition="shards of one row",
 )
 def gradient_of_single_rows_lost() -> Iterator[None]:

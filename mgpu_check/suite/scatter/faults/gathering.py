@@ -30,9 +30,8 @@ def _gathered(change: Callable[[Callable[..., Any], Sequence[Any], Any, int], An
 
 
 @fault(
-    "scatter",
     "gather returns a single shard unchanged, on its own device",
-    caught_by=("test_gather_restores_the_batch",),
+    "test_gather_restores_the_batch",
     condition="a single shard",
 )
 def single_shard_handed_back() -> Iterator[None]:
@@ -49,9 +48,8 @@ def single_shard_handed_back() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "a mask in a dict within a named tuple is gathered as bytes",
-    caught_by=("test_every_container",),
+    "test_every_container",
     condition="bool, in a dict within a named tuple",
 )
 def nested_masks_gathered_as_bytes() -> Iterator[None]:
@@ -75,9 +73,8 @@ def _masks_as_bytes(part: Any) -> Any:
 
 
 @fault(
-    "scatter",
     "gather loses the payload of NaN in complex numbers",
-    caught_by=("test_every_dtype_and_order",),
+    "test_every_dtype_and_order",
     condition="NaN with a payload, complex64 and complex128",
 )
 def gathered_complex_payloads_lost() -> Iterator[None]:
@@ -94,10 +91,7 @@ def gathered_complex_payloads_lost() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
-    "gather returns the mean of numbers",
-    caught_by=("test_losses_gather_to_a_vector",),
-    condition="numbers, one from each device",
+    "gather returns the mean of numbers", "test_losses_gather_to_a_vector", condition="numbers, one from each device"
 )
 def losses_averaged() -> Iterator[None]:
     """The mean of mean losses ignores that the last shard is smaller."""
@@ -111,9 +105,8 @@ def losses_averaged() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "gather combines entries of dicts by position, not by key",
-    caught_by=("test_every_container",),
+    "test_every_container",
     condition="dicts in different orders",
 )
 def entries_gathered_by_place() -> Iterator[None]:
@@ -129,10 +122,7 @@ def entries_gathered_by_place() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
-    "every gathered number gets the mean of the gradients",
-    caught_by=("test_losses_gather_to_a_vector",),
-    condition="0-dim tensors",
+    "every gathered number gets the mean of the gradients", "test_losses_gather_to_a_vector", condition="0-dim tensors"
 )
 def gradients_of_numbers_averaged() -> Iterator[None]:
     """A loss with equal weights does not show it."""
@@ -146,9 +136,8 @@ def gradients_of_numbers_averaged() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "gather to the CPU loses the part of a shard beyond 1 MiB",
-    caught_by=("test_large_batches",),
+    "test_large_batches",
     condition="to the CPU, shards above 1 MiB but the first",
 )
 def host_buffer_too_small() -> Iterator[None]:
@@ -173,9 +162,8 @@ def _first_mebibyte(shard: torch.Tensor) -> torch.Tensor:
 
 
 @fault(
-    "scatter",
     "gather ignores the channels_last format of images",
-    caught_by=("test_every_dtype_and_order",),
+    "test_every_dtype_and_order",
     condition="channels_last, shards of unequal sizes",
     least_gpus=2,
 )

@@ -33,9 +33,7 @@ def scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[
 
 
 @fault(
-    "scatter",
-    "the remainder is dropped when the batch does not divide by the number of devices",
-    caught_by=("test_shards_cover_the_batch",),
+    "the remainder is dropped when the batch does not divide by the number of devices", "test_shards_cover_the_batch"
 )
 def remainder_dropped() -> Iterator[None]:
     """Every device gets the same number of samples; the rest is lost."""
@@ -47,9 +45,7 @@ def remainder_dropped() -> Iterator[None]:
         yield
 
 
-@fault(
-    "scatter", "the second shard starts one sample early, so shards overlap", caught_by=("test_shards_cover_the_batch",)
-)
+@fault("the second shard starts one sample early, so shards overlap", "test_shards_cover_the_batch")
 def shards_overlap() -> Iterator[None]:
     """The last sample of the first shard is also the first of the second."""
 
@@ -83,7 +79,7 @@ def _reordered(order: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any
     return scatter_changed(change)
 
 
-@fault("scatter", "two shards are swapped", caught_by=("test_shards_cover_the_batch",))
+@fault("two shards are swapped", "test_shards_cover_the_batch")
 def shards_swapped() -> Iterator[None]:
     """The first shard goes to the last device that gets a shard, and the last shard to the first device."""
     with _reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts):
@@ -91,9 +87,8 @@ def shards_swapped() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "the last two of five or more shards are swapped",
-    caught_by=("test_shards_cover_the_batch",),
+    "test_shards_cover_the_batch",
     condition="5 devices and more",
     least_gpus=5,
 )
@@ -103,7 +98,7 @@ def last_shards_swapped() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "the last shard stays on the first device", caught_by=("test_shards_cover_the_batch",))
+@fault("the last shard stays on the first device", "test_shards_cover_the_batch")
 def shard_on_the_wrong_device() -> Iterator[None]:
     """All shards are right, but one is on the wrong device."""
 
@@ -117,7 +112,7 @@ def shard_on_the_wrong_device() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "the shard of the second device is zero", caught_by=("test_shards_cover_the_batch",))
+@fault("the shard of the second device is zero", "test_shards_cover_the_batch")
 def stale_copy() -> Iterator[None]:
     """As with a broken link between two devices."""
 
@@ -130,7 +125,7 @@ def stale_copy() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards are rounded to bfloat16", caught_by=("test_shards_cover_the_batch",))
+@fault("shards are rounded to bfloat16", "test_shards_cover_the_batch")
 def shards_rounded() -> Iterator[None]:
     """As if the batch were sent in half precision to save time."""
 
@@ -142,12 +137,9 @@ def shards_rounded() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "shards are as even as can be, 4+3+3 instead of 4+4+2",
-    caught_by=(
-        "test_shards_have_the_sizes_of_chunk",
-        "test_tutorial_shapes",
-    ),
+    "test_shards_have_the_sizes_of_chunk",
+    "test_tutorial_shapes",
 )
 def sizes_evened_out() -> Iterator[None]:
     """As with `torch.tensor_split`. The shards cover the batch, but are not those of torch."""
@@ -160,9 +152,8 @@ def sizes_evened_out() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "with fewer samples than devices, the last devices get empty shards instead of no shard",
-    caught_by=("test_shards_have_the_sizes_of_chunk",),
+    "test_shards_have_the_sizes_of_chunk",
     condition="fewer samples than devices",
     least_gpus=2,
 )
@@ -178,9 +169,8 @@ def empty_shards_at_the_end() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "DataParallel uses its first device only, whose model sees the whole batch",
-    caught_by=("test_tutorial_shapes",),
+    "test_tutorial_shapes",
     condition="in DataParallel, on two devices or more",
     least_gpus=2,
 )
@@ -196,7 +186,7 @@ def other_devices_left_out() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "numbers and strings reach the first device only", caught_by=("test_leaves_reach_every_device",))
+@fault("numbers and strings reach the first device only", "test_leaves_reach_every_device")
 def leaves_reach_one_device() -> Iterator[None]:
     """All other shards have None instead."""
     scatter = scatter_gather.scatter
@@ -214,9 +204,8 @@ def leaves_reach_one_device() -> Iterator[None]:
 
 
 @fault(
-    "scatter",
     "numbers and strings in keyword arguments reach the last device as None",
-    caught_by=("test_leaves_reach_every_device",),
+    "test_leaves_reach_every_device",
     condition="keyword arguments, the last device only",
 )
 def last_device_without_keywords() -> Iterator[None]:
@@ -251,21 +240,21 @@ def gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[torc
     return replaced(comm, "gather", changed)
 
 
-@fault("scatter", "gather joins the shards in reverse order", caught_by=("test_gather_restores_the_batch",))
+@fault("gather joins the shards in reverse order", "test_gather_restores_the_batch")
 def gathered_backwards() -> Iterator[None]:
     """The last shard comes first."""
     with gather_changed(lambda tensors, dim: tensors[::-1]):
         yield
 
 
-@fault("scatter", "gather leaves out the last shard", caught_by=("test_losses_gather_to_a_vector",))
+@fault("gather leaves out the last shard", "test_losses_gather_to_a_vector")
 def gather_drops_a_shard() -> Iterator[None]:
     """As with a loop that ends one step early."""
     with gather_changed(lambda tensors, dim: tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)]):
         yield
 
 
-@fault("scatter", "gather puts its result on the first device", caught_by=("test_gather_restores_the_batch",))
+@fault("gather puts its result on the first device", "test_gather_restores_the_batch")
 def gathered_elsewhere() -> Iterator[None]:
     """The destination is ignored."""
     gather: Callable[..., torch.Tensor] = comm.gather
@@ -279,11 +268,7 @@ def gathered_elsewhere() -> Iterator[None]:
         yield
 
 
-@fault(
-    "scatter",
-    "the first device gets its labels in another order than its inputs",
-    caught_by=("test_inputs_and_labels_stay_aligned",),
-)
+@fault("the first device gets its labels in another order than its inputs", "test_inputs_and_labels_stay_aligned")
 def labels_not_split_alike() -> Iterator[None]:
     """As if inputs were split before the shuffle and labels after it."""
 
@@ -294,7 +279,7 @@ def labels_not_split_alike() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "every device gets all labels", caught_by=("test_inputs_and_labels_stay_aligned",))
+@fault("every device gets all labels", "test_inputs_and_labels_stay_aligned")
 def labels_not_split() -> Iterator[None]:
     """Each device has its own inputs and the labels of all."""
 
@@ -307,7 +292,7 @@ def labels_not_split() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "a batch split by hand loses the remainder", caught_by=("test_batches_split_by_hand",))
+@fault("a batch split by hand loses the remainder", "test_batches_split_by_hand")
 def remainder_dropped_by_hand() -> Iterator[None]:
     """Slices of n // devices samples each."""
 
@@ -319,7 +304,7 @@ def remainder_dropped_by_hand() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "no gradient comes back from the last shard", caught_by=("test_gradient_returns_through_scatter",))
+@fault("no gradient comes back from the last shard", "test_gradient_returns_through_scatter")
 def gradient_of_a_shard_lost() -> Iterator[None]:
     """The backward of scatter takes the last shard's gradient for zero."""
     backward = _functions.Scatter.backward
@@ -331,7 +316,7 @@ def gradient_of_a_shard_lost() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards get the gradients of other shards", caught_by=("test_gradient_returns_through_gather",))
+@fault("shards get the gradients of other shards", "test_gradient_returns_through_gather")
 def gradients_to_the_wrong_shard() -> Iterator[None]:
     """The backward of gather distributes the parts of the gradient in reverse order."""
     backward = _functions.Gather.backward

@@ -20,12 +20,7 @@ from mgpu_check.torch_hooks.patches import replaced
 _LARGE = 16_384
 
 
-@fault(
-    "sharded",
-    "a mesh gives the group of the other dimension",
-    caught_by=("test_device_meshes",),
-    condition="meshes of two dimensions",
-)
+@fault("a mesh gives the group of the other dimension", "test_device_meshes", condition="meshes of two dimensions")
 def group_of_the_other_dimension() -> Iterator[None]:
     real = DeviceMesh.get_group
 
@@ -40,9 +35,8 @@ def group_of_the_other_dimension() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "DeviceMesh.get_local_rank returns the global rank",
-    caught_by=("test_device_meshes",),
+    "test_device_meshes",
     condition="the last rank of a mesh of two dimensions or more",
 )
 def local_rank_of_the_world() -> Iterator[None]:
@@ -56,9 +50,8 @@ def local_rank_of_the_world() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group",
-    caught_by=("test_device_meshes",),
+    "test_device_meshes",
     condition="meshes of two dimensions with unsorted ranks, dimension given by number",
     least_gpus=2,
 )
@@ -74,9 +67,8 @@ def local_rank_of_the_place() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "gathered tensors end with a slice of padding",
-    caught_by=("test_redistribution",),
+    "test_redistribution",
     condition="sizes that are no multiple of the number of ranks",
 )
 def padding_gathered() -> Iterator[None]:
@@ -93,9 +85,8 @@ def padding_gathered() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "a change of the shard dimension reverses the order of elements",
-    caught_by=("test_redistribution",),
+    "test_redistribution",
     condition="the last of three ranks or more",
 )
 def exchanged_out_of_order() -> Iterator[None]:
@@ -109,12 +100,7 @@ def exchanged_out_of_order() -> Iterator[None]:
         yield
 
 
-@fault(
-    "sharded",
-    "partial maxima are added up",
-    caught_by=("test_redistribution",),
-    condition="Partial('max') only",
-)
+@fault("partial maxima are added up", "test_redistribution", condition="Partial('max') only")
 def maxima_added_up() -> Iterator[None]:
     real = Partial._reduce_value
 
@@ -126,9 +112,8 @@ def maxima_added_up() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "reduce-scatter of partial sums loses the last element",
-    caught_by=("test_redistribution",),
+    "test_redistribution",
     condition="parts above 16 Ki elements",
 )
 def large_parts_reduced_short() -> Iterator[None]:
@@ -145,9 +130,8 @@ def large_parts_reduced_short() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "distribute_tensor shards each rank's own tensor instead of rank 0's",
-    caught_by=("test_redistribution",),
+    "test_redistribution",
     condition="ranks with different data",
 )
 def own_data_distributed() -> Iterator[None]:
@@ -161,9 +145,8 @@ def own_data_distributed() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "a rank gets the shard of the next rank",
-    caught_by=("test_redistribution_in_two_dimensions",),
+    "test_redistribution_in_two_dimensions",
     condition="the second dimension of a mesh",
 )
 def cut_for_the_neighbour() -> Iterator[None]:
@@ -179,9 +162,8 @@ def cut_for_the_neighbour() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "partial sums are reduced over the first dimension of the mesh only",
-    caught_by=("test_redistribution_in_two_dimensions",),
+    "test_redistribution_in_two_dimensions",
     condition="the second dimension of a mesh",
 )
 def second_dimension_not_reduced() -> Iterator[None]:
@@ -195,9 +177,8 @@ def second_dimension_not_reduced() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the gradient of redistribution is doubled on one rank",
-    caught_by=("test_gradients_of_redistribution",),
+    "test_gradients_of_redistribution",
     condition="the last rank",
 )
 def redistributed_gradient_doubled() -> Iterator[None]:
@@ -212,9 +193,8 @@ def redistributed_gradient_doubled() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "to_local ignores grad_placements, so partial gradients count as full",
-    caught_by=("test_gradients_of_redistribution",),
+    "test_gradients_of_redistribution",
     condition="to_local with placements of the gradient",
 )
 def gradient_placements_ignored() -> Iterator[None]:
@@ -228,10 +208,7 @@ def gradient_placements_ignored() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
-    "the parts of a DTensor draw the same random numbers",
-    caught_by=("test_redistribution",),
-    condition="parts of divided DTensors",
+    "the parts of a DTensor draw the same random numbers", "test_redistribution", condition="parts of divided DTensors"
 )
 def parts_draw_alike() -> Iterator[None]:
     tracker = _random.OffsetBasedRNGTracker
@@ -240,9 +217,8 @@ def parts_draw_alike() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "a slice of the outer two dimensions of a mesh returns the first and the last",
-    caught_by=("test_device_meshes",),
+    "test_device_meshes",
     condition="three dimensions, two of them taken out",
     least_gpus=4,
 )
@@ -259,9 +235,8 @@ def other_dimensions_taken_out() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "functions of partial tensors are applied to each part before the sum",
-    caught_by=("test_operators_on_dtensors",),
+    "test_operators_on_dtensors",
     condition="partial operands, several ranks",
 )
 def partial_operands_not_reduced() -> Iterator[None]:
@@ -287,10 +262,7 @@ def _of_each_part(call: Any, x: DTensor) -> DTensor:
 
 
 @fault(
-    "sharded",
-    "l1_loss of DTensors averages the means of the parts",
-    caught_by=("test_losses_of_dtensors",),
-    condition="parts of unequal sizes",
+    "l1_loss of DTensors averages the means of the parts", "test_losses_of_dtensors", condition="parts of unequal sizes"
 )
 def mean_of_unequal_parts() -> Iterator[None]:
     real = F.l1_loss

@@ -16,7 +16,7 @@ from mgpu_check.torch_hooks.patches import replaced
 _CHECK = ("test_flat_parameters",)
 
 
-@fault("sharded", "gradients of a flat parameter under no_sync are forgotten", caught_by=_CHECK, condition="no_sync")
+@fault("gradients of a flat parameter under no_sync are forgotten", *_CHECK, condition="no_sync")
 def unsynchronized_gradients_forgotten() -> Iterator[None]:
     real = runtime._post_backward_hook
 
@@ -30,12 +30,7 @@ def unsynchronized_gradients_forgotten() -> Iterator[None]:
         yield
 
 
-@fault(
-    "sharded",
-    "hybrid strategies of FSDP1 do not reduce gradients over replicas",
-    caught_by=_CHECK,
-    condition="HYBRID_SHARD",
-)
+@fault("hybrid strategies of FSDP1 do not reduce gradients over replicas", *_CHECK, condition="HYBRID_SHARD")
 def flat_repeats_not_reduced() -> Iterator[None]:
     real = runtime._reduce_grad
 
@@ -50,7 +45,7 @@ def flat_repeats_not_reduced() -> Iterator[None]:
         yield
 
 
-@fault("sharded", "FSDP1 clips by the norm of each rank's part", caught_by=_CHECK, condition="several ranks")
+@fault("FSDP1 clips by the norm of each rank's part", *_CHECK, condition="several ranks")
 def norm_of_the_part() -> Iterator[None]:
     def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)

@@ -19,12 +19,7 @@ from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
 
-@fault(
-    "sharded",
-    "SyncBatchNorm weighs all ranks alike",
-    caught_by=("test_sync_batchnorm",),
-    condition="different numbers of samples",
-)
+@fault("SyncBatchNorm weighs all ranks alike", "test_sync_batchnorm", condition="different numbers of samples")
 def samples_not_counted() -> Iterator[None]:
     real: Any = torch.batch_norm_gather_stats_with_counts
 
@@ -37,9 +32,8 @@ def samples_not_counted() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "SyncBatchNorm of a rank without samples keeps the statistics of before",
-    caught_by=("test_sync_batchnorm",),
+    "test_sync_batchnorm",
     condition="a rank without samples",
     least_gpus=3,
 )
@@ -58,7 +52,7 @@ def statistics_of_no_samples_kept() -> Iterator[None]:
         yield
 
 
-@fault("sharded", "the gradients of SyncBatchNorm use sums over the own samples", caught_by=("test_sync_batchnorm",))
+@fault("the gradients of SyncBatchNorm use sums over the own samples", "test_sync_batchnorm")
 def sums_of_gradients_local() -> Iterator[None]:
     real = dist.all_reduce
 
@@ -70,9 +64,8 @@ def sums_of_gradients_local() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "SyncBatchNorm with momentum=None keeps the statistics of the last batch only",
-    caught_by=("test_sync_batchnorm",),
+    "test_sync_batchnorm",
     condition="momentum=None, from the second step on",
 )
 def cumulative_average_ignored() -> Iterator[None]:
@@ -96,9 +89,8 @@ def zero_optimizer() -> Any:
 
 
 @fault(
-    "sharded",
     "the last rank keeps a parameter from the previous step",
-    caught_by=("test_zero_redundancy_optimizer",),
+    "test_zero_redundancy_optimizer",
     condition="from the second step on, on the last rank",
 )
 def stale_parameters_of_others() -> Iterator[None]:
@@ -118,9 +110,8 @@ def stale_parameters_of_others() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "parameters in buckets are broadcast before their optimizer step",
-    caught_by=("test_zero_redundancy_optimizer",),
+    "test_zero_redundancy_optimizer",
     condition="parameters_as_bucket_view",
 )
 def buckets_sent_too_early() -> Iterator[None]:
@@ -139,9 +130,8 @@ def buckets_sent_too_early() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the consolidated state lacks the second moments of one rank",
-    caught_by=("test_zero_redundancy_state",),
+    "test_zero_redundancy_state",
     condition="the state of rank 0",
 )
 def state_put_together_in_part() -> Iterator[None]:
@@ -160,9 +150,8 @@ def state_put_together_in_part() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "a loaded state has the rate of the first group in all groups",
-    caught_by=("test_zero_redundancy_state",),
+    "test_zero_redundancy_state",
     condition="the second group of parameters",
 )
 def rates_of_groups_lost() -> Iterator[None]:
@@ -178,12 +167,7 @@ def rates_of_groups_lost() -> Iterator[None]:
         yield
 
 
-@fault(
-    "sharded",
-    "the reduce-scatter of gradients leaves out the last rank",
-    caught_by=("test_fully_shard",),
-    condition="three ranks or more",
-)
+@fault("the reduce-scatter of gradients leaves out the last rank", "test_fully_shard", condition="three ranks or more")
 def last_rank_not_reduced() -> Iterator[None]:
     real = collectives.DefaultReduceScatter.__call__
 
@@ -199,9 +183,8 @@ def last_rank_not_reduced() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the all-gather of parameters returns a stale result on one rank",
-    caught_by=("test_fully_shard",),
+    "test_fully_shard",
     condition="every fifth call, on the last rank",
 )
 def stale_parameters_gathered() -> Iterator[None]:
@@ -225,9 +208,8 @@ def stale_parameters_gathered() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the last micro-batch overwrites accumulated gradients",
-    caught_by=("test_fully_shard",),
+    "test_fully_shard",
     condition="steps of several micro-batches, meshes of one dimension",
 )
 def accumulated_gradients_lost() -> Iterator[None]:
@@ -256,12 +238,7 @@ def accumulated_gradients_lost() -> Iterator[None]:
         yield
 
 
-@fault(
-    "sharded",
-    "gradients are not reduced among replicas",
-    caught_by=("test_hybrid_shard",),
-    condition="meshes of two dimensions",
-)
+@fault("gradients are not reduced among replicas", "test_hybrid_shard", condition="meshes of two dimensions")
 def repeats_not_reduced() -> Iterator[None]:
     real, real_all_reduce = collectives.foreach_reduce, dist.all_reduce
     reducing: list[bool] = []
@@ -281,9 +258,8 @@ def repeats_not_reduced() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "parameters are kept in the precision of the computation",
-    caught_by=("test_mixed_precision",),
+    "test_mixed_precision",
     condition="policies of float16 only",
 )
 def parameters_kept_in_low_precision() -> Iterator[None]:
@@ -306,9 +282,8 @@ def parameters_kept_in_low_precision() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "gradients are reduced in the precision of the computation",
-    caught_by=("test_mixed_precision",),
+    "test_mixed_precision",
     condition="policies that reduce in another precision",
 )
 def reduced_in_low_precision() -> Iterator[None]:
@@ -322,7 +297,7 @@ def reduced_in_low_precision() -> Iterator[None]:
         yield
 
 
-@fault("sharded", "each rank clips by the norm of its own parts", caught_by=("test_clipping",))
+@fault("each rank clips by the norm of its own parts", "test_clipping")
 def norm_of_own_parts() -> Iterator[None]:
     real = clip_grad._get_total_norm
 
@@ -333,12 +308,7 @@ def norm_of_own_parts() -> Iterator[None]:
         yield
 
 
-@fault(
-    "sharded",
-    "infinity norms of parts are added up instead of their maximum",
-    caught_by=("test_clipping",),
-    condition="the norm inf",
-)
+@fault("infinity norms of parts are added up instead of their maximum", "test_clipping", condition="the norm inf")
 def largest_of_parts_added_up() -> Iterator[None]:
     real = clip_grad._get_total_norm
 

@@ -20,9 +20,8 @@ from mgpu_check.torch_hooks.patches import replaced
 
 
 @fault(
-    "sharded",
     "of gradients accumulated in the dtype of the reduction, only the last is kept",
-    caught_by=("test_mixed_precision",),
+    "test_mixed_precision",
     condition="reductions in another dtype than gradients, several micro-batches",
 )
 def last_of_the_accumulated() -> Iterator[None]:
@@ -37,9 +36,8 @@ def last_of_the_accumulated() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost",
-    caught_by=("test_hybrid_shard",),
+    "test_hybrid_shard",
     condition="two dimensions, set_requires_all_reduce(False)",
 )
 def scattered_gradients_forgotten() -> Iterator[None]:
@@ -55,9 +53,8 @@ def scattered_gradients_forgotten() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "an offloaded gradient replaces the accumulated one",
-    caught_by=("test_fully_shard",),
+    "test_fully_shard",
     condition="CPUOffloadPolicy, from the second reduction on",
 )
 def offloaded_gradient_replaced() -> Iterator[None]:
@@ -73,12 +70,7 @@ def offloaded_gradient_replaced() -> Iterator[None]:
         yield
 
 
-@fault(
-    "sharded",
-    "convert_sync_batchnorm ignores process_group",
-    caught_by=("test_sync_batchnorm",),
-    condition="process_group=",
-)
+@fault("convert_sync_batchnorm ignores process_group", "test_sync_batchnorm", condition="process_group=")
 def group_lost_in_conversion() -> Iterator[None]:
     real = nn.SyncBatchNorm.__init__
 
@@ -91,10 +83,7 @@ def group_lost_in_conversion() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
-    "convert_sync_batchnorm unfreezes parameters",
-    caught_by=("test_sync_batchnorm",),
-    condition="parameters that need no gradient",
+    "convert_sync_batchnorm unfreezes parameters", "test_sync_batchnorm", condition="parameters that need no gradient"
 )
 def conversion_thaws() -> Iterator[None]:
     real = nn.SyncBatchNorm.convert_sync_batchnorm
@@ -108,9 +97,8 @@ def conversion_thaws() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "a scheduler changes the first parameter group only",
-    caught_by=("test_zero_redundancy_state",),
+    "test_zero_redundancy_state",
     condition="ZeroRedundancyOptimizer, two groups",
 )
 def schedule_of_the_first_group() -> Iterator[None]:
@@ -125,9 +113,8 @@ def schedule_of_the_first_group() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the first consolidated state is returned by all later calls",
-    caught_by=("test_zero_redundancy_state",),
+    "test_zero_redundancy_state",
     condition="the second consolidation",
 )
 def consolidated_once() -> Iterator[None]:
@@ -144,9 +131,8 @@ def consolidated_once() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "0-dim tensors keep their values when a checkpoint is loaded",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="tensors without dimensions",
 )
 def scalars_not_loaded() -> Iterator[None]:
@@ -161,9 +147,8 @@ def scalars_not_loaded() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "missing entries of a checkpoint are ignored",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="a tensor that was not saved",
 )
 def lacking_passed_over() -> Iterator[None]:
@@ -177,9 +162,8 @@ def lacking_passed_over() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "prefetched parameters are those of the previous step",
-    caught_by=("test_fully_shard",),
+    "test_fully_shard",
     condition="set_modules_to_forward_prefetch, from the second forward pass on",
 )
 def fetched_too_early() -> Iterator[None]:
@@ -212,9 +196,8 @@ def fetched_too_early() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the columns of a gradient come in reverse order",
-    caught_by=("test_hybrid_shard",),
+    "test_hybrid_shard",
     condition="shard_placement_fn, parameters that are divided by another dimension than the first",
 )
 def columns_of_a_gradient_reversed() -> Iterator[None]:
@@ -230,9 +213,8 @@ def columns_of_a_gradient_reversed() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "gradients are accumulated in the dtype of the arithmetic",
-    caught_by=("test_mixed_precision",),
+    "test_mixed_precision",
     condition="reductions in float32 of gradients in another dtype, several micro-batches",
 )
 def accumulated_in_low_precision() -> Iterator[None]:
@@ -249,9 +231,8 @@ def accumulated_in_low_precision() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "of the changes of a scheduler, only the learning rate reaches the optimizers of the ranks",
-    caught_by=("test_zero_redundancy_state",),
+    "test_zero_redundancy_state",
     condition="a weight decay that changes",
 )
 def rates_alone_shared() -> Iterator[None]:
@@ -270,9 +251,8 @@ def rates_alone_shared() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "outputs in containers keep the dtype of the arithmetic",
-    caught_by=("test_mixed_precision",),
+    "test_mixed_precision",
     condition="MixedPrecisionPolicy(output_dtype=...), outputs in containers",
 )
 def containers_not_cast() -> Iterator[None]:
@@ -286,9 +266,8 @@ def containers_not_cast() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "parameters added to an optimizer later are sharded, but not broadcast",
-    caught_by=("test_zero_redundancy_optimizer",),
+    "test_zero_redundancy_optimizer",
     condition="add_param_group, several ranks",
 )
 def later_group_not_sent() -> Iterator[None]:
@@ -323,9 +302,8 @@ def later_group_not_sent() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "parameters resharded to two ranks after forward return as zeros on the second",
-    caught_by=("test_fully_shard",),
+    "test_fully_shard",
     condition="reshard_after_forward=2, one of two ranks",
     least_gpus=4,
 )
@@ -342,9 +320,8 @@ def half_of_a_pair_lost() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the last of several layers sharded together has no gradient",
-    caught_by=("test_fully_shard",),
+    "test_fully_shard",
     condition="fully_shard of several layers",
 )
 def last_of_a_group_forgotten() -> Iterator[None]:

@@ -12,9 +12,8 @@ from mgpu_check.suite.common.faults.registry import fault
 
 
 @fault(
-    "sharded",
     "gradients of parameters that are not cast are reduced in their own dtype",
-    caught_by=("test_mixed_precision",),
+    "test_mixed_precision",
     condition="MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
 )
 def reduced_in_the_dtype_of_parameters() -> Iterator[None]:
@@ -28,9 +27,8 @@ def reduced_in_the_dtype_of_parameters() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "the gradients of a third micro-batch are dropped",
-    caught_by=("test_mixed_precision",),
+    "test_mixed_precision",
     condition="reductions in another dtype than gradients, three micro-batches and more",
 )
 def third_micro_batch_dropped() -> Iterator[None]:

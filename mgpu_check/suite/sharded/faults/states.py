@@ -18,9 +18,8 @@ _LARGE = 16_384
 
 
 @fault(
-    "sharded",
     "a full state dict distributed by rank 0 is cut at the wrong rows",
-    caught_by=("test_state_dict",),
+    "test_state_dict",
     condition="the last rank, tensors of two dimensions",
 )
 def full_state_cut_wrongly() -> Iterator[None]:
@@ -40,10 +39,7 @@ def full_state_cut_wrongly() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
-    "0-dim buffers keep their old values on the last rank",
-    caught_by=("test_state_dict",),
-    condition="buffers without dimensions",
+    "0-dim buffers keep their old values on the last rank", "test_state_dict", condition="buffers without dimensions"
 )
 def counts_not_given_out() -> Iterator[None]:
     real = utils._broadcast_state_dict
@@ -59,7 +55,7 @@ def counts_not_given_out() -> Iterator[None]:
         yield
 
 
-@fault("sharded", "the momentum is not distributed with the parameters", caught_by=("test_state_dict",))
+@fault("the momentum is not distributed with the parameters", "test_state_dict")
 def momentum_not_given_out() -> Iterator[None]:
     real = torch.optim.Optimizer.load_state_dict
 
@@ -73,12 +69,7 @@ def momentum_not_given_out() -> Iterator[None]:
         yield
 
 
-@fault(
-    "sharded",
-    "a checkpoint has zeros for some tensors",
-    caught_by=("test_distributed_checkpoint",),
-    condition="bfloat16 only",
-)
+@fault("a checkpoint has zeros for some tensors", "test_distributed_checkpoint", condition="bfloat16 only")
 def zeros_saved() -> Iterator[None]:
     real = default_planner.DefaultSavePlanner.resolve_data
 
@@ -93,9 +84,8 @@ def zeros_saved() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "tensors read from a checkpoint lack the last element",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="parts above 16 Ki elements",
 )
 def large_parts_read_short() -> Iterator[None]:
@@ -111,9 +101,8 @@ def large_parts_read_short() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "a part that two ranks saved is read from the first of them only",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="parts across saved ones, as with another world size",
 )
 def parts_across_read_in_part() -> Iterator[None]:
@@ -127,9 +116,8 @@ def parts_across_read_in_part() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "one read of a checkpoint is left out",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="every seventh tensor, on the last rank",
 )
 def read_left_out() -> Iterator[None]:
@@ -145,9 +133,8 @@ def read_left_out() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "parameter groups after the first keep their old learning rate when a state is loaded",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="several groups of parameters",
 )
 def rates_of_groups_not_loaded() -> Iterator[None]:
@@ -179,9 +166,8 @@ def _unflattened(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "all parameter groups of a flat optimizer state have the learning rate of the first",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="flatten_optimizer_state_dict, several groups of parameters",
 )
 def flat_rates_of_the_first_group() -> Iterator[None]:
@@ -193,9 +179,8 @@ def flat_rates_of_the_first_group() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "parameter groups after the first of a flat optimizer state have no momentum",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="flatten_optimizer_state_dict, several groups of parameters",
 )
 def flat_momentum_of_the_first_group() -> Iterator[None]:
@@ -208,9 +193,8 @@ def flat_momentum_of_the_first_group() -> Iterator[None]:
 
 
 @fault(
-    "sharded",
     "async_save does not copy CPU tensors, so it writes later changes",
-    caught_by=("test_distributed_checkpoint",),
+    "test_distributed_checkpoint",
     condition="async_save, tensors of the CPU that change meanwhile",
 )
 def host_memory_not_staged() -> Iterator[None]:
