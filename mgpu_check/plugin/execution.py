@@ -78,11 +78,11 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
         _settings_for_ranks(item),
         _each_example_for_itself() if is_packaged(item) else contextlib.nullcontext(),
         keeping_steps(),
-        reported_to(session.met.append),
+        reported_to(session.test.met.append),
         heard_by(session.hear_covered),
     ):
-        session.drawn = handle is not None
-        session.values = Drawn() if is_packaged(item) else None
+        session.test.drawn = handle is not None
+        session.test.values = Drawn() if is_packaged(item) else None
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)
         setattr(counted, ORIGINAL, original)
@@ -90,15 +90,15 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
             item.obj = counted
         else:
             handle.inner_test = counted
-        session.in_body = True
+        session.test.in_body = True
         try:
             yield
         except (AssertionError, BaseExceptionGroup) as error:
-            if session.failing is not None and is_packaged(item) and not session.first_failure:
-                session.seen = look_again(body, session.failing, needs, session, error)
+            if session.test.failing is not None and is_packaged(item) and not session.first_failure:
+                session.test.seen = look_again(body, session.test.failing, needs, session, error)
             raise
         finally:
-            session.in_body = False
+            session.test.in_body = False
             if handle is None:
                 item.obj = original
             else:
@@ -191,15 +191,17 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
                 setattr(hang, BLOB, blob_of_this())
             raise
         except AssertionError as failure:
-            session.failing = Failed(args, kwargs)
+            session.test.failing = Failed(args, kwargs)
             if session.first_failure:
                 raise FirstFailure(failure) from failure
             if drawn and isinstance(failure, RankFailure) and is_final():
                 session.explain(failure)  # now, because the ranks keep only their last failure, and others may follow
             raise
         session.count_example()
-        if session.values is not None and drawn:
-            session.values.add({n: v for n, v in kwargs.items() if not isinstance(v, (protocol.Placeholder, Ranks))})
+        if session.test.values is not None and drawn:
+            session.test.values.add(
+                {n: v for n, v in kwargs.items() if not isinstance(v, (protocol.Placeholder, Ranks))}
+            )
         return result
 
     return counted

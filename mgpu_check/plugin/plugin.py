@@ -254,11 +254,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     needs = pyfuncitem.stash.get(NEEDS, None)
     if needs is None:
         session = pyfuncitem.config.stash[SESSION]
-        session.in_body = True
+        session.test.in_body = True
         try:
             return (yield)
         finally:
-            session.in_body = False
+            session.test.in_body = False
     from mgpu_check.plugin.execution import running
 
     try:
@@ -268,7 +268,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         misuse = str(error)
     except BaseException as error:
         session = pyfuncitem.config.stash[SESSION]
-        if pyfuncitem.config.getoption("gpu_replay") and type(error).__name__ == "DidNotReproduce" and session.examples:
+        if (
+            pyfuncitem.config.getoption("gpu_replay")
+            and type(error).__name__ == "DidNotReproduce"
+            and session.test.examples
+        ):
             return True  # Hypothesis raises an error if the example passes, but for a replay that is the good case
         if not isinstance(error, RankFailure):
             raise
@@ -337,7 +341,7 @@ def pytest_runtest_makereport(
         if item.config.option.tbstyle != "line":
             failures.add_second_look(report, session)
             failures.add_replay(report, lines)
-        properties.add_failure(item, error, lines, session.seen)
+        properties.add_failure(item, error, lines, session.test.seen)
         report.user_properties = list(item.user_properties)
     return report
 
@@ -348,20 +352,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gpu_session.finish(interrupted=session.exitstatus == pytest.ExitCode.INTERRUPTED)
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        if gpu_session.interrupted:
+        if gpu_session.notes.interrupted:
             from mgpu_check.plugin.report import summary
 
-            summary.tell(session.config, gpu_session.interrupted)  # here, because the controller no longer listens
-        output[WORKER_REPORT] = {
-            "deaths": gpu_session.deaths,
-            "remarks": gpu_session.remarks,
-            "waits": gpu_session.waits,
-        }
-    if gpu_session.deaths and output is None:
+            # Here, because the controller no longer listens.
+            summary.tell(session.config, gpu_session.notes.interrupted)
+        output[WORKER_REPORT] = gpu_session.notes.told()
+    if gpu_session.notes.deaths and output is None:
         from mgpu_check.plugin.report import idle
 
-        idle.add_case(session.config, gpu_session.deaths)
-    if gpu_session.deaths and session.exitstatus == pytest.ExitCode.OK:
+        idle.add_case(session.config, gpu_session.notes.deaths)
+    if gpu_session.notes.deaths and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -370,9 +371,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     """Collect the remarks of an xdist worker that has ended, for the summary in this process."""
     told = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
     session = node.config.stash[SESSION]
-    session.deaths += told.get("deaths", [])
-    session.remarks += told.get("remarks", [])
-    session.waits += told.get("waits", [])
+    session.notes.add(told)
 
 
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:

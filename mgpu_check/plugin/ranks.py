@@ -95,8 +95,8 @@ class Ranks:
 
     def _remark(self, line: str) -> None:
         """Add a line to the summary of the run, unless it is there already."""
-        if line not in self._session.remarks:
-            self._session.remarks.append(line)
+        if line not in self._session.notes.remarks:
+            self._session.notes.remarks.append(line)
 
     def __repr__(self) -> str:
         return f"<{self.size} ranks>"
@@ -119,7 +119,7 @@ def abandoning(session: GpuSession) -> Iterator[None]:
         yield
     except RankHang as late:
         keep_steps(late)
-        if session.in_body:
+        if session.test.in_body:
             raise
         raise _in_fixture(late) from None
     except Abandoned as abandoned:
@@ -130,7 +130,7 @@ def abandoning(session: GpuSession) -> Iterator[None]:
             raise
         keep_steps(hang)
         hang.args = (f"{hang}\n\n{failed}",)
-        raise (hang if session.in_body else _in_fixture(hang)) from None
+        raise (hang if session.test.in_body else _in_fixture(hang)) from None
     else:
         return
     if kind == "reject":

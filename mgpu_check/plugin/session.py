@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.devices.inventory import Device
 from mgpu_check.plugin import launched
+from mgpu_check.plugin.current_test import CurrentTest
 from mgpu_check.plugin.leasing import Leasing, RunDirectory
 from mgpu_check.plugin.missing_devices import TooFewDevices, lack, too_few
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.run_notes import RunNotes
 from mgpu_check.settings import Settings
 from mgpu_check.version import torch_version, version
 
 if TYPE_CHECKING:
-    from mgpu_check.asserts.known_defects import Met
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
-    from mgpu_check.plugin.report.drawn import Drawn
-    from mgpu_check.plugin.report.suspects import Seen
-    from mgpu_check.plugin.second_look import Failed
 
 __all__ = ["PRELOAD", "FirstFailure", "GpuSession", "TooFewDevices"]
 
@@ -48,22 +46,13 @@ class GpuSession:
     Attributes:
         settings: the options of the run; `count_devices` replaces "all" by the number of devices.
         devices: the real devices; empty before they are counted, and on a node simulated on the CPU.
-        examples: number of examples, or plain runs, that the current test has completed.
-        failing: the last failing example of the current test.
-        seen: the result of the second look at that example.
-        values: the values drawn by a check of the packaged suite; None in other tests.
+        test: the state of the current test; a new one for each.
+        notes: what the end of the run reports besides its tests.
         looked: seconds that all second looks of the run have taken.
-        met: the known defects that the current test has met.
         on_example: called after each example, to show progress.
         fault: name of a fault that is planted on ranks during every call; None for no fault.
         first_failure: end a test at its first failing example, by `FirstFailure`.
-        drawn: whether the current test draws examples.
-        in_body: whether the body of a test is running, not a fixture.
-        remarks: lines for the end of the run.
-        deaths: lines about ranks that died while no test used them; any line makes the run fail.
-        interrupted: the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call.
         shared: directory where the workers of one run lease simulated devices; None in a run of one process.
-        waits: seconds that each delayed test waited for devices.
         on_wait: called with a line about each long wait.
         on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
         replacements: pickles the replacements of fixtures for a function; see `Replacements.pickled`.
@@ -73,22 +62,13 @@ class GpuSession:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.devices: list[Device] = []
-        self.examples = 0
-        self.failing: Failed | None = None
-        self.seen: Seen | None = None
-        self.values: Drawn | None = None
+        self.test = CurrentTest()
+        self.notes = RunNotes()
         self.looked = 0.0
-        self.met: list[Met] = []
         self.fault: Planting | None = None
         self.first_failure = False
-        self.drawn = False
-        self.in_body = False
-        self.remarks: list[str] = []
-        self.deaths: list[str] = []
-        self.interrupted = ""
         self.on_example: Callable[[], None] = lambda: None
         self.shared: Path | None = None
-        self.waits: list[float] = []
         self.on_wait: Callable[[str], None] = lambda line: None
         self.on_ranks: Callable[[], None] = lambda: None
         self.replacements: Callable[[Callable[..., Any]], bytes] = lambda function: b""
@@ -127,7 +107,7 @@ class GpuSession:
             self.settings.simulate,
             self.settings.rank_timeout,
             wrap=lambda function: Shipped(
-                function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements(function)
+                function, self.fault, warning_filters(), self.test.drawn, coverage_here(), self.replacements(function)
             ),
             hear=deliver,
             masks=lambda slots: self.leasing.mask(slots),
@@ -143,7 +123,7 @@ class GpuSession:
                 self.devices,
                 self.shared,
                 launched=launched.is_launched(),
-                waits=self.waits,
+                waits=self.notes.waits,
                 on_wait=lambda line: self.on_wait(line),
             )
         return self._leasing
@@ -212,21 +192,19 @@ class GpuSession:
 
     def count_example(self) -> None:
         """Count a completed example, or the plain run, of the current test."""
-        self.examples += 1
+        self.test.examples += 1
         self.on_example()
 
     def forget_test(self) -> None:
         """Reset the per-test state. A new test starts, which may be skipped before it gets devices."""
-        self.examples = 0
-        self.failing = self.seen = self.values = None
-        self.met.clear()
+        self.test = CurrentTest()
         if self._pool is not None:
             self._pool.sizes = set()
 
     def hear_covered(self, facts: Mapping[str, Any]) -> None:
         """Record the cases that the current test covers besides its arguments."""
-        if self.values is not None:
-            self.values.note(facts)
+        if self.test.values is not None:
+            self.test.values.note(facts)
 
     def begin_test(self, name: str, count: int = 0) -> int:
         """Start a test: lease its devices, and check that no rank died since the last test. May wait for the devices.
@@ -268,7 +246,7 @@ class GpuSession:
         try:
             if self._pool is not None:
                 for line in self._pool.end_test(failed):
-                    self.remarks.append(f"{self._last} left behind {line}; its ranks were replaced")
+                    self.notes.remarks.append(f"{self._last} left behind {line}; its ranks were replaced")
         finally:
             self.until_end.close()
             self.leasing.end()
@@ -280,14 +258,14 @@ class GpuSession:
             interrupted: whether Ctrl-C ended the run, possibly during a call.
         """
         stopped = self._pool.stopped() if interrupted and self._pool is not None else None
-        self.interrupted = "" if stopped is None else str(stopped)
+        self.notes.interrupted = "" if stopped is None else str(stopped)
         if stopped is None:  # otherwise the interruption has ended them, so their deaths are no finding
             self._note_deaths()
         self.close()
 
     def _note_deaths(self) -> None:
         if self._pool is not None:
-            self.deaths += self._pool.died_idle(f" (the last test was {self._last})")
+            self.notes.deaths += self._pool.died_idle(f" (the last test was {self._last})")
 
     def output(self) -> list[tuple[str, str, str]]:
         """Return the output of the ranks in this test: (process, stream, text)."""

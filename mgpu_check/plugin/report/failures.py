@@ -46,8 +46,8 @@ def replace_traceback(
         lines += _story(part, item, report, in_parent)
     if isinstance(error, BaseExceptionGroup):
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_TOLD_BELOW)]
-        unreliable = session.seen is not None and session.seen.unreliable
-        message = session.seen.headline if session.seen is not None and unreliable else error.message
+        unreliable = session.test.seen is not None and session.test.seen.unreliable
+        message = session.test.seen.headline if session.test.seen is not None and unreliable else error.message
         lines[:0] = [message, *notes, *([] if len(parts) > 1 else [""])]
     first = parts[0]
     location = _location_in_test(first, item, report)
@@ -79,7 +79,7 @@ def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
 
 def add_second_look(report: pytest.TestReport, session: GpuSession) -> None:
     """Add the results of the second look, if any, to the report of a failure."""
-    lines = [] if session.seen is None else session.seen.lines()
+    lines = [] if session.test.seen is None else session.test.seen.lines()
     if lines:
         _add(report, _SECOND_LOOK, lines)
 

@@ -91,8 +91,8 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     failed = outcomes.failed
     page.rows("Failed", ("test", "world sizes", "what", "looks like"), [_row_of_failure(one) for one in failed])
     page.parts("more failures are shown in the log only", [_details(one) for one in failed])
-    if session.deaths:
-        page.add("## Ranks that died while no test used them", "", *fenced("\n".join(session.deaths)), "")
+    if session.notes.deaths:
+        page.add("## Ranks that died while no test used them", "", *fenced("\n".join(session.notes.deaths)), "")
     skipped = [(code(one.name), text(one.headline)) for one in outcomes.of("skipped", "xfailed")]
     page.rows("Skipped, or expected to fail", ("test", "why"), skipped)
     passed = outcomes.of("passed", "xpassed")
@@ -104,7 +104,7 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     )
     if others := len(passed) - len(ours):
         page.add(f"{others} {'test' if others == 1 else 'tests'} without GPUs also passed.", "")
-    for line in [*session.remarks, *leasing.told(session.waits)]:
+    for line in [*session.notes.remarks, *leasing.told(session.notes.waits)]:
         page.add(f"- {text(line)}")
     return page.content()
 

@@ -173,7 +173,7 @@ class Progress:
 
     def _text(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
-        running = self._session.examples if self._running and self._session is not None else 0
+        running = self._session.test.examples if self._running and self._session is not None else 0
         return (
             f"[{self._done}/{self._total}{failed}] {self._clock() - self._started:.0f} s, "
             f"{self._examples + running} examples: {self._current}"

@@ -39,13 +39,13 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
 
 def add_usage(item: pytest.Item, session: GpuSession) -> None:
     """Record examples, world sizes, devices, seeds, drawn values and known defects of the test."""
-    _set(item, "examples", session.examples)
+    _set(item, "examples", session.test.examples)
     _set(item, "world_sizes", " ".join(map(str, session.sizes())))
-    if session.values is not None:
-        _set(item, "drawn", str(session.values))
-    showed = dict.fromkeys(met.name for met in session.met if met.failed)
+    if session.test.values is not None:
+        _set(item, "drawn", str(session.test.values))
+    showed = dict.fromkeys(met.name for met in session.test.met if met.failed)
     _set(item, _SHOWED, " ".join(showed))
-    _set(item, _UNSEEN, " ".join(dict.fromkeys(met.name for met in session.met if met.name not in showed)))
+    _set(item, _UNSEEN, " ".join(dict.fromkeys(met.name for met in session.test.met if met.name not in showed)))
     _set(item, "simulated", session.settings.simulate or "")
     _set(item, "devices", session.describe_devices())
     _set(item, "seed", SEED)

@@ -19,14 +19,14 @@ __all__ = ["print_to", "tell"]
 def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
     """Print the closing table, interrupted and dead ranks, remarks, and tests skipped because of too few devices."""
     table.print_to(terminal, session.settings.gpu_level)
-    if session.interrupted:
+    if session.notes.interrupted:
         terminal.section("ranks that were interrupted", red=True)
-        terminal.line(session.interrupted)
-    if session.deaths:
+        terminal.line(session.notes.interrupted)
+    if session.notes.deaths:
         terminal.section("ranks that died while no test used them", red=True)
-        for line in session.deaths:
+        for line in session.notes.deaths:
             terminal.line(line, red=True)
-    for line in [*session.remarks, *leasing.told(session.waits)]:
+    for line in [*session.notes.remarks, *leasing.told(session.notes.waits)]:
         terminal.line(f"mgpu-check: {line}", yellow=True)
     skipped = [report for report in terminal.stats.get("skipped", []) if lacks_devices(report)]
     if skipped:

@@ -1,0 +1,37 @@
+"""The state of the test that runs: a new one for each test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mgpu_check.asserts.known_defects import Met
+    from mgpu_check.plugin.report.drawn import Drawn
+    from mgpu_check.plugin.report.suspects import Seen
+    from mgpu_check.plugin.second_look import Failed
+
+__all__ = ["CurrentTest"]
+
+
+@dataclass
+class CurrentTest:
+    """What one test has done so far.
+
+    Attributes:
+        examples: number of examples, or plain runs, that it has completed.
+        failing: its last failing example.
+        seen: the result of the second look at that example.
+        values: the values drawn by a check of the packaged suite; None in other tests.
+        met: the known defects that it has met.
+        drawn: whether it draws examples.
+        in_body: whether its body is running, not a fixture.
+    """
+
+    examples: int = 0
+    failing: Failed | None = None
+    seen: Seen | None = None
+    values: Drawn | None = None
+    met: list[Met] = field(default_factory=list)
+    drawn: bool = False
+    in_body: bool = False

@@ -1,0 +1,36 @@
+"""What the end of a run reports besides its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["RunNotes"]
+
+
+@dataclass
+class RunNotes:
+    """Facts about a run that belong to no test.
+
+    Attributes:
+        remarks: lines for the end of the run.
+        deaths: lines about ranks that died while no test used them; any line makes the run fail.
+        waits: seconds that each delayed test waited for devices.
+        interrupted: the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call.
+    """
+
+    remarks: list[str] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    interrupted: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """Return the notes as plain values, for the process that distributes the tests."""
+        return asdict(self)
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Add the notes that another process has `told`. Its positions at Ctrl-C are its own."""
+        self.remarks += told.get("remarks", [])
+        self.deaths += told.get("deaths", [])
+        self.waits += told.get("waits", [])
