@@ -153,7 +153,7 @@ class Aligned:
         one: the trace of the run on one device.
         ranks: the traces of the ranks, in order; one trace for a single process with several devices.
         world: number of ranks, or of devices of the single process.
-        divided, reasons, placements, holders, parts: see `mgpu_check.compare.assembly.Assembly`.
+        divided, reasons, placements, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`.
         names: parameters in both runs, in the order of the model.
         states: states of optimizers and buffers in both runs, in the same order, without buffers that never change.
         missing: parameters that only one device trains.
@@ -168,6 +168,7 @@ class Aligned:
     placements: Mapping[str, str] = field(default_factory=dict)
     holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     parts: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
+    partial: Mapping[str, str] = field(default_factory=dict)
     names: list[str] = field(init=False)
     states: list[str] = field(init=False)
     missing: list[str] = field(init=False)

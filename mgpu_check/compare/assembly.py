@@ -6,11 +6,12 @@ Ranks may hold slices of parameters, one of several stages, or some of the exper
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.compare.alignment import Kind, of_kind
 from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, prefixes
+from mgpu_check.compare.partial import is_partial, together, why_not_together
 from mgpu_check.compare.trace import (
     Held,
     Parameter,
@@ -18,7 +19,6 @@ from mgpu_check.compare.trace import (
     Step,
     Summary,
     Trace,
-    joined,
     named_state,
     positions,
 )
@@ -41,6 +41,7 @@ class Assembly:
         parts: sliced parameter -> rank -> a key of its elements: ranks with the same elements have equal keys.
         open: a rank may hold a slice that is not placed yet, of a parameter or buffer. Its values may show the place.
         same_elsewhere: a rank holds values that occur in several places. Distinct values may show the place.
+        partial: state of an optimizer -> the parts of a parameter that ranks compute their own values of it from, in words.
     """
 
     ranks: list[Trace]
@@ -51,6 +52,7 @@ class Assembly:
     parts: Mapping[str, Mapping[int, object]]
     open: bool
     same_elsewhere: bool
+    partial: Mapping[str, str]
 
 
 @dataclass
@@ -60,6 +62,11 @@ class _Piece:
     rank: int
     label: str
     held: Held
+
+    @property
+    def place(self) -> tuple[tuple[int, int], str]:
+        """A key that is equal for pieces with the same elements, computed from the same part of the model."""
+        return self.held.key, self.held.covers
 
 
 def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
@@ -89,7 +96,9 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     complete = {
         name: some
         for name, some in pieces.items()
-        if not _gap(name, one, some, reasons) and not _apart(name, some, ranks, reasons)
+        if not _gap(name, one, some, reasons)
+        and not _apart(name, some, ranks, reasons)
+        and not _unlike(name, one, some, ranks, reasons)
     }
     for name, some in complete.items():
         for index in dict.fromkeys(piece.rank for piece in some):
@@ -100,7 +109,8 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     users = _users(made, names, idle)
     for number in range(max((len(trace.steps) for trace in ranks), default=0)):
         at = [trace.steps[number] if number < len(trace.steps) else None for trace in ranks]
-        views = {kind: _views(complete, at, kind) for kind in _KINDS}
+        there = one.steps[number] if number < len(one.steps) else None
+        views = {kind: _views(complete, at, there, kind) for kind in _KINDS}
         for index, step in enumerate(at):
             if step is not None:
                 made[index].steps.append(_step(step, names[index], pieces_of[index], users, index, views))
@@ -123,6 +133,7 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
             for trace, own in zip(ranks, names, strict=True)
             for label, entry in (*trace.parameters.items(), *trace.states.items())
         ),
+        {name: told for name, some in pieces.items() if (told := _own_parts(some, ranks))},
     )
 
 
@@ -216,6 +227,39 @@ def _apart(name: str, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: d
     return True
 
 
+def _first(some: Sequence[_Piece], ranks: Sequence[Trace]) -> tuple[int, list[tuple[Held, Summary]]]:
+    """Return the first step with a value of each part of a statistic, and these values; no values if there is no such step."""
+    wanted = {piece.place for piece in some}
+    for number in range(min(len(ranks[piece.rank].steps) for piece in some)):
+        found: dict[object, tuple[Held, Summary]] = {}
+        for piece in some:
+            value = ranks[piece.rank].steps[number].states.get(piece.label)
+            if value is not None:
+                found.setdefault(piece.place, (piece.held, value))
+        if found.keys() == wanted:
+            return number, list(found.values())
+    return 0, []
+
+
+def _unlike(name: str, one: Trace, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
+    """Return whether statistics of slices cannot be put together, and record the reason."""
+    if not any(piece.held.covers for piece in some):
+        return False
+    number, parts = _first(some, ranks)
+    expected = one.steps[number].states.get(name) if number < len(one.steps) else None
+    reason = why_not_together(parts, expected, one.states[name].shape)
+    if reason:
+        reasons[name] = reason
+    return bool(reason)
+
+
+def _own_parts(some: Sequence[_Piece], ranks: Sequence[Trace]) -> str:
+    """Describe the parts of a parameter that ranks compute a statistic from; "" if all ranks have the same value of it."""
+    if not any(piece.held.covers for piece in some) or not is_partial(_first(some, ranks)[1]):
+        return ""
+    return _told((piece.held.covers, ranks[piece.rank].rank) for piece in some)
+
+
 def _idle(trace: Trace) -> set[str]:
     """Return the parameters that a rank never used: they had no gradient, and their modules were not called."""
     found: set[str] | None = None
@@ -250,7 +294,7 @@ def _take_unused(users: Mapping[str, set[int]], made: Sequence[Trace]) -> None:
 
 
 def _views(
-    complete: Mapping[str, Sequence[_Piece]], at: Sequence[Step | None], kind: Kind
+    complete: Mapping[str, Sequence[_Piece]], at: Sequence[Step | None], one: Step | None, kind: Kind
 ) -> dict[str, dict[int, Summary | None]]:
     """Return the whole tensors from the view of each rank: its own slices, completed with slices of other ranks."""
     found: dict[str, dict[int, Summary | None]] = {}
@@ -261,15 +305,15 @@ def _views(
             here = {} if step is None else of_kind(step, kind)
             if piece.label in here:
                 values.append((piece, here[piece.label]))
-        keys = {piece.held.key for piece in some}
-        if {piece.held.key for piece, _ in values} != keys:
+        if {piece.place for piece, _ in values} != {piece.place for piece in some}:
             continue
-        base = {piece.held.key: value for piece, value in reversed(values)}
+        base = {piece.place: (piece.held, value) for piece, value in reversed(values)}
+        expected = None if one is None else of_kind(one, kind).get(name)
         found[name] = {}
         for index in dict.fromkeys(piece.rank for piece in some):
-            view = base | {piece.held.key: value for piece, value in values if piece.rank == index}
-            known = [value for value in view.values() if value is not None]
-            found[name][index] = joined(known) if known else None
+            view = base | {piece.place: (piece.held, value) for piece, value in values if piece.rank == index}
+            known = [(held, value) for held, value in view.values() if value is not None]
+            found[name][index] = together(known, expected)
     return found
 
 
@@ -307,9 +351,13 @@ def _step(
 
 
 def _placement(some: Sequence[_Piece], ranks: Sequence[Trace]) -> str:
+    return _told((piece.held.told, ranks[piece.rank].rank) for piece in some)
+
+
+def _told(parts: Iterable[tuple[str, int]]) -> str:
     told: dict[str, list[int]] = defaultdict(list)
-    for piece in some:
-        told[piece.held.told].append(ranks[piece.rank].rank)
+    for what, rank in parts:
+        told[what].append(rank)
     return "; ".join(f"{what} on {named(sorted(set(where)))}" for what, where in told.items())
 
 

@@ -177,6 +177,7 @@ def _aligned(one: Run, found: Assembly, world: int) -> Aligned:
         found.placements,
         found.holders,
         found.parts,
+        found.partial,
     )
 
 

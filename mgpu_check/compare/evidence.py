@@ -214,6 +214,8 @@ def _of_update(difference: FirstDifference) -> Evidence:
         return Evidence(world, loads=loads, parted=parted)
     if apart:
         told = f"at step {step} all ranks have the gradient of one device, but change {apart[0]} by different amounts"
+        if states := difference.apart["state"]:
+            told += f", with different values of {few(states, _SHOWN)}"
         _, updated = difference.aligned.found(difference.step, "parameter", apart[0])
         return Evidence(world, decisions=[ByRank(list(updated.values()), told)], updates=_updates(difference))
     pairs = []
@@ -243,10 +245,20 @@ def _updates(difference: FirstDifference) -> str:
     if options := other_options(difference.aligned, difference.step):
         return f"{told}: {'; '.join(options)}"
     states = [wrong.name for wrong in difference.wrong["state"]]
+    if states:
+        told += f", and leaves different values in {few(states, _SHOWN)}"
+    return f"{told}; {_of_slices(difference.aligned, names) or UPDATE_RULE}"
+
+
+def _of_slices(aligned: Aligned, names: Sequence[str]) -> str:
+    """Describe the statistics of parameters that each rank computes from its own slice; "" if there are none."""
+    kept = [name for name, state in aligned.one.states.items() if state.of in names]
+    partial = [name for name in kept if name in aligned.partial]
+    if not partial:
+        return ""
     return (
-        f"{told}, and leaves different values in {few(states, _SHOWN)}; {UPDATE_RULE}"
-        if states
-        else f"{told}; {UPDATE_RULE}"
+        f"each rank computes {few(partial, _SHOWN)} from its own slice ({aligned.partial[partial[0]]}), and one device from "
+        "the whole: on slices the optimizer is another one, unless it reduces such statistics over the ranks"
     )
 
 

@@ -12,7 +12,7 @@ from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Summary, Trace
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["account", "left_over", "not_compared", "trained", "unread"]
+__all__ = ["account", "left_over", "not_compared", "trained"]
 
 _WIDE = 0.1
 """Relative to the values: a wider tolerance would accept a factor of 2, or a missing rank."""
@@ -55,7 +55,18 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
         for name in sorted(trained(trace) & set(aligned.extra)):
             ranks[name].append(trace.rank)
     found |= {f"{name} ({named(some)})": aligned.reasons.get(name, _OF_RANKS) for name, some in ranks.items()}
-    return found | _states(aligned, one - found.keys())
+    judged = one - found.keys()
+    return found | _states(aligned, judged) | _unread(aligned, judged)
+
+
+def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
+    """Return the states of compared parameters that are neither tensors nor numbers, each with its type.
+
+    If one device has none, those of ranks count.
+    """
+    here = [event for event in aligned.one.of("unread") if event["of"] in judged]
+    events = here or [event for trace in aligned.ranks for event in trace.of("unread")]
+    return {event["name"]: f"its type {event['type']} is neither a tensor nor a number" for event in events}
 
 
 def _states(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
@@ -84,19 +95,13 @@ def _compared(aligned: Aligned, name: str) -> Iterator[bool]:
 def left_over(aligned: Aligned, left: Sequence[str]) -> str:
     """Describe how many trained parameters, states and buffers were not compared."""
     kept = {name for trace in (aligned.one, *aligned.ranks) for name in trace.states}
+    kept |= {event["name"] for trace in (aligned.one, *aligned.ranks) for event in trace.of("unread")}
     names = [name for name in left if name not in kept]
     total = len(trained(aligned.one)) + sum(name.partition(" (")[0] in aligned.extra for name in names)
     told = [f"{len(names)} of {total} trained parameters"] if names else []
     count = len(left) - len(names)
     told += [f"{count} state{'s' * (count > 1)} of optimizers or buffer{'s' * (count > 1)}"] if count else []
     return f"{' and '.join(told)} {'was' if len(left) == count == 1 else 'were'} not compared with one device"
-
-
-def unread(aligned: Aligned) -> list[str]:
-    """Return a line that names the optimizer states that are neither tensors nor numbers; empty if there are none."""
-    found = {event["name"]: event["type"] for event in aligned.one.of("unread")}
-    kinds = ", ".join(dict.fromkeys(found.values()))
-    return [f"not compared, because of their type ({kinds}): {few(list(found), _SHOWN)}"] if found else []
 
 
 def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:

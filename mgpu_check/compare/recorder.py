@@ -72,7 +72,9 @@ def install(
     recorder.keep = files.keep
     if files.wholes is not None:
         placed = {} if files.placed is None else read_placements(files.placed)
-        recorder.known.placing = Placing(recorder.names, *read_wholes(files.wholes), placed, files.found)
+        kept = read_wholes(files.wholes)
+        recorder.states.shapes = kept.states
+        recorder.known.placing = Placing(recorder.names, kept.parameters, kept.buffers, placed, files.found)
     if apart:
         constants.install()
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)

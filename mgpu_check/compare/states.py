@@ -1,25 +1,29 @@
 """Record, in the script's process, the state of optimizers and the buffers, which training changes besides parameters.
 
-A state with the shape of its parameter has the placement of its parameter. A single number, such as a step count, is not
-divided, and all ranks must agree on it.
+A state with the shape of its parameter has the placement of its parameter. A state that is flat over all parameters is one
+state of each parameter. A statistic over some dimensions of a parameter is placed in the other dimensions. A single number,
+such as a step count, is not divided, and all ranks must agree on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from mgpu_check.compare.factored import entries, flat_parts, statistic
 from mgpu_check.compare.naming import Names
-from mgpu_check.compare.parameters import Numbered, Parameters
+from mgpu_check.compare.parameters import Numbered, Parameters, parameters_of
 from mgpu_check.compare.placing import Part
 from mgpu_check.compare.summaries import Cut, Numbers, over, shape_of, summaries, whole
 from mgpu_check.compare.trace import Writer, named_state
-from mgpu_check.compare.wholes import write_buffer
+from mgpu_check.compare.wholes import write_buffer, write_shape
 from mgpu_check.torch_hooks.tensors import copied, name_of
 
 __all__ = ["States"]
@@ -34,6 +38,7 @@ class States:
 
     def __init__(self, writer: Writer, names: Names, known: Parameters, keep: Callable[[], int | None]) -> None:
         self._writer, self._names, self._known, self._keep = writer, names, known, keep
+        self.shapes: Mapping[str, Sequence[int]] = MappingProxyType({})  # of states on one device, if known
         self._number = 0
         self._entries: dict[object, tuple[int, Cut | None] | None] = {}
         self._unread: set[str] = set()
@@ -69,37 +74,60 @@ class States:
     def _of_optimizers(
         self, optimizers: Sequence[Any], parts: Iterable[Numbered]
     ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
+        of: dict[int, list[Numbered]] = {}
         for one in parts:
-            states = [optimizer.state.get(one.parameter) for optimizer in optimizers]
-            for key, value in next((state for state in states if state and isinstance(state, Mapping)), {}).items():
+            of.setdefault(id(one.parameter), []).append(one)
+        for own in of.values():
+            parameter = own[0].parameter
+            kept = [(optimizer, optimizer.state.get(parameter)) for optimizer in optimizers]
+            optimizer, state = next((pair for pair in kept if pair[1] and isinstance(pair[1], Mapping)), (None, {}))
+            for key, value in entries(state):
                 read = _as_tensor(value)
                 if read is None:
-                    self._note_unread(named_state(str(key), one.part.label), value)
+                    self._note_unread(own[0].part.label, key, value)
                     continue
-                if (one.number, key) not in self._entries:
-                    self._entries[one.number, key] = self._state(one, str(key), read)
-                entry = self._entries[one.number, key]
-                if entry is not None:
-                    yield (*entry, read)
+                together = parameters_of(optimizer)
+                flat = None if read.shape == parameter.shape else flat_parts(read, together)
+                pairs = [(parameter, read)] if flat is None else zip(together, flat, strict=True)
+                for owner, some in pairs:
+                    yield from self._of(of.get(id(owner), ()), key, some)
 
-    def _note_unread(self, name: str, value: object) -> None:
+    def _of(
+        self, parts: Iterable[Numbered], key: str, value: torch.Tensor
+    ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
+        for one in parts:
+            if (one.number, key) not in self._entries:
+                self._entries[one.number, key] = self._state(one, key, value)
+            entry = self._entries[one.number, key]
+            if entry is not None:
+                yield (*entry, value)
+
+    def _note_unread(self, of: str, key: str, value: object) -> None:
+        name = named_state(key, of)
         if value is not None and name not in self._unread:
             self._unread.add(name)
-            self._writer.write("unread", after=0, name=name, type=type(value).__name__)
+            self._writer.write("unread", after=0, name=name, of=of, type=type(value).__name__)
 
-    def _state(self, one: Numbered, key: str, value: torch.Tensor) -> tuple[int, Cut | None] | None:
-        part, like = one.part, value.shape == one.parameter.shape
+    def _state(self, one: Numbered, key: str, value: torch.Tensor) -> tuple[int, Cut | None]:
+        part = one.part
+        known = None if part.cut is None else self.shapes.get(named_state(key, part.cut.held.whole))
+        like = value.shape == one.parameter.shape and known in (None, part.shape)
         shape, cut, unplaced = (part.shape, part.cut, part.unplaced) if like else (shape_of(value), None, "")
-        if not like and value.numel() == 1:
+        if not like and value.numel() == 1 and (known is None or math.prod(known) == 1):
             shape = []  # such as the number of steps
-        elif not like and (part.cut is not None or part.unplaced):
+        elif not like and part.cut is not None and known is not None:
+            cut = statistic(value, one.parameter.shape, part.cut.part, known)
+            shape = shape if cut is None else cut.shape
+        if not like and shape and cut is None and (part.cut is not None or part.unplaced):
             unplaced = f"its shape {list(value.shape)} is not that of the slice that the rank trains"
         return self._note(part.label, key, Part("", part.order, shape, cut, unplaced), value)
 
     def _note(
         self, of: str, key: str, part: Part, value: torch.Tensor, start: Numbers | None = None
     ) -> tuple[int, Cut | None]:
-        held = None if part.cut is None or part.cut.is_whole else part.cut.held
+        held = None if part.cut is None or (part.cut.is_whole and not part.cut.held.covers) else part.cut.held
+        if key and (keep := self._keep()) is not None:
+            write_shape(keep, named_state(key, of), part.shape)
         self._writer.write(
             "state",
             name=named_state(key, of),

@@ -125,6 +125,8 @@ class Held:
         count: number of elements.
         mark: a hash of the positions, modulo 2^64: the marks of slices that cover a tensor once add up to `all`.
         told: the slice in words: "dim 0: 4 to 7 of 16".
+        covers: if the tensor is a statistic over dimensions that ranks divide, the part of them that the rank has.
+        share: the size of this part, relative to the whole dimensions.
     """
 
     whole: str
@@ -132,6 +134,8 @@ class Held:
     mark: int
     all: int
     told: str
+    covers: str = ""
+    share: float = 1.0
 
     @property
     def key(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from mgpu_check.compare import telling
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.first_difference import FirstDifference, first_difference
-from mgpu_check.compare.judged import account, left_over, not_compared, unread
+from mgpu_check.compare.judged import account, left_over, not_compared
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
@@ -122,7 +122,6 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
         return _refused(telling.nothing_tells(aligned, useful), steps)
     missed = not_compared(aligned, rounding)
     left, lines, idle = account(missed, unjudged)
-    lines = [*lines, *unread(aligned)]
     if left or idle:
         report = telling.undecided(aligned, rounding, useful, lines, left_over(aligned, left) if left else "", idle)
         return Verdict("undecided", report, compared=steps, not_compared=missed)

@@ -1,6 +1,7 @@
 """Store the initial parameters and buffers of one device in a file, for ranks that hold slices of them.
 
-For each tensor the file has a line of JSON, followed by the elements.
+For each tensor the file has a line of JSON, followed by the elements. States of optimizers have no elements there: ranks
+need only their shapes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,28 @@ import math
 import mmap
 import os
 import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
 
-__all__ = ["read_wholes", "write_buffer", "write_whole"]
+__all__ = ["Kept", "read_wholes", "write_buffer", "write_shape", "write_whole"]
+
+
+class Kept(NamedTuple):
+    """The tensors of one device.
+
+    Attributes:
+        parameters, buffers: their initial values.
+        states: name of a state of an optimizer -> its shape.
+    """
+
+    parameters: Wholes
+    buffers: Wholes
+    states: Mapping[str, Sequence[int]]
 
 
 def write_whole(fd: int, name: str, tensor: torch.Tensor) -> None:
@@ -29,23 +45,36 @@ def write_buffer(fd: int, name: str, tensor: torch.Tensor) -> None:
     _write(fd, name, tensor, "buffer")
 
 
+def write_shape(fd: int, name: str, shape: Sequence[int]) -> None:
+    """Append the shape of a state of an optimizer to the file."""
+    _append(fd, {"name": name, "kind": "state", "shape": list(shape)})
+
+
 def _write(fd: int, name: str, tensor: torch.Tensor, kind: str) -> None:
     here = copied(tensor)
     head = {"name": name, "kind": kind, "shape": list(here.shape), "dtype": name_of(here.dtype)}
-    rest = memoryview(json.dumps(head).encode() + b"\n" + bytes(memory_of(here)))
+    _append(fd, head, bytes(memory_of(here)))
+
+
+def _append(fd: int, head: Mapping[str, object], elements: bytes = b"") -> None:
+    rest = memoryview(json.dumps(head).encode() + b"\n" + elements)
     while rest:
         rest = rest[os.write(fd, rest) :]
 
 
-def read_wholes(fd: int) -> tuple[Wholes, Wholes]:
-    """Return the parameters and the buffers in a file."""
+def read_wholes(fd: int) -> Kept:
+    """Return the tensors in a file."""
     size = os.fstat(fd).st_size
     if not size:
-        return Wholes({}), Wholes({})
+        return Kept(Wholes({}), Wholes({}), {})
     data = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     found: dict[str, dict[str, torch.Tensor]] = {"parameter": {}, "buffer": {}}
+    states: dict[str, Sequence[int]] = {}
     while data.tell() < size:
         head = json.loads(data.readline())
+        if head["kind"] == "state":
+            states[head["name"]] = head["shape"]
+            continue
         dtype = getattr(torch, head["dtype"])
         count, start = math.prod(head["shape"]), data.tell()
         with warnings.catch_warnings():
@@ -58,4 +87,4 @@ def read_wholes(fd: int) -> tuple[Wholes, Wholes]:
         # Cloned, because a view as another dtype must be aligned.
         found[head["kind"]][head["name"]] = value.clone().view(dtype).view(head["shape"])
         data.seek(start + count * dtype.itemsize)
-    return Wholes(found["parameter"]), Wholes(found["buffer"])
+    return Kept(Wholes(found["parameter"]), Wholes(found["buffer"]), states)

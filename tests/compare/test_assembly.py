@@ -61,7 +61,9 @@ def part(rows, scale=1.0):
 
 def verdict(one, ranks):
     found = assembled(one, ranks)
-    aligned = Aligned(one, found.ranks, 0, found.divided, found.reasons, found.placements, found.holders)
+    aligned = Aligned(
+        one, found.ranks, 0, found.divided, found.reasons, found.placements, found.holders, partial=found.partial
+    )
     return verdict_of(aligned, Rounding(one, [one]), None)
 
 
@@ -191,7 +193,7 @@ def test_a_file_of_wholes_finds_slices():
     with tempfile.TemporaryFile() as file:
         for name, value in net.named_parameters():
             write_whole(file.fileno(), name, value)
-        wholes, _ = read_wholes(file.fileno())
+        wholes = read_wholes(file.fileno()).parameters
     assert torch.equal(wholes.whole("1.weight"), net[1].weight)
     names, local = Names(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
     for owner, key, value in (

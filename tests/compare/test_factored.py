@@ -1,0 +1,234 @@
+"""States of optimizers that have another shape than their parameter: how they are divided, put together, and judged."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from mgpu_check.compare.factored import entries, flat_parts, statistic
+from mgpu_check.compare.naming import Names
+from mgpu_check.compare.parameters import Parameters
+from mgpu_check.compare.placing import Placing
+from mgpu_check.compare.states import States
+from mgpu_check.compare.summaries import Cut
+from mgpu_check.compare.trace import FORMAT, VERSION, Summary, Trace, Writer, read
+from mgpu_check.compare.verdict import Verdict
+from mgpu_check.compare.wholes import read_wholes, write_shape, write_whole
+from mgpu_check.numerics.placement.slices import Slice, indexed
+from tests.compare.conftest import script
+from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, summary, trace, verdict
+from tests.compare.test_states import keeping
+
+WHOLE = (8, 5)
+SQUARES = GRADIENT.square()
+
+
+def test_values_in_lists_and_dicts_have_names():
+    state = {"step": 1, "dirs": [2, (3, None)], "left": {"q": 4}}
+    assert dict(entries(state)) == {"step": 1, "dirs[0]": 2, "dirs[1][0]": 3, "dirs[1][1]": None, "left[q]": 4}
+
+
+def test_a_flat_state_has_a_part_of_each_parameter():
+    parameters = [torch.zeros(2, 3), torch.zeros(4)]
+    weight, bias = flat_parts(torch.arange(10.0), parameters)
+    assert weight.tolist() == [[0, 1, 2], [3, 4, 5]] and bias.tolist() == [6, 7, 8, 9]
+    assert flat_parts(torch.zeros(9), parameters) is None
+    assert flat_parts(torch.zeros(10, 1), parameters) is None
+
+
+@pytest.mark.parametrize(
+    ("index", "local", "own", "shape", "told"),
+    [
+        (slice(0, 4), (4, 5), (4, 1), (8, 1), ("dim 0: 0 to 3 of 8", "")),
+        (slice(0, 4), (4, 5), (1, 5), (1, 5), ("all", "dim 0: 0 to 3 of 8")),
+        (slice(0, 4), (4, 5), (4,), (8,), ("dim 0: 0 to 3 of 8", "")),
+        (slice(7, 8), (1, 5), (1, 5), (1, 5), ("all", "dim 0: 7 of 8")),
+        (slice(7, 8), (1, 5), (1, 1), (8, 1), ("dim 0: 7 of 8", "")),
+        ((slice(None), slice(1, 3)), (8, 2), (2,), (5,), ("dim 0: 1 to 2 of 5", "")),
+        ((slice(0, 8, 2), slice(1, 3)), (4, 2), (4, 1), (8, 1), ("dim 0: 0 and 2 and 4 and 1 more ranges of 8", "dim 1: 1 to 2 of 5")),
+        (slice(0, 4), (20,), (4,), (8,), None),  # a slice that is reshaped
+        (slice(0, 4), (4, 5), (3,), (8,), None),
+    ],
+)  # fmt: skip
+def test_a_statistic_is_placed_in_the_dimensions_that_it_keeps(index, local, own, shape, told):
+    found = statistic(torch.zeros(own), torch.Size(local), Slice("w", WHOLE, indexed(WHOLE, index)), shape)
+    assert (found and (found.held.told, found.held.covers)) == told
+
+
+def test_a_statistic_of_a_square_of_a_square_has_no_place():
+    square = Slice("w", (8, 8), indexed((8, 8), (slice(0, 4), slice(4, 8))))
+    assert statistic(torch.zeros(4), torch.Size((4, 4)), square, (8,)) is None
+
+
+def rank_with(
+    rank: int,
+    rows: range,
+    of_columns: Callable[[torch.Tensor], torch.Tensor],
+    rule: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+) -> Trace:
+    """A rank with rows of the weight, their own means, and a statistic of the columns."""
+    cut, value, gradient, _ = part(rows)
+    made = trace(rank, 2, {"shard": (cut, value, gradient, value - 0.1 * rule(gradient))})
+    squares = SQUARES[list(rows)]
+    place = (gradient.shape, cut.part)
+    of_rows = squares.mean(1)
+    columns = of_columns(squares)
+    return keeping(
+        made,
+        of_rows=(of_rows, _found(statistic(of_rows, *place, (8,)))),
+        of_columns=(columns, _found(statistic(columns, *place, (5,)))),
+    )
+
+
+def _found(cut: Cut | None) -> Cut:
+    assert cut is not None
+    return cut
+
+
+def judged(
+    of_columns: Callable[[torch.Tensor], torch.Tensor], rule: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> Verdict:
+    one = keeping(ONE, of_rows=(SQUARES.mean(1), None), of_columns=(SQUARES.mean(0), None))
+    return verdict(one, [rank_with(r, rows, of_columns, rule) for r, rows in enumerate((range(3), range(3, 8)))])
+
+
+@pytest.mark.parametrize(
+    "of_columns",
+    [
+        pytest.param(lambda own: SQUARES.mean(0), id="reduced over the ranks"),
+        pytest.param(lambda own: own.mean(0), id="of each slice"),
+    ],
+)
+def test_statistics_of_slices_are_judged_as_a_whole(of_columns):
+    found = judged(of_columns)
+    assert (found.kind, found.not_compared) == ("equal", {})
+
+
+@pytest.mark.parametrize(
+    "of_columns",
+    [
+        pytest.param(lambda own: own.sum(0), id="sums"),
+        pytest.param(lambda own: own.amax(0), id="maxima"),
+    ],
+)
+def test_statistics_that_are_no_means_are_undecided(of_columns):
+    found = judged(of_columns)
+    assert found.kind == "undecided"
+    assert found.not_compared == {
+        "of_columns of net.weight": "each rank may keep a statistic of its own slice (dim 0: 0 to 2 of 8; dim 0: 3 to 7 "
+        "of 8), and their mean is not that of one device"
+    }
+
+
+def test_a_wrong_statistic_differs():
+    found = judged(lambda own: 1.001 * SQUARES.mean(0))
+    assert (found.kind, found.parameter, found.tensor) == ("differs", "of_columns of net.weight", "state")
+    found = judged(lambda own: own.mean(0) * (1 + 0.002 * (len(own) > 3)))
+    assert (found.kind, found.parameter, found.tensor) == ("differs", "of_columns of net.weight", "state")
+
+
+def test_an_optimizer_that_is_another_one_on_slices():
+    found = judged(lambda own: own.mean(0), rule=torch.sign)
+    assert (found.kind, found.parameter, found.tensor) == ("differs", "net.weight", "parameter")
+    told = (
+        "each rank computes of_columns of net.weight from its own slice (dim 0: 0 to 2 of 8 on rank 0; dim 0: 3 to 7 of 8 "
+        "on rank 1), and one device from the whole"
+    )
+    assert told in str(found.report)
+    assert told not in str(judged(lambda own: SQUARES.mean(0), rule=torch.sign).report)
+
+
+def recorded(net: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, torch.Tensor], shapes) -> Trace:
+    """Return the states that are recorded for a rank, where one device has the parameters and shapes of states that are given."""
+    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as wholes:
+        for name, value in kept.items():
+            write_whole(wholes.fileno(), name, value)
+        for name, shape in shapes.items():
+            write_shape(wholes.fileno(), name, shape)
+        writer, names = Writer(file.fileno()), Names()
+        writer.write("start", format=FORMAT, version=VERSION, rank=0, world=2)
+        names.called(net)
+        known = Parameters(writer, names)
+        read_ = read_wholes(wholes.fileno())
+        known.placing = Placing(names, read_.parameters, read_.buffers)
+        states = States(writer, names, known, lambda: None)
+        states.shapes = read_.states
+        parts = known.parts(optimizer, 0)
+        optimizer.step(lambda: net(torch.ones(2, 5)).sum())
+        with torch.no_grad():
+            found = states.after([optimizer], parts, set())
+        file.seek(0)
+        made = read(file.read())
+        names_ = list(made.states)
+        made.steps = [trace(0, 2, {}).steps[0]]
+        made.steps[0].states = {names_[number]: Summary.of(numbers) for number, numbers in found.items()}
+        return made
+
+
+def sliced() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A module with the first rows of a weight, and what one device has."""
+    net = nn.Linear(5, 3)
+    kept = {"weight": WEIGHT, "bias": torch.arange(3.0)}
+    with torch.no_grad():
+        net.weight.copy_(WEIGHT[:3])
+        net.bias.copy_(kept["bias"])
+    net.weight.grad, net.bias.grad = GRADIENT[:3].clone(), torch.ones(3)
+    return net, kept
+
+
+def test_flat_states_are_recorded_as_parts_of_each_parameter():
+    net, kept = sliced()
+    before = net.weight.detach().clone()
+    made = recorded(net, torch.optim.LBFGS(net.parameters(), max_iter=1), kept, {})
+    for key in ("prev_flat_grad", "d"):
+        assert made.states[f"{key} of weight"].held.told == "dim 0: 0 to 2 of 8"
+        assert made.states[f"{key} of bias"].held is None and made.states[f"{key} of bias"].shape == (3,)
+    assert before is not None and made.states["t of weight"].shape == ()
+    assert made.steps[0].states["prev_flat_grad of bias"] == summary(torch.ones(3))
+
+
+def test_factored_states_are_recorded_with_their_places():
+    net, kept = sliced()
+    shapes = {"row_var of weight": (8, 1), "col_var of weight": (1, 5), "step of weight": ()}
+    made = recorded(net, torch.optim.Adafactor(net.parameters()), kept, shapes)
+    rows, columns = made.states["row_var of weight"], made.states["col_var of weight"]
+    assert (rows.shape, rows.held.told, rows.held.covers) == ((8, 1), "dim 0: 0 to 2 of 8", "")
+    assert (columns.shape, columns.held.told, columns.held.covers) == ((1, 5), "all", "dim 0: 0 to 2 of 8")
+    assert made.states["step of weight"].shape == made.states["step of bias"].shape == ()
+    assert made.states["variance of bias"].shape == (3,)
+    unknown = recorded(net, torch.optim.Adafactor(net.parameters()), kept, {})
+    assert (
+        unknown.states["row_var of weight"].unplaced == "its shape [3, 1] is not that of the slice that the rank trains"
+    )
+
+
+def test_a_state_that_is_no_tensor_is_undecided():
+    one, other = keeping(ONE), keeping(trace(0, 1, {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - 0.1 * GRADIENT)}))
+    event = {"event": "unread", "after": 0, "name": "own of net.weight", "of": "net.weight", "type": "Factors"}
+    for here, there in (([event], [event]), ([event], []), ([], [event])):
+        one.events[:], other.events[:] = here, there
+        found = verdict(one, [other])
+        assert found.not_compared == {"own of net.weight": "its type Factors is neither a tensor nor a number"}
+        assert found.report.headline == "undecided: 1 state of optimizers or buffer was not compared with one device"
+    one.events[:] = other.events[:] = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "told"),
+    [
+        ("at-use", 0, "equal: 3 steps on 2 ranks train the same 3 parameters"),
+        pytest.param("reduced", 0, "equal: 3 steps on 2 ranks train the same 3 parameters", marks=pytest.mark.slow),
+        pytest.param("sums", 2, "and their mean is not that of one device", marks=pytest.mark.slow),
+        pytest.param("adafactor", 1, "from its own slice (dim", marks=pytest.mark.slow),
+        pytest.param(
+            "lbfgs", 1, "change bias by different amounts, with different values of t of up", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_script_with_such_an_optimizer(compare, kind, code, told):
+    outcome = compare(script("factored"), code=code, arguments=[kind], more=2)
+    assert told in outcome.text
