@@ -334,6 +334,11 @@ def _step(
             if index in view:
                 yield name, view[index]
 
+    def scale(label: str) -> float:
+        """Return the final norm of the whole gradient relative to that of a slice, so that they can be compared; 1 if unknown."""
+        own, found = step.gradients.get(label), views["gradient"].get(pieces.get(label, ""), {}).get(index)
+        return found.norm / own.norm if found is not None and own is not None and own.norm else 1.0
+
     def there(kind: Kind) -> dict[str, Summary]:
         return {name: value for name, value in renamed(kind) if value is not None}
 
@@ -344,7 +349,11 @@ def _step(
         parameters=there("parameter"),
         states=there("state"),
         calls=[
-            (told, {names.get(label) or label: norm for label, norm in norms.items()}) for told, norms in step.calls
+            (
+                told,
+                {pieces.get(label) or names.get(label) or label: norm * scale(label) for label, norm in norms.items()},
+            )
+            for told, norms in step.calls
         ],
         options={pieces.get(label) or names[label] or label: options for label, options in step.options.items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mgpu_check.compare.axes import told_axes
 from mgpu_check.compare.batches import other_samples
+from mgpu_check.compare.calls import told_slice
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.obstacles import OTHER_START, Obstacle, drawing
@@ -25,7 +26,8 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     why = list(dict.fromkeys(one.why for one in obstacles))
     todo = [one.todo for one in obstacles]
     axes = "" if obstacles else attempts.of("the search for axes", "", told_axes, difference)
-    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks, axes)
+    of_slices = "" if obstacles else attempts.of("the factor of a slice", "", told_slice, difference)
+    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks, axes, of_slices)
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:

@@ -107,6 +107,7 @@ class Diagnosis:
         todo: a line for each remedy.
         failed: a line for each part of the diagnosis that raised an error.
         axes: see `mgpu_check.compare.axes.told_axes`.
+        of_slices: see `mgpu_check.compare.calls.told_slice`.
     """
 
     comparable: bool = True
@@ -115,6 +116,7 @@ class Diagnosis:
     todo: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     axes: str = ""
+    of_slices: str = ""
 
 
 def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:

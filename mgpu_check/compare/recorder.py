@@ -335,8 +335,10 @@ class Recorder:
 
     def _calls_of(self, parts: list[Numbered]) -> dict[str, object]:
         """Return the recorded calls that led to the gradients of this step; empty if there are none."""
-        whole = {id(one.parameter): one.number for one in parts if one.part.cut is None}
-        calls = [] if self.flow is None else self.flow.taken(whole)
+        single = {
+            id(one.parameter): one.number for one in parts if one.part.cut is None or one.part.cut.part.within is None
+        }
+        calls = [] if self.flow is None else self.flow.taken(single)
         return {"calls": calls} if calls else {}
 
     def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:

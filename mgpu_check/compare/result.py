@@ -70,6 +70,7 @@ def write_json(path: Path, done: Comparison) -> None:
         "ranks": verdict.ranks,
         "ratio": verdict.ratio,
         "axes": report.axes,
+        "known": [line for line in report.known if line],
         "steps_equal": verdict.compared,
         "not_compared": dict(verdict.not_compared),
         "mistakes": report.mistakes,

@@ -133,3 +133,48 @@ def test_the_call_is_named_that_leaves_a_factor(calls, told):
     (finding,) = judged(ranks).report.findings
     assert finding.mistake == "world-size-factor"
     assert finding.evidence.partition(": the world size")[2].removeprefix("; ") == told
+
+
+def sliced(rank: int, scale: float, norms: list[float | None]) -> Trace:
+    """A rank with half of the rows, whose gradient has these norms after the calls, relative to that of one device."""
+    rows = range(4 * rank, 4 * rank + 4)
+    made = trace(rank, 2, {"shard": part(rows, scale)})
+    own = float(GRADIENT[list(rows)].norm())
+    told = zip((BACKWARD, SUM), norms, strict=True)
+    made.steps[0].calls = [(name, {} if n is None else {"shard": n * own}) for name, n in told]
+    return made
+
+
+def test_the_call_is_named_that_leaves_a_factor_in_all_slices():
+    for norms, told in (
+        ([0.7, 2], f"{SUM} leaves it so"),
+        ([1, None], f"{SUM} runs between {BACKWARD} and the step of the optimizer"),
+        ([0.7, 1], f"{SUM} leaves the gradient of one device, and a later operation changes it"),
+        ([0.7, 0.6], ""),
+    ):
+        report = judged([sliced(rank, 2, norms) for rank in range(2)]).report
+        (finding,) = report.findings
+        assert finding.evidence.partition(": the world size")[2].removeprefix("; ") == told
+        assert report.known == [""]
+
+
+def test_the_factor_of_one_slice_is_told_with_its_call():
+    told = "on rank 1 the slice of the gradient of net.weight is 3 times that of one device, and the other slices are right"
+    for norms, where in (
+        ([0.7, 3], f"; {SUM} leaves it so"),
+        ([0.7, 1], f"; {SUM} leaves the gradient of one device, and a later operation changes it"),
+        ([0.7, 0.6], ""),
+    ):
+        report = judged([sliced(0, 1, [1, 1]), sliced(1, 3, norms)]).report
+        assert (report.mistakes, report.known) == ((), [told + where])
+        assert told in str(report)
+    assert judged([sliced(0, 2, [1, 2]), sliced(1, 3, [1, 3])]).report.known == [""]  # no slice is right
+
+
+def test_a_slice_without_one_factor_has_no_line():
+    wrong = sliced(1, 1, [1, 1])
+    cut, value, gradient, _ = part(range(4, 8))
+    other = trace(1, 2, {"shard": (cut, value, gradient.roll(1), value)})
+    other.steps[0].calls = wrong.steps[0].calls
+    found = judged([sliced(0, 1, [1, 1]), other])
+    assert (found.kind, found.report.known) == ("differs", [""])
