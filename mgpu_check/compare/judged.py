@@ -24,6 +24,7 @@ _NOWHERE = "no rank trains a parameter of its name and shape"
 _OF_RANKS = "one device trains no parameter of its name and shape"
 _NOT_KEPT = "no rank keeps it"
 _KEPT_BY_RANKS = "one device keeps no state or buffer of this name"
+_UNMEASURED = "runs on one device that differ by rounding alone do not agree whether it exists, so it has no tolerance"
 _DROWNED = "rounding alone moves its gradient and its value so far that the measured tolerance proves nothing"
 
 
@@ -56,7 +57,7 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
             ranks[name].append(trace.rank)
     found |= {f"{name} ({named(some)})": aligned.reasons.get(name, _OF_RANKS) for name, some in ranks.items()}
     judged = one - found.keys()
-    return found | _states(aligned, judged) | _unread(aligned, judged)
+    return found | _states(aligned, rounding, judged) | _unread(aligned, judged)
 
 
 def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
@@ -69,15 +70,18 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
     return {event["name"]: f"its type {event['type']} is neither a tensor nor a number" for event in events}
 
 
-def _states(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
+def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str, str]:
     """Return the states of compared parameters, and the changing buffers, that were never compared, each with the reason."""
     found: dict[str, str] = {}
     for name, state in aligned.one.states.items():
         if state.of not in judged if state.key else state.constant:
             continue
-        if not any(_compared(aligned, name)):
+        steps = list(_compared(aligned, name))
+        if not steps:
             there = any(name in trace.states for trace in aligned.ranks)
             found[name] = aligned.reasons.get(name) or (_shapes(aligned, name) if there else _NOT_KEPT)
+        elif not any(_is_measured(aligned, rounding, step, name) for step in steps):
+            found[name] = _UNMEASURED
     for trace in aligned.ranks:
         for name, state in trace.states.items():
             if name in aligned.one.states or (state.of not in judged if state.key else state.constant):
@@ -86,10 +90,18 @@ def _states(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
     return found
 
 
-def _compared(aligned: Aligned, name: str) -> Iterator[bool]:
+def _is_measured(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
+    """Return whether a state has a tolerance, or is not finite on one device, which needs none."""
+    expected, _ = aligned.found(step, "state", name)
+    return (expected is not None and not expected.finite) or math.isfinite(rounding.tolerance(step, "state", name))
+
+
+def _compared(aligned: Aligned, name: str) -> Iterator[int]:
+    """Yield each step at which some rank's state was compared with one device."""
     for step in range(aligned.compared):
         expected, here = aligned.found(step, "state", name)
-        yield expected is not None and any(here.values())
+        if expected is not None and any(here.values()):
+            yield step
 
 
 def left_over(aligned: Aligned, left: Sequence[str]) -> str:

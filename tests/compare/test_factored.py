@@ -9,18 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.factored import entries, flat_parts, statistic
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import Parameters
 from mgpu_check.compare.placing import Placing
+from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Cut
 from mgpu_check.compare.trace import FORMAT, VERSION, Summary, Trace, Writer, read
-from mgpu_check.compare.verdict import Verdict
+from mgpu_check.compare.verdict import Verdict, verdict_of
 from mgpu_check.compare.wholes import read_wholes, write_shape, write_whole
 from mgpu_check.numerics.placement.slices import Slice, indexed
 from tests.compare.conftest import script
-from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, summary, trace, verdict
+from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, summary, trace, trained, verdict
 from tests.compare.test_states import keeping
 
 WHOLE = (8, 5)
@@ -182,12 +184,11 @@ def sliced() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def test_flat_states_are_recorded_as_parts_of_each_parameter():
     net, kept = sliced()
-    before = net.weight.detach().clone()
     made = recorded(net, torch.optim.LBFGS(net.parameters(), max_iter=1), kept, {})
     for key in ("prev_flat_grad", "d"):
         assert made.states[f"{key} of weight"].held.told == "dim 0: 0 to 2 of 8"
         assert made.states[f"{key} of bias"].held is None and made.states[f"{key} of bias"].shape == (3,)
-    assert before is not None and made.states["t of weight"].shape == ()
+    assert made.states["t of weight"].shape == ()
     assert made.steps[0].states["prev_flat_grad of bias"] == summary(torch.ones(3))
 
 
@@ -215,6 +216,19 @@ def test_a_state_that_is_no_tensor_is_undecided():
         assert found.not_compared == {"own of net.weight": "its type Factors is neither a tensor nor a number"}
         assert found.report.headline == "undecided: 1 state of optimizers or buffer was not compared with one device"
     one.events[:] = other.events[:] = []
+
+
+def test_a_state_that_only_some_runs_on_one_device_have_is_undecided():
+    """As a direction of LBFGS, whose number of iterations depends on rounding."""
+    ranks = [keeping(trace(r, 2, {"net.weight": trained(WEIGHT, GRADIENT)}), own=(GRADIENT, None)) for r in range(2)]
+    one = keeping(ONE, own=(GRADIENT, None))
+    for others, missed in (([one], []), ([one, keeping(ONE)], ["own of net.weight"])):
+        found = verdict_of(Aligned(one, ranks), Rounding(one, others), None)
+        assert (found.kind, list(found.not_compared)) == ("undecided" if missed else "equal", missed)
+    least = torch.full((), torch.inf)
+    one = keeping(ONE, least=(least, None))
+    ranks = [keeping(trace(r, 2, {"net.weight": trained(WEIGHT, GRADIENT)}), least=(least, None)) for r in range(2)]
+    assert verdict(one, ranks).kind == "equal"  # a least loss before the first one
 
 
 @pytest.mark.parametrize(
