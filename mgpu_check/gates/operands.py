@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.batches import samples_in
-from mgpu_check.processes.frames import is_engine, is_installed
+from mgpu_check.processes.frames import is_file_under_test
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
@@ -209,5 +209,4 @@ def line_of(frame: types.FrameType) -> str:
 
 def is_under_test(frame: types.FrameType) -> bool:
     """Return whether a frame belongs to the code under test, not to an installed package or to the gate."""
-    file = frame.f_code.co_filename
-    return not is_engine(file) and not is_installed(file) and not file.startswith("<")
+    return is_file_under_test(frame.f_code.co_filename)

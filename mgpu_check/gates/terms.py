@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from mgpu_check.diagnosis.observed import Term
 from mgpu_check.gates.operands import site, upstream
 from mgpu_check.gates.program import modules_of
-from mgpu_check.processes.frames import is_engine, is_installed
+from mgpu_check.processes.frames import is_file_under_test
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -165,6 +165,6 @@ def _line_of(node: Any) -> str:
         node = below[0][1]
     for told in reversed(node.metadata.get("traceback_", [])):
         for file, number in _FRAME.findall(told):
-            if not is_engine(file) and not is_installed(file) and not file.startswith("<"):
+            if is_file_under_test(file):
                 return f"{relative(file)}:{number}"
     return ""

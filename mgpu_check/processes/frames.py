@@ -6,8 +6,9 @@ import functools
 import re
 import sys
 import types
+from collections.abc import Iterable, Iterator
 
-__all__ = ["calling_line", "is_engine", "is_installed"]
+__all__ = ["calling_line", "is_engine", "is_file_under_test", "is_installed", "line_under_test"]
 
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(
@@ -30,18 +31,37 @@ def is_installed(filename: str) -> bool:
     return _INSTALLED.search(filename) is not None and _OURS not in filename
 
 
-def calling_line() -> tuple[str, int]:
-    """Return file and line of the innermost frame of the code under test.
+def is_file_under_test(filename: str) -> bool:
+    """Return whether a file belongs to the code under test: not to the engine, nor to an installed package.
 
-    Without such a frame, return those of the innermost frame outside the engine, or ("", 0).
+    Generated code, such as a method of a dataclass, is in no file: its name is "<string>".
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    other: tuple[str, int] | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
+    return not is_engine(filename) and not is_installed(filename) and not filename.startswith("<")
+
+
+def line_under_test(lines: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """Return the first line of the code under test in a stack of files and lines, the innermost first.
+
+    Without such a line, return the first of generated code (`python -c` runs such code), else the first of an installed
+    package, else None.
+    """
+    others = []
+    for file, line in lines:
+        if is_file_under_test(file):
+            return file, line
         if not is_engine(file):
-            if not is_installed(file):
-                return file, frame.f_lineno
-            other = other or (file, frame.f_lineno)
+            others.append((file, line))
+    generated = [one for one in others if not is_installed(one[0])]
+    return next(iter([*generated, *others]), None)
+
+
+def calling_line() -> tuple[str, int]:
+    """Return file and line of the innermost frame of the code under test; ("", 0) if only the engine is on the stack."""
+    return line_under_test(_callers()) or ("", 0)
+
+
+def _callers() -> Iterator[tuple[str, int]]:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return other or ("", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mgpu_check.processes.frames import is_engine, is_installed
+from mgpu_check.processes.frames import is_engine, line_under_test
 from mgpu_check.processes.record import relative
 
 __all__ = ["HALTED", "Location", "clean", "location_of"]
@@ -66,8 +66,5 @@ def location_of(stacks: str) -> Location | None:
     collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
     if frames and frames[0]["function"] == _BACKWARD:
         collective = "backward"  # DistributedDataParallel's reducer waits there for the other ranks
-    others = [frame for frame in frames if not is_engine(frame["file"])]
-    frame = next((frame for frame in others if not is_installed(frame["file"])), next(iter(others), None))
-    if frame is None:
-        return None
-    return Location(collective, frames[0]["function"], frame["file"], int(frame["line"]))
+    found = line_under_test((frame["file"], int(frame["line"])) for frame in frames)
+    return None if found is None else Location(collective, frames[0]["function"], *found)

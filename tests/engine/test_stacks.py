@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+
+from mgpu_check.processes.frames import calling_line
 from mgpu_check.processes.stacks import clean, location_of
 
 TEXT = """Thread 0x00007f0000000001 (most recent call first):
@@ -63,3 +66,19 @@ def test_the_reducer_of_ddp_waits_for_the_others():
         '  File "/home/train.py", line 3 in step\n'
     )
     assert location is not None and location.collective == "_pre_forward" and location.line == 3
+
+
+def test_generated_code_is_in_no_file():
+    text = (
+        'Current thread 0x1 (most recent call first):\n  File "/env/site-packages/torch/a.py", line 5 in all_gather\n'
+    )
+    text += '  File "<string>", line 1 in __eq__\n'
+    assert str(location_of(text)) == "all_gather (<string>:1)"
+    assert str(location_of(text + '  File "/home/train.py", line 3 in step\n')) == "all_gather (/home/train.py:3)"
+
+
+def test_a_call_from_generated_code_is_at_the_nearest_line_of_a_file():
+    space = {"calling_line": calling_line}
+    exec("def generated(): return calling_line()", space)
+    line = inspect.currentframe().f_lineno + 1
+    assert space["generated"]() == (__file__, line)
