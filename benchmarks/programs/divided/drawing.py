@@ -251,7 +251,11 @@ def _of_gradients(program: Draw, draw: random.Random) -> Found:
             found.append(("gradients not reduced", axis, ()))
             found.append(("one gradient not reduced", axis, ()))
     if program.size("dp") > 1 and program.size("tp") > 1 and program.way not in ("zero2",):
-        found.append(("reduced over all ranks", "tp", ("tp",)))
+        common = "tp" not in cut_axes(
+            program
+        )  # a factor of all gradients, or none where they are to be summed along tp
+        if not common or (program.optimizer.clip is None and "tp" not in program.data_axes):
+            found.append(("reduced over all ranks", "tp", ("tp",)))
         found.append(("reduced over the other axis", "dp", ("dp", "tp")))
     if "tp" in program.data_axes:
         found.append(("norms and biases not reduced", "tp", ()))
@@ -298,7 +302,8 @@ def _of_layers(program: Draw) -> Found:
 def _of_libraries(program: Draw) -> Found:
     if program.way == "hsdp":
         return [("replicas take the same samples", "dp", ())]
-    if program.way in ("fsdp1", "fsdp2"):
+    shows = program.optimizer.clip is None or program.returns_loss  # clipping takes the factor out again
+    if program.way in ("fsdp1", "fsdp2") and shows:
         return [("sum in place of a mean", "dp", ())]
     return []
 
