@@ -170,12 +170,16 @@ def _of_owner(values: Sequence[Mapping[Result, torch.Tensor]], owner: str) -> It
 
 
 def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> bool:
-    """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it."""
+    """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it.
+
+    Of a whole tensor that lies in a flat buffer nothing is cut off.
+    """
     first = mine[0][1]
     return (
         size > 1
         and len(mine) == size
         and first.at is not None
+        and not bool(first.mask.all())
         and all(part.at is not None and torch.equal(part.at, first.at) for _, part, _ in mine)
     )
 

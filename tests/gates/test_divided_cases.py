@@ -111,28 +111,42 @@ class FlatSlices:
     wrong = False
 
     def __init__(self, model: Towers, rank: Rank) -> None:
-        model.to(rank.device)
+        self.model = self.taken(model.to(rank.device), rank)
+        self.flat = nn.Parameter(torch.cat([one.detach().flatten() for one in self.model.parameters()]))
+        self.optimizer = torch.optim.SGD([self.flat], lr=0.1, momentum=0.9)
+
+    def taken(self, model: Towers, rank: Rank) -> Towers:
         for tower in model.towers():
             for name, whole in list(tower.named_parameters()):
                 setattr(tower, name, nn.Parameter(whole.detach().chunk(rank.size)[rank.index].clone()))
-        self.flat = nn.Parameter(torch.cat([one.detach().flatten() for one in model.parameters()]))
-        self.optimizer = torch.optim.SGD([self.flat], lr=0.1, momentum=0.9)
+        return model
 
     def __call__(self, model: Towers, batch: torch.Tensor, rank: Rank) -> None:
-        train(model.towers(), batch.to(rank.device))
-        self.flat.grad = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+        train(self.model.towers(), batch.to(rank.device))
+        self.flat.grad = torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
         if self.wrong and rank.index == 1:
             self.flat.grad[:3] *= 2
-        model.zero_grad()
+        self.model.zero_grad()
         self.optimizer.step()
         rest = self.flat.detach()
         with torch.no_grad():
-            for one in model.parameters():
+            for one in self.model.parameters():
                 one.copy_(rest[: one.numel()].view_as(one))
                 rest = rest[one.numel() :]
 
 
 class WrongFlatSlices(FlatSlices):
+    wrong = True
+
+
+class FlatCopy(FlatSlices):
+    """Each rank has all of a copy of the model in a flat buffer; the model that the gate has is not used."""
+
+    def taken(self, model: Towers, rank: Rank) -> Towers:
+        return copy.deepcopy(model)
+
+
+class WrongFlatCopy(FlatCopy):
     wrong = True
 
 
@@ -190,13 +204,16 @@ class OtherOrderOnSomeRanks(ShardedCopy):
 STAGES = {"meshes": [{"pp": 2, "tp": 2}]}
 
 
-@pytest.mark.parametrize(("step", "options"), [(StagesOfSlices, STAGES), (FlatBiases, {}), (FlatSlices, {})])
+@pytest.mark.parametrize(
+    ("step", "options"), [(StagesOfSlices, STAGES), (FlatBiases, {}), (FlatSlices, {}), (FlatCopy, {})]
+)
 def test_it_passes(ranks: Any, step: Any, options: dict[str, Any]) -> None:
     assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
 
 
 @pytest.mark.parametrize(
-    ("step", "options"), [(WrongStagesOfSlices, STAGES), (WrongFlatBiases, {}), (WrongFlatSlices, {})]
+    ("step", "options"),
+    [(WrongStagesOfSlices, STAGES), (WrongFlatBiases, {}), (WrongFlatSlices, {}), (WrongFlatCopy, {})],
 )
 def test_its_twin_is_refuted(ranks: Any, step: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ScalingMismatch):
