@@ -96,6 +96,32 @@ def test_what_is_off_by_little_is_not_lost(ranks):
     assert "result-discarded" not in found.mistakes, str(found)
 
 
+def with_a_head_of_zeros() -> torch.nn.Module:
+    model = mlp()
+    *_, weight, _ = model.parameters()
+    torch.nn.init.zeros_(weight)
+    return model
+
+
+def loses_its_groups(model, batch, rank):
+    """Decay weights and biases alike; on one device biases do not decay, and a first bias without gradient stays as it is."""
+    model.to(rank.device)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    weights = [one for one in model.parameters() if one.dim() > 1]
+    biases = [one for one in model.parameters() if one.dim() == 1]
+    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.3 if rank.size > 1 else 0.0}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, weight_decay=0.3)
+    backward(model, tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    synchronize(model, rank)
+    optimizer.step()
+
+
+def test_a_broadcast_of_a_parameter_that_does_not_change_has_lost_nothing(ranks):
+    found = refuted(ranks, loses_its_groups, build=with_a_head_of_zeros)
+    assert found.mistakes == ("optimizer-differs",), str(found)
+
+
 def test_a_reference_is_given_because_the_step_does_not_run_alone(ranks):
     def step(model, batch, rank):
         if rank.size == 1:

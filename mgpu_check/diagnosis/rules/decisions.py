@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.observed import Event
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
@@ -211,7 +212,7 @@ def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
 
 
 def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
-    sent = next((event for _, event in tensors.events("collective") if event.name == "broadcast"), None)
+    sent = next((same[0] for same in _broadcasts(tensors) if _differs_before(same)), None)
     wrong = [name for name in tensors.wrong() if name not in tensors.relations.split]
     if sent is None or not wrong:
         return None
@@ -223,6 +224,18 @@ def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
         f"broadcast ({sent.site}) sends the value of rank {source}, and {wrong[0]} is the same on all ranks, but differs "
         "from one device",
     )
+
+
+def _broadcasts(tensors: Tensors) -> Iterator[tuple[Event, ...]]:
+    """Yield the broadcasts that all ranks call, each as the calls of the ranks."""
+    calls = [[event for event in trace.of("collective") if event.name == "broadcast"] for trace in tensors.traces]
+    return zip(*calls, strict=False)
+
+
+def _differs_before(same: Sequence[Event]) -> bool:
+    """Return whether ranks hand a collective different values: a broadcast of what they have alike changes nothing."""
+    given = [[tensor.get("before") for tensor in event.details.get("tensors", ())] for event in same]
+    return any(one != given[0] for one in given)
 
 
 def buffers_alone_drift(tensors: Tensors) -> Finding | None:

@@ -43,6 +43,7 @@ def written_over(tensors: Tensors) -> Finding | None:
     ]
     if everywhere and len(tensors.names) > 1 and tensors.factor_here() is None:
         lost.append((everywhere[0], tensors.names))  # all results in one flat buffer
+    lost = [(first, names) for first, names in lost if not _are_older(tensors, names)]
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         if len({event.name for event in same}) > 1:
@@ -54,20 +55,34 @@ def written_over(tensors: Tensors) -> Finding | None:
     return None
 
 
+def _are_older(tensors: Tensors, names: Sequence[Result]) -> bool:
+    """Return whether the model had the right values before its last step, as if the step leaves a parameter unchanged.
+
+    Then each collective that copies the model gives them: nothing was computed that could be lost.
+    """
+    initial, stages = tensors.expected.single.initial, tensors.expected.snapshots[:-1]
+    earlier = [{name: initial[name.of] for name in names if name.kind != "grads" and name.of in initial}, *stages]
+    right = _sums([tensors.expected.exact[name] for name in names])
+    known = [[values[name] for name in names if name in values] for values in earlier]
+    return any(len(values) == len(names) and _is_near(_sums(values), right, 1) for values in known)
+
+
+def _sums(values: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Return the sum and the norm of several tensors together."""
+    wide = [value.double() for value in values]
+    return math.fsum(float(value.sum()) for value in wide), math.hypot(*(float(value.norm()) for value in wide))
+
+
 def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
     value, right = tensors.seen[0].values.get(name), tensors.expected.exact[name]
     if value is None:
         return False
-    of = [(float(one.double().sum()), float(one.double().norm())) for one in (value, right)]
-    return _is_near(of[0], of[1], 1)
+    return _is_near(_sums([value]), _sums([right]), 1)
 
 
 def _has_given(same: Sequence[Event], exact: Sequence[torch.Tensor], size: int) -> bool:
     """Return whether a collective gives these values, as a mean or a sum, to a rank or in shares to all ranks together."""
-    right = (
-        math.fsum(float(value.sum()) for value in exact),
-        math.sqrt(math.fsum(float(value.norm()) ** 2 for value in exact)),
-    )
+    right = _sums(exact)
     for given in zip(*(event.details.get("after", ()) for event in same), strict=False):
         shares = (math.fsum(one["sum"] for one in given), math.sqrt(math.fsum(one["norm"] ** 2 for one in given)))
         seen = [shares, *((one["sum"], one["norm"]) for one in given)]
