@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["WrongModule", "first_wrong_module"]
+__all__ = ["WrongModule", "first_wrong_module", "module_of_partial_gradients"]
 
 _CLOSE = 1e-3
 """Tolerance, as a fraction of the largest magnitude, for rows that were summed in another order."""
@@ -51,6 +51,35 @@ def first_wrong_module(tensors: Tensors) -> WrongModule | None:
     if found := _first(alone.gradients, gradients, divided, scaled=True):
         return WrongModule(*found, "gradient")
     return None
+
+
+def module_of_partial_gradients(tensors: Tensors) -> tuple[str, tuple[int, ...]] | None:
+    """Return a module where each rank has a part of the gradient of the output, and the ranks whose parts add up to it.
+
+    The gradients of parameters of this module must be wrong, and differ between these ranks: a right program may add them
+    up later. The parts must be no multiples of the whole: ranks may share out a loss.
+    """
+    alone = tensors.alone
+    if alone is None or not tensors.traces or tensors.wrong_alone:
+        return None
+    groups = dict.fromkeys(tuple(ranks) for trace in tensors.traces for ranks in trace.groups if len(ranks) > 1)
+    split = [name.of for name in tensors.wrong("grads") if name in tensors.relations.split]
+    for name, right in alone.gradients.items():
+        if not any(of.startswith(f"{name}.") for of in split):
+            continue
+        for ranks in groups:
+            parts = [tensors.traces[rank].gradients.get(name) for rank in ranks if rank < len(tensors.traces)]
+            known = [part for part in parts if part is not None and part.shape == right.shape]
+            if len(known) < len(ranks) or all(_are_rows_of(part, right, scaled=True) for part in known):
+                continue
+            if _is_sum(known, right):
+                return name, ranks
+    return None
+
+
+def _is_sum(parts: Sequence[torch.Tensor], right: torch.Tensor) -> bool:
+    off = (torch.stack([part.double() for part in parts]).sum(0) - right.double()).abs()
+    return right.numel() > 1 and bool((off <= _CLOSE * float(right.abs().max())).all())
 
 
 def _first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.observed import Event, Expected, Hypotheses, Labels, Observation, Relations, Trace
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.diagnosis.rules.collectives import gradient_cut
+from mgpu_check.diagnosis.rules.gradients import adds_up_no_parts_of_an_activation, adds_up_to_the_whole
 from mgpu_check.diagnosis.rules.sequences import labels_shifted_after_split
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.evidence import evidence_of
@@ -48,6 +50,66 @@ def gathers_into_another_memory_format(model, batch, rank):
 def test_a_gather_into_another_memory_format_that_arrives_as_it_is(ranks):
     found = refuted(ranks, gathers_into_another_memory_format)
     assert "memory-formats-differ" not in found.mistakes, str(found)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = torch.nn.Linear(6, 8), torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 1, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(self.enter(x))).tanh())
+
+
+class Both(torch.autograd.Function):
+    """Add up over ranks forward or backward, and pass on the other way."""
+
+    @staticmethod
+    def forward(ctx, x, forward):
+        ctx.add = not forward
+        if forward:
+            dist.all_reduce(x := x.clone())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.add:
+            dist.all_reduce(gradient := gradient.clone())
+        return gradient, None
+
+
+def divides_layers(model, batch, rank, adds: bool, later: bool = False):
+    """Divide two layers among ranks; backward adds up the gradient of what enters them, or gradients are added up later."""
+    model.to(rank.device)
+    for module, dim in ((model.up, 0), (model.down, 1)):
+        part_of_it = module.weight.detach().chunk(rank.size, dim)[rank.index].clone()
+        module.weight = torch.nn.Parameter(part_of_it)
+    x, y = (leaf.to(rank.device) for leaf in batch)
+    x = model.norm(model.enter(x))
+    x = Both.apply(x, False) if adds else x
+    F.mse_loss(Both.apply(model.down(model.up(x).tanh()), True), y).backward()
+    for parameter in (*model.enter.parameters(), *model.norm.parameters()):
+        if later:
+            dist.all_reduce(parameter.grad)
+    if later:
+        spoiled(model, rank, 0.1)
+
+
+SUM = "their sum is the gradient of one device"
+
+
+def test_parts_of_the_gradient_of_an_activation_are_to_be_added_up(ranks):
+    given: dict[str, Any] = {"build": Block, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 2}
+    assert_step_scales(ranks, functools.partial(divides_layers, adds=True), **given)
+    found = refuted(ranks, functools.partial(divides_layers, adds=False), build=Block)
+    assert found.mistakes[0] == "gradients-not-synchronized", str(found)
+    assert f"the output of norm: {SUM}" in str(found)
+
+
+def test_parts_of_the_gradient_of_an_activation_that_are_added_up_later(ranks):
+    found = refuted(ranks, functools.partial(divides_layers, adds=False, later=True), build=Block)
+    assert SUM not in str(found)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -159,6 +221,53 @@ def test_a_message_to_another_stage_cuts_no_gradient(name, blamed):
     seen = Observation(values={weight: torch.zeros(2)})
     found = gradient_cut(case(seen, seen, traces=(trace, trace), relations=relations))
     assert (found is not None) is blamed
+
+
+PARTS = torch.tensor([[1.0, 3.0], [2.0, -1.0]]), torch.tensor([[3.0, 1.0], [1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole", "apart", "named"),
+    [
+        (PARTS, PARTS[0] + PARTS[1], True, True),
+        (PARTS, PARTS[0] - PARTS[1], True, False),
+        (PARTS, PARTS[0] + PARTS[1], False, False),  # the gradients of parameters are added up
+        ((PARTS[0], PARTS[0]), 2 * PARTS[0], True, False),  # ranks share out the loss
+    ],
+)
+def test_parts_of_a_gradient_add_up(parts, whole, apart, named):
+    weight = Result("grads", "norm.weight")
+    relations = Relations(held={weight: {"one device": False}}, wrong={weight: [0, 1]}, split=[weight] * apart)
+    traces = [Trace(groups=((0, 1),), gradients={"norm": part_of_it}) for part_of_it in parts]
+    seen = Observation(values={weight: torch.zeros(2)})
+    found = adds_up_no_parts_of_an_activation(
+        case(seen, seen, traces=traces, alone=Trace(gradients={"norm": whole}), relations=relations)
+    )
+    assert (found is not None) is named
+
+
+WHOLE = PARTS[0] + PARTS[1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "of_others", "whole", "named"),
+    [
+        (PARTS, 1.0, WHOLE, True),
+        (PARTS, 1.0, WHOLE / 2, True),
+        (PARTS, 0.3, WHOLE / 0.3, True),  # clipped since
+        (PARTS, 0.3, WHOLE / 0.7, False),
+        (PARTS, 1.0, WHOLE / 3, False),
+        ((PARTS[0], 2 * PARTS[0]), 1.0, 3 * PARTS[0], False),  # multiples
+    ],
+)
+def test_gradients_of_ranks_add_up(parts, of_others, whole, named):
+    local, other = Result("grads", "a"), Result("grads", "b")
+    wrong = [local, other] if of_others != 1 else [local]
+    relations = Relations(held={}, wrong={name: [0, 1] for name in wrong}, split=[local])
+    seen = [Observation(values={local: value, other: of_others * PARTS[0]}) for value in parts]
+    found = case(*seen, traces=(Trace(), Trace()), relations=relations)
+    found.expected.exact.update({local: whole.double(), other: PARTS[0].double()})
+    assert (adds_up_to_the_whole(found) is not None) is named
 
 
 def picks(*values: int) -> Trace:

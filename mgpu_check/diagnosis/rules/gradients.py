@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.left import is_left
 from mgpu_check.diagnosis.limits import shows_a_limit
+from mgpu_check.diagnosis.modules import module_of_partial_gradients
 from mgpu_check.diagnosis.observed import Event
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
-from mgpu_check.processes.rank_lists import few
+from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
+    import torch
+
     from mgpu_check.diagnosis.tensors import Tensors
 
 __all__ = [
     "added_on_every_rank",
+    "adds_up_no_parts_of_an_activation",
+    "adds_up_to_the_whole",
     "clips_by_other_norms",
     "clips_first",
     "clips_parts",
@@ -36,6 +42,10 @@ __all__ = [
     "wrong_where_uneven",
 ]
 
+_CLOSE = 1e-4
+"""Tolerance of a sum over ranks, as a fraction of its largest element."""
+_LEAST_ELEMENTS = 4
+"""Fewer numbers may add up by chance."""
 _SHOWN = 4
 """Most ranks whose values a message lists, so that it stays one line."""
 
@@ -169,6 +179,61 @@ def wrong_where_uneven(tensors: Tensors) -> Finding | None:
         f"{samples} samples are not divisible by {size} ranks, and ranks agree on {few(tensors.names)} with each other, but not "
         "with one device: parts of different size seem to count alike",
     )
+
+
+def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
+    """Detect an activation whose gradient each rank has a part of, because nothing adds up the parts in backward."""
+    found = module_of_partial_gradients(tensors)
+    if found is None:
+        return None
+    name, ranks = found
+    return Finding(
+        "gradients-not-synchronized",
+        f"each of {named(ranks)} has a part of the gradient of the output of {name}: their sum is the gradient of one device, "
+        "and nothing adds them up in backward, where the output enters layers that ranks divide",
+    )
+
+
+def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
+    """Detect gradients that differ between ranks, and whose sum or mean over ranks is the gradient of one device.
+
+    Ranks may have clipped them since, by one factor that other gradients show. Multiples of the gradient of one device are
+    no evidence: their sum is one as well.
+    """
+    wrong = tensors.wrong("grads")
+    split = [name for name in wrong if name in tensors.relations.split]
+    others = [name for name in wrong if name not in split]
+    for how, count in (("sum", 1), ("mean", tensors.size)):
+        own = [
+            name
+            for name in split
+            if all(_is_sum_of_ranks(case, name, others, count) for case in (tensors, *tensors.further))
+        ]
+        if own and len(own) == len(split):
+            verb = "differs" if len(own) == 1 else "differ"
+            also = f", times a factor that {few(others)} have, too" if others else ""
+            told = f"{few(own)} {verb} between ranks, and the {how} over ranks is that of one device{also}"
+            return _local(tensors, own, told)
+    return None
+
+
+def _is_sum_of_ranks(case: Tensors, name: Result, others: Sequence[Result], count: int) -> bool:
+    """Return whether the sum of a gradient over ranks is `count` times that of one device, and the factor of the others."""
+    factor = case.factor_here(others) if others else 1.0
+    exact = case.expected.exact.get(name)
+    values = [one.values[name].double() for one in case.seen if name in one.values]
+    if factor is None or exact is None or len(values) < case.size or exact.numel() < _LEAST_ELEMENTS:
+        return False
+    if any(value.shape != exact.shape for value in values) or all(_is_multiple(value, exact) for value in values):
+        return False
+    right = factor * count * exact
+    off = (sum(values[1:], values[0]) - right).abs()
+    return bool(exact.any()) and bool((off <= _CLOSE * right.abs().max()).all())
+
+
+def _is_multiple(value: torch.Tensor, exact: torch.Tensor) -> bool:
+    product, size = float((value * exact).sum()), float(value.norm() * exact.norm())
+    return abs(product) >= (1 - _CLOSE) * size
 
 
 def gradients_apart(evidence: Evidence) -> Finding | None:

@@ -144,6 +144,8 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     factors.clips_a_multiple,
     _of_tensors(factors.first_step_off_by_micro_batches),
     _of_tensors(data.repeated_rows),
+    _of_tensors(gradients.adds_up_no_parts_of_an_activation),  # before gradients that differ, which follow from it
+    _of_tensors(gradients.adds_up_to_the_whole),
     gradients.gradients_apart,
     _of_tensors(gradients.each_rank_its_own),
     _of_tensors(gradients.stays_as_backward_left_it),
