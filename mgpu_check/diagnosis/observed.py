@@ -305,7 +305,7 @@ class Change:
             size of the group ("divide", "multiply"), or has its rows in another order ("reorder"). It is left out ("skip"), or
             receives only the part that is new since its last call ("new"). A range of numbers continues the range of the
             previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group ("term").
-        name: name of the collective; "arange" for a range; "backward" for a term.
+        name: name of the collective; "arange" or "slice" for a range; "backward" for a term.
         site: the line: "train.py:40".
         value: index of the group; name of the operation; or the number of calls before the same call again. For "reorder",
             the number of pieces of each rank's rows. For "shift", the number of parts of the range, and whether neighbours

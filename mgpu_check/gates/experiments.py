@@ -213,7 +213,7 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
         if count < 2 or whole.length % part or scenario.world_size % count:
             continue
         for order in ("inner", "outer"):
-            shift = Change("shift", "arange", line, (count, order), size=count)
+            shift = Change("shift", whole.name, line, (count, order), size=count)
             offsets = [part * part_of(shift, rank, len(ranks)) for rank in range(len(ranks))]
             if [one.first - found[0].first for one in found] != offsets:
                 yield shift

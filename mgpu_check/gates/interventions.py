@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
@@ -42,11 +43,11 @@ def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change
 
 
 def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, Range]:
-    """Return the lines of the code under test that call `torch.arange`, each with its first range."""
+    """Return the lines of the code under test that call `torch.arange` or slice a parameter, each with its first range."""
     noting = _NotingRanges()
     with full_precision():
         observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
-    return {line: Range(len(values), first) for line, (values, first) in noting.found.items()}
+    return noting.slices | {line: Range(len(values), first) for line, (values, first) in noting.found.items()}
 
 
 def part_of(shift: Change, rank: int, size: int) -> int:
@@ -200,12 +201,16 @@ def _with_results(
     return result
 
 
-class _AroundArange(TorchFunctionMode):
-    """Watches calls of `arange` in the code under test, by any name or method."""
+class _AroundRanges(TorchFunctionMode):
+    """Watches calls of `arange` in the code under test, by any name or method, and slices of parameters."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if getattr(func, "__name__", "") == "__getitem__" and isinstance(args[0], nn.Parameter):
+            place, line = _place_of_slice(args[1]), site(sys._getframe())
+            if place is not None and line:
+                args = args[0], self.sliced(line, args[1], place)
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") == "arange":
             line = site(sys._getframe())
@@ -216,8 +221,24 @@ class _AroundArange(TorchFunctionMode):
     def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
         return values
 
+    def sliced(self, line: str, index: Any, place: int) -> Any:
+        return index
+
     def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         pass
+
+
+def _place_of_slice(index: Any) -> int | None:
+    """Return the place of the one slice with an end in an index of a tensor; None if there is not just one."""
+    parts = index if isinstance(index, tuple) else (index,)
+    found = [place for place, part in enumerate(parts) if isinstance(part, slice) and isinstance(part.stop, int)]
+    return found[0] if len(found) == 1 and parts[found[0]].step is None else None
+
+
+def _slice_in(index: Any, place: int) -> tuple[int, int]:
+    """Return the first row of a slice in an index, and the row where it ends."""
+    part = index[place] if isinstance(index, tuple) else index
+    return part.start or 0, part.stop
 
 
 @dataclass(frozen=True)
@@ -226,16 +247,25 @@ class Range:
 
     Attributes:
         first: the first number, including an offset that is added to the range later.
+        name: "arange", or "slice" for the rows of a parameter that the line takes.
     """
 
     length: int
     first: float
+    name: str = "arange"
 
 
-class _NotingRanges(_AroundArange):
+class _NotingRanges(_AroundRanges):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, tuple[torch.Tensor, float]] = {}
+        self.slices: dict[str, Range] = {}
+
+    def sliced(self, line: str, index: Any, place: int) -> Any:
+        first, end = _slice_in(index, place)
+        if 0 <= first < end:
+            self.slices.setdefault(line, Range(end - first, first, "slice"))
+        return index
 
     def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
         if values.numel():
@@ -266,12 +296,20 @@ def _noting(ranges: _NotingRanges) -> Iterator[None]:
         yield
 
 
-class _Shifting(_AroundArange):
+class _Shifting(_AroundRanges):
     """Lets the ranges of one line continue where the ranges of earlier ranks end."""
 
     def __init__(self, change: Change, rank: Rank) -> None:
         super().__init__()
-        self._line, self._index = change.site, part_of(change, rank.index, rank.size)
+        self._line, self._index = (change.name, change.site), part_of(change, rank.index, rank.size)
 
     def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
-        return values + self._index * values.numel() if line == self._line else values
+        return values + self._index * values.numel() if ("arange", line) == self._line else values
+
+    def sliced(self, line: str, index: Any, place: int) -> Any:
+        if ("slice", line) != self._line:
+            return index
+        first, end = _slice_in(index, place)
+        by = self._index * (end - first)
+        moved = slice(first + by, end + by)
+        return (*index[:place], moved, *index[place + 1 :]) if isinstance(index, tuple) else moved

@@ -103,6 +103,22 @@ def numbers_positions_anew(model, batch, rank, wrong):
     synchronize(model, rank)
 
 
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(12, 6), nn.Parameter(torch.randn(1, 8, 6))
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
+        places = self.place[:, first : first + tokens.shape[1]]
+        return self.head(torch.tanh(self.token(tokens) + places))
+
+
+@program("positions-restart", Places, sequences, predicts, 4)
+def takes_places_anew(model, batch, rank, wrong):
+    numbers_positions_anew(model, batch, rank, wrong)
+
+
 # What each rank computes of its own shard
 
 

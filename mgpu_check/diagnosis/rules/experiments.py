@@ -93,7 +93,10 @@ def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
     change = _first(tensors, "shift")
     if change is None:
         return None
-    told = f"{change.where} counts from 0 on each rank; if it continues over the {change.size} parts, the step is right"
+    begins = "counts" if change.name == "arange" else "takes the rows of a parameter"
+    told = (
+        f"{change.where} {begins} from 0 on each rank; if it continues over the {change.size} parts, the step is right"
+    )
     return Finding("positions-restart", told)
 
 
