@@ -16,6 +16,7 @@ from mgpu_check.diagnosis.observed import Event, Expected, Hypotheses, Labels, O
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.diagnosis.rules.collectives import gradient_cut
 from mgpu_check.diagnosis.rules.gradients import adds_up_no_parts_of_an_activation, adds_up_to_the_whole
+from mgpu_check.diagnosis.rules.optimizers import makes_something_else
 from mgpu_check.diagnosis.rules.sequences import labels_shifted_after_split
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.evidence import evidence_of
@@ -268,6 +269,28 @@ def test_gradients_of_ranks_add_up(parts, of_others, whole, named):
     found = case(*seen, traces=(Trace(), Trace()), relations=relations)
     found.expected.exact.update({local: whole.double(), other: PARTS[0].double()})
     assert (adds_up_to_the_whole(found) is not None) is named
+
+
+@pytest.mark.parametrize(
+    ("decay", "wrong", "steps", "named"),
+    [
+        (0.3, ("params",), 1, True),
+        (0.0, ("params",), 1, False),
+        (0.3, ("params", "grads"), 1, False),  # wrong gradients explain wrong parameters
+        (0.3, ("params",), 2, False),
+    ],
+)
+def test_other_settings_explain_the_only_step(decay, wrong, steps, named):
+    relations = Relations(
+        held={Result(kind, "a"): {} for kind in ("grads", "params")}, wrong={Result(kind, "a"): [1] for kind in wrong}
+    )
+    values = {Result(kind, "a"): torch.zeros(2) for kind in ("grads", "params")}
+    of_ranks = [{"a": {"weight_decay": 0.0}}, {"a": {"weight_decay": decay}}]
+    seen = [Observation(values=values, settings=settings, optimizer_steps=steps) for settings in of_ranks]
+    found = case(*seen, traces=(Trace(), Trace()), relations=relations)
+    found.expected.single.settings, found.expected.single.optimizer_steps = of_ranks[0], steps
+    said = makes_something_else(found)
+    assert ("weight_decay of a is 0.3 on rank 1" in str(said)) is named
 
 
 def picks(*values: int) -> Trace:

@@ -44,7 +44,7 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
     """
     step, names, ranks = _first_wrong_step(tensors)
     if not names:
-        return _rates_after_the_last_step(tensors)
+        return _other_settings_of_the_only_step(tensors) or _rates_after_the_last_step(tensors)
     told = f"the gradients of optimizer step {step + 1} are right, and it changes {few(names)} otherwise than on one device"
     if len(ranks) < tensors.size:
         told += f" on {named(ranks)}"
@@ -53,6 +53,23 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
         or "the settings of its group are those of one device: it is the update rule"
     )
     return Finding("optimizer-differs", f"{told}; {why}", tuple(ranks) if len(ranks) < tensors.size else ())
+
+
+def _other_settings_of_the_only_step(tensors: Tensors) -> Finding | None:
+    """Detect settings that differ from one device, if the steps of some rank are not on record.
+
+    There must be one step only, the gradients in the end must be right, and a wrong parameter must have other settings on a
+    rank where it is wrong.
+    """
+    wrong = tensors.wrong("params")
+    judged = any(name.kind == "grads" for name in tensors.relations.held)
+    steps = {one.optimizer_steps for one in (*tensors.seen, tensors.expected.single)}
+    if steps != {1} or not wrong or not judged or tensors.wrong("grads", "returned"):
+        return None
+    if all(one.snapshots for one in tensors.seen):
+        return None
+    why = _settings(tensors, [name.of for name in wrong])
+    return Finding("optimizer-differs", f"gradients are right, but not {few(wrong)}; {why}") if why else None
 
 
 def _first_wrong_step(tensors: Tensors) -> tuple[int, list[Result], list[int]]:
