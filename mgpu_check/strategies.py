@@ -1,6 +1,6 @@
 """Hypothesis strategies: tensors, batches, operators over devices, and numbers of devices.
 
-They draw specs (see `mgpu_check.specs`), which are re-exported here.
+They draw specs, frozen dataclasses of plain values, which are re-exported here.
 """
 
 from __future__ import annotations

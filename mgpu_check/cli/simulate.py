@@ -1,6 +1,6 @@
 """``mgpu-check simulate --gpus=4 -- script.py --args``: run a program as if this machine had four GPUs.
 
-The program runs in its own Python process. There, ``sitecustomize`` (see :mod:`mgpu_check.startup`) enters the simulated
+The program runs in its own Python process. There, ``sitecustomize`` (see ``cli/startup``) enters the simulated
 node when torch is first imported. Child processes inherit this through the environment, so the program may also be a
 launcher, such as mpiexec. The results of a simulated run say nothing about hardware.
 """
