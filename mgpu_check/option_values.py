@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Literal, get_args
 
 __all__ = [
     "ACCEPTANCE_SUFFIXES",
     "LEVELS",
     "REPORT_SUFFIXES",
+    "Level",
     "acceptance_reports",
     "duration",
     "file",
@@ -26,7 +28,8 @@ REPORT_SUFFIXES = (".md",)
 ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml")
 """What the name of a report of an acceptance ends in: a page, JSON, Markdown, JUnit."""
 
-LEVELS = ("quick", "standard", "long")
+Level = Literal["quick", "standard", "long"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def gpus(text: str) -> int | None:
@@ -69,9 +72,10 @@ def duration(text: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def level(text: str) -> str:
-    if text in LEVELS:
-        return text
+def level(text: str) -> Level:
+    for one in LEVELS:
+        if one == text:
+            return one
     raise ValueError(f"choose one of {', '.join(LEVELS)}")
 
 

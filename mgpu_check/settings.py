@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from mgpu_check import option_values
+from mgpu_check.option_values import Level
 
 __all__ = ["OPTIONS", "Option", "Settings", "activate", "active", "resolve", "unknown_variables"]
 
@@ -24,7 +25,7 @@ DEFAULT_AGENT_TIMEOUT = 300.0
 
 DEFAULT_MEMORY_SHARE = 0.9
 
-DEFAULT_LEVEL = "quick"
+DEFAULT_LEVEL: Level = "quick"
 
 _SWITCH = {"action": "store_const", "const": "true"}
 
@@ -201,7 +202,6 @@ class Settings:
         per_host: number of devices of each host, empty on one machine.
         host: where tests run now that run in one process.
         gpu_report: the files that a summary is written to.
-        gpu_level: one of `option_values.LEVELS`.
         accept_for: seconds of load after the checks of an acceptance; None where nothing was said.
         accept_memory: share of the free memory of each GPU that an acceptance writes and reads back.
         accept_baseline, accept_record_baseline: files with facts and speed of the GPUs, to compare with and to write.
@@ -220,7 +220,7 @@ class Settings:
     per_host: tuple[int, ...] = ()
     host: int = 0
     gpu_report: tuple[str, ...] = ()
-    gpu_level: str = DEFAULT_LEVEL
+    gpu_level: Level = DEFAULT_LEVEL
     accept_for: float | None = None
     accept_memory: float = DEFAULT_MEMORY_SHARE
     accept_baseline: str | None = None

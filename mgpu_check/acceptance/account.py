@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, Work
-from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.devices.observations import Measurement, Number, Observation, Outcome, Part, Work
+from mgpu_check.devices.telemetry.values import TelemetrySample, Values
+from mgpu_check.option_values import Level
 
 __all__ = ["EXIT_CODES", "Account", "Accusation", "CheckRun", "Gpu", "Host", "Verdict"]
 
@@ -54,7 +55,7 @@ class Gpu:
     memory: int = 0
     serial: str = ""
     pci: str = ""
-    facts: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    facts: Values = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class CheckRun:
     """
 
     name: str
-    started: float
-    seconds: float
+    started: Number
+    seconds: Number
     outcome: Outcome
     floor: Work = _NONE
     least: Work = _NONE
@@ -125,7 +126,6 @@ class Account:
     Attributes:
         started: ISO 8601, UTC.
         seconds: how long the run took.
-        level: "quick", "standard" or "long".
         simulated: backing device of the simulated node; None on real GPUs.
         planted: defects planted on purpose, in the words of the command line.
         seed: Hypothesis seed that repeats the run; None if it was not a number.
@@ -133,9 +133,9 @@ class Account:
     """
 
     started: str
-    seconds: float
+    seconds: Number
     command: str
-    level: str
+    level: Level
     verdict: Verdict
     verdicts: Mapping[int, Verdict]
     hosts: tuple[Host, ...]

@@ -1,12 +1,6 @@
 """Baselines: facts and speeds of a GPU model, recorded on a healthy node and compared with other nodes.
 
-Format of the file, JSON: ``format``, ``version``, and ``entries``, one for each model and version of software:
-
-- ``name``, ``memory`` (bytes) of the model; ``software``: version of driver, cuda, nccl and torch;
-- ``recorded``: time, ISO 8601; ``gpus``: number of GPUs on one host, 0 if not all of them were in the run;
-- ``facts``: name -> value that all GPUs, or all pairs of GPUs, of this model had;
-- ``measurements``: ``subject`` (kind), ``quantity``, ``unit``, ``size``, ``value`` (median over all subjects), ``spread`` (their
-  MAD), ``subjects`` (how many), ``repeats`` (the least), and ``places``: value by indices of GPUs, such as ``"0>1"``.
+The dataclasses `Baseline`, `Entry` and `Recorded` are the format of the file.
 
 Speed depends on driver and libraries. A measurement is compared only with an entry of the same software; without such an entry
 it is unknown. Facts are compared with any entry of the model, because a different driver is itself a fact that differs.
@@ -17,33 +11,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.comparison import UNUSABLE, Comparison, least_shortfall, models, same_memory
-from mgpu_check.acceptance.documents import Reader, read_document
+from mgpu_check.acceptance.documents import Count, Form, Positive, Text, read_document
 from mgpu_check.acceptance.robust import DEVIATIONS, NORMAL, shortfall
-from mgpu_check.acceptance.skus import UNITS
-from mgpu_check.devices.observations import Measurement, SubjectKind
+from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
+from mgpu_check.devices.telemetry.fields import Value
 
 __all__ = [
-    "FORMAT",
+    "FORM",
     "SOFTWARE",
-    "VERSION",
     "Baseline",
     "Entry",
     "Recorded",
-    "baseline_from",
     "place_of",
     "read_baseline",
 ]
 
-FORMAT = "mgpu-check baseline"
 SOFTWARE = ("driver", "cuda", "nccl", "torch")
 """Versions that affect speed: kernels come from torch and CUDA, collectives from NCCL, clocks and copies from the driver."""
-
-VERSION = 1
-Value = str | int | float | bool
 
 
 @dataclass(frozen=True)
@@ -53,32 +41,41 @@ class Recorded:
     Attributes:
         value: median over all subjects.
         spread: MAD over all subjects.
+        subjects: how many were measured.
         repeats: the least number of repeats over all subjects.
-        places: indices of GPUs on their host -> value.
+        places: indices of GPUs on their host, such as ``"0>1"`` -> value.
     """
 
     subject: SubjectKind
-    quantity: str
-    unit: str
-    size: int
+    quantity: Text
+    unit: Unit
+    size: Count
     value: float
     spread: float
-    subjects: int
-    repeats: int
-    places: Mapping[str, float] = field(default_factory=dict)
+    subjects: Positive
+    repeats: Positive
+    places: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model with one version of software."""
+    """One model with one version of software.
 
-    name: str
-    memory: int
-    software: Mapping[str, str]
-    recorded: str
-    gpus: int
+    Attributes:
+        memory: in bytes.
+        software: version of each of `SOFTWARE`.
+        recorded: time, ISO 8601.
+        gpus: number of GPUs on one host; 0 if not all of them were in the run.
+        facts: name -> value that all GPUs, or all pairs of GPUs, of this model had.
+    """
+
+    name: Text
+    memory: Count
+    recorded: Text
+    gpus: Count
     facts: Mapping[str, Value]
     measurements: tuple[Recorded, ...]
+    software: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -184,6 +181,9 @@ class Baseline:
         return Comparison("baseline", outcome, reference, missing, limit, why, numbers)
 
 
+FORM = Form("mgpu-check baseline", 1, Baseline, "`mgpu-check accept --record-baseline=FILE` writes such a file")
+
+
 def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
     return ", ".join(
         f"{name} {recorded.get(name) or 'unknown'} there, {now.get(name) or 'unknown'} here"
@@ -211,46 +211,4 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
         ValueError: the file is not a valid baseline. The message names the file, the key, its value and the valid values.
     """
-    return baseline_from(read_document(path), str(path))
-
-
-def baseline_from(document: Any, file: str) -> Baseline:
-    """Make a baseline from a parsed JSON document. See `read_baseline`."""
-    whole = Reader(file, document)
-    whole.head(FORMAT, VERSION)
-    return Baseline(file, tuple(_entry(entry) for entry in whole.objects("entries")))
-
-
-def _entry(entry: Reader) -> Entry:
-    return Entry(
-        name=entry.string("name"),
-        memory=entry.integer("memory", 0),
-        software=entry.texts("software"),
-        recorded=entry.string("recorded"),
-        gpus=entry.integer("gpus", 0),
-        facts=_read_facts(entry),
-        measurements=tuple(_read_recorded(measurement) for measurement in entry.objects("measurements")),
-    )
-
-
-def _read_facts(entry: Reader) -> dict[str, Value]:
-    facts = entry.object("facts")
-    for name, value in facts.value.items():
-        if not isinstance(value, str | int | float | bool):
-            raise facts.wrong(name, "a text, a number, true, or false")
-    return facts.value
-
-
-def _read_recorded(entry: Reader) -> Recorded:
-    places = entry.object("places")
-    return Recorded(
-        subject=entry.choice("subject", get_args(SubjectKind)),  # type: ignore[arg-type]  # one of them
-        quantity=entry.string("quantity"),
-        unit=entry.choice("unit", UNITS),
-        size=entry.integer("size", 0),
-        value=entry.number("value"),
-        spread=entry.number("spread"),
-        subjects=entry.integer("subjects", 1),
-        repeats=entry.integer("repeats", 1),
-        places={place: places.number(place) for place in places.value},
-    )
+    return FORM.decoded(read_document(path), str(path))

@@ -1,24 +1,48 @@
-"""Read JSON files that people edit, and write files atomically.
+"""Read JSON files, and write files atomically.
 
 Every error of reading names the file, the key, its value and the valid values.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["Reader", "read_document", "write_whole"]
+import msgspec
 
+from mgpu_check.devices.observations import Number
+
+__all__ = ["Count", "Form", "Positive", "Text", "Texts", "convert", "read_document", "write_whole"]
+
+Text = Annotated[str, msgspec.Meta(min_length=1, description="a text that is not empty")]
+Texts = Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, description="a list of at least one text")]
+Count = Annotated[int, msgspec.Meta(ge=0, description="an integer of at least 0")]
+Positive = Annotated[int, msgspec.Meta(ge=1, description="an integer of at least 1")]
+
+Content = TypeVar("Content")
 _ABSENT = object()
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_EXACT = 2.0**53
+"""Up to here each integer is a float of its own."""
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    Number: "a number",
+    str: "a text",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 def read_document(path: Path) -> Any:
-    """Read a JSON file. NaN and infinities are kept, so that the lint can report them.
+    """Read a JSON file. NaN and infinities are kept, so that the lint can report them. A whole number becomes an integer.
 
     Raises:
         ValueError: the file cannot be read, or is not JSON.
@@ -30,9 +54,15 @@ def read_document(path: Path) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}). Give a JSON file") from error
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_parsed)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _parsed(text: str) -> float:
+    """Return a whole number as an integer: people write 80e9 for a number of bytes, and JSON has one type of number."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -61,96 +91,139 @@ def _umask() -> int:
     return mask
 
 
-class Reader:
-    """One JSON object of a file, with its path in the file for error messages.
+@dataclass(frozen=True)
+class Form(Generic[Content]):
+    """A kind of JSON file. Its content is an instance of a dataclass, so the annotations of the dataclass are the format.
 
-    Args:
-        file: its name, for messages.
-        value: the parsed value.
-        at: its path in the file, such as ``skus[3].floors[0]``.
-
-    Raises:
-        ValueError: `value` is not an object. The methods raise it if a key is missing or its value is not valid.
+    Attributes:
+        name, version: the values of ``format`` and ``version`` in the file.
+        content: the dataclass. If it has a field ``file``, that is the name of the file.
+        origin: where such a file comes from, as a sentence for error messages.
     """
 
-    def __init__(self, file: str, value: Any, at: str = "") -> None:
-        self.file = file
-        self.at = at
-        if not isinstance(value, dict):
-            where = at or "the whole"
-            raise ValueError(f'{file}: {where} is {_short(value)}, not an object; give {{"key": value, ...}}')
-        self.value: dict[str, Any] = value
+    name: str
+    version: int
+    content: type[Content]
+    origin: str
 
-    def wrong(self, key: str, valid: str) -> ValueError:
-        """Return the error for a key whose value is not valid."""
-        name = f"{self.at}.{key}" if self.at else key
-        if key not in self.value:
-            return ValueError(f"{self.file}: {name} is missing; give {valid}")
-        return ValueError(f"{self.file}: {name} is {_short(self.value[key])}; give {valid}")
+    def decoded(self, document: Any, file: str) -> Content:
+        """Make the content from a parsed JSON document.
 
-    def head(self, name: str, version: int) -> None:
-        """Raise ValueError unless the object has format `name` and version `version`."""
-        if self.value.get("format") != name:
-            raise self.wrong("format", f'"{name}"')
-        if self.value.get("version") != version:
-            raise self.wrong("version", f"{version}, which this version of mgpu-check reads, or record the file again")
+        Raises:
+            ValueError: the document is not valid. The message names the file, the key, its value and the valid values.
+        """
+        wrong = _head(self, document)
+        if not wrong:
+            document = {**document, "file": file}
+            try:
+                content: Content = convert(document, self.content)
+                return content
+            except msgspec.ValidationError:
+                wrong = _misfit(self.content, document, "")
+        raise ValueError(f"{file}: {wrong}. {self.origin}")
 
-    def object(self, key: str) -> Reader:
-        """Return the object at `key`."""
-        if not isinstance(self.value.get(key), dict):
-            raise self.wrong(key, "an object")
-        return Reader(self.file, self.value[key], f"{self.at}.{key}" if self.at else key)
+    def schema(self, title: str) -> dict[str, Any]:
+        """Return the JSON schema of the file. The docstrings of the dataclasses are its descriptions."""
+        (_,), kinds = msgspec.json.schema_components((self.content,), schema_hook=_schema_of_number)
+        for kind in kinds.values():
+            if "description" in kind:
+                kind["description"] = inspect.cleandoc(kind["description"])
+        whole = kinds.pop(self.content.__name__)
+        head = {"format": {"const": self.name}, "version": {"const": self.version}}
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            **whole,
+            "title": title,
+            "properties": {**head, **whole["properties"]},
+            "required": [*head, *whole["required"]],
+            "$defs": kinds,
+        }
 
-    def objects(self, key: str) -> list[Reader]:
-        """Return the list of objects at `key`."""
-        if not isinstance(self.value.get(key), list):
-            raise self.wrong(key, "a list of objects")
-        prefix = f"{self.at}.{key}" if self.at else key
-        return [Reader(self.file, value, f"{prefix}[{number}]") for number, value in enumerate(self.value[key])]
 
-    def string(self, key: str) -> str:
-        """Return the non-empty text at `key`."""
-        value = self.value.get(key)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(key, "a text that is not empty")
-        return value
+def _head(form: Form[Any], document: Any) -> str:
+    if not isinstance(document, dict):
+        return f"the whole is {_short(document)}; give an object"
+    for key, right in (("format", form.name), ("version", form.version)):
+        if key not in document:
+            return f"{key} is missing; give {_short(right)}"
+        if document[key] != right:
+            return f"{key} is {_short(document[key])}; give {_short(right)}, which this version of mgpu-check reads"
+    return ""
 
-    def strings(self, key: str) -> list[str]:
-        """Return the list of at least one text at `key`."""
-        value = self.value.get(key)
-        if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-            raise self.wrong(key, "a list of at least one text")
-        return value
 
-    def texts(self, key: str) -> Mapping[str, str]:
-        """Return the object of texts at `key`; empty if the key is missing."""
-        value = self.value.get(key, {})
-        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-            raise self.wrong(key, "an object whose values are texts")
-        return value
+def convert(value: Any, kind: Any) -> Any:
+    """Convert a parsed JSON value to an annotation.
 
-    def choice(self, key: str, among: Sequence[str]) -> str:
-        """Return the text at `key`, which must be in `among`."""
-        value = self.value.get(key)
-        if value not in among:
-            raise self.wrong(key, "one of " + ", ".join(among))
-        return str(value)
+    Raises:
+        msgspec.ValidationError: the value does not fit.
+    """
+    return msgspec.convert(value, kind, dec_hook=_number, str_keys=True)
 
-    def number(self, key: str, default: Any = _ABSENT) -> float:
-        """Return the number at `key`; it may be NaN or infinite."""
-        value = self.value.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, "a number")
-        return float(value)
 
-    def integer(self, key: str, least: int, default: Any = _ABSENT) -> int:
-        """Return the integer at `key`, which must be at least `least`."""
-        value = self.value.get(key, default)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(key, f"an integer of at least {least}")
-        return value
+def _number(kind: Any, value: Any) -> Any:
+    if value not in _NOT_FINITE and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ValueError  # msgspec turns it into a ValidationError
+    return kind(value)
+
+
+def _schema_of_number(kind: Any) -> dict[str, Any]:
+    return {"anyOf": [{"type": "number"}, {"enum": list(_NOT_FINITE)}]}
+
+
+# --- messages: msgspec names a type for a value that does not fit; users need the value and the valid values as well ---
+
+
+def _misfit(kind: Any, value: Any, at: str) -> str:
+    """Return what is wrong with a value that does not fit `kind`: the innermost part that does not fit."""
+    for part, inner, place in _parts(kind, value, at):
+        if inner is _ABSENT:
+            return f"{place} is missing; give {_valid(part)}"
+        try:
+            convert(inner, part)
+        except msgspec.ValidationError:
+            return _misfit(part, inner, place)
+    return f"{at} is {_short(value)}; give {_valid(kind)}"
+
+
+def _parts(kind: Any, value: Any, at: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the annotation, the value and the path of each part of a value; the value of a missing key is `_ABSENT`."""
+    arguments = get_args(kind)
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        for one in arguments:
+            yield from _parts(one, value, at)
+    elif origin is Annotated:
+        yield from _parts(arguments[0], value, at)
+    elif is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            if field.name in value or _needed(field):
+                yield hints[field.name], value.get(field.name, _ABSENT), f"{at}.{field.name}".lstrip(".")
+    elif origin is tuple and isinstance(value, list):
+        yield from ((arguments[0], inner, f"{at}[{number}]") for number, inner in enumerate(value))
+    elif origin is Mapping and isinstance(value, dict):
+        yield from ((arguments[1], inner, f"{at}.{key}") for key, inner in value.items())
+
+
+def _needed(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _valid(kind: Any) -> str:
+    """Return in words the values that fit an annotation."""
+    arguments = get_args(kind)
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_valid, arguments))
+    if origin is Annotated:
+        return str(arguments[1].description)
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if is_dataclass(kind):
+        return "an object with " + ", ".join(field.name for field in fields(kind) if _needed(field))
+    if origin is Mapping:
+        return "an object whose names are numbers" if arguments[0] is int else "an object"
+    return "a list" if origin is tuple else _WORDS[kind]
 
 
 def _short(value: Any) -> str:

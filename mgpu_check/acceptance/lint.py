@@ -16,11 +16,11 @@ from typing import Any
 
 from mgpu_check.acceptance import baseline, skus
 from mgpu_check.acceptance.account import Gpu
-from mgpu_check.acceptance.baseline import Baseline, Recorded, baseline_from
+from mgpu_check.acceptance.baseline import Baseline, Recorded
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, UNUSABLE, amount
 from mgpu_check.acceptance.documents import read_document
 from mgpu_check.acceptance.performance.checks import judge
-from mgpu_check.acceptance.skus import Floor, Floors, Sku, floors_from, packaged_floors
+from mgpu_check.acceptance.skus import Floor, Floors, Sku, packaged_floors
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.devices.pcie import TRANSFERS, bytes_per_second
 
@@ -67,12 +67,14 @@ def lint(path: Path) -> list[Remark]:
         ValueError: the file cannot be read, or is neither of the two.
     """
     document = read_document(path)
-    form = document.get("format") if isinstance(document, dict) else None
-    if form == skus.FORMAT:
-        return lint_floors(floors_from(document, str(path)))
-    if form == baseline.FORMAT:
-        return lint_baseline(baseline_from(document, str(path)))
-    raise ValueError(f'{path}: format is {form!r}; give a file whose format is "{skus.FORMAT}" or "{baseline.FORMAT}"')
+    name = document.get("format") if isinstance(document, dict) else None
+    if name == skus.FORM.name:
+        return lint_floors(skus.FORM.decoded(document, str(path)))
+    if name == baseline.FORM.name:
+        return lint_baseline(baseline.FORM.decoded(document, str(path)))
+    raise ValueError(
+        f'{path}: format is {name!r}; give a file whose format is "{skus.FORM.name}" or "{baseline.FORM.name}"'
+    )
 
 
 def _scale(quantity: str, unit: str) -> tuple[float, float] | None:
@@ -139,15 +141,15 @@ def _of_sku(sku: Sku, table: Floors) -> Iterator[tuple[str, str]]:
         if count > 1:
             yield "twice", f"{quantity} of a {kind} is listed {count} times; only the first entry counts"
     if sku.pcie is not None:
-        generation, width = sku.pcie
+        generation, width = sku.pcie.generation, sku.pcie.width
         if generation not in TRANSFERS:
             yield "generation", f"PCIe generation is {generation}; give one of {', '.join(map(str, TRANSFERS))}"
         if width not in _WIDTHS:
             yield "width", f"PCIe width is {width}; give one of {', '.join(map(str, _WIDTHS))}"
-        if sku.pcie_source not in table.sources:
-            yield "source", f"source {sku.pcie_source!r} of its PCIe link is not among the sources"
+        if sku.pcie.source not in table.sources:
+            yield "source", f"source {sku.pcie.source!r} of its PCIe link is not among the sources"
         if known is not None and known.pcie is not None and sku.pcie != known.pcie:
-            what = f"PCIe Gen{generation} x{width}, but the data sheet says Gen{known.pcie[0]} x{known.pcie[1]}"
+            what = f"PCIe {sku.pcie}, but the data sheet says {known.pcie}"
             yield "generation", f"{what}: a link that was trained at less passes"
     for quantity in sorted({floor.quantity for floor in (known.floors if known is not None else ())}):
         if quantity not in {floor.quantity for floor in sku.floors} | set(sku.absent):
@@ -207,15 +209,15 @@ def _against_known(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, 
 
 def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, str]]:
     """Yield an error if a host link that was trained one generation lower, or at half its width, reaches the floor."""
-    if floor.subject not in ("upload", "download") or sku.pcie is None or sku.pcie[0] not in TRANSFERS:
+    if floor.subject not in ("upload", "download") or sku.pcie is None or sku.pcie.generation not in TRANSFERS:
         return
-    generation, width = sku.pcie
+    generation, width = sku.pcie.generation, sku.pcie.width
     rate = bytes_per_second(generation, width)
     if floor.data_sheet > 1.02 * rate:
         yield (
             "scale",
             (
-                f"data_sheet is {amount(floor.data_sheet, 'B/s')}, more than the {amount(rate, 'B/s')} of PCIe Gen{generation} x{width} "
+                f"data_sheet is {amount(floor.data_sheet, 'B/s')}, more than the {amount(rate, 'B/s')} of PCIe {sku.pcie} "
                 "in one direction; vendors give both directions together"
             ),
         )
@@ -315,7 +317,7 @@ def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterato
     indices = sorted({index for m in measurements for index in _indices(m)})
     gpus = [Gpu(index, 0, index, entry.name, str(index), entry.memory) for index in indices]
     made = [
-        Measurement("lint", Subject(m.subject, place), m.quantity, m.unit, value, m.repeats, m.size)  # type: ignore[arg-type]  # its unit was read as text
+        Measurement("lint", Subject(m.subject, place), m.quantity, m.unit, value, m.repeats, m.size)
         for m in measurements
         for place, value in ((_place(text), value) for text, value in m.places.items())
         if place is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 from mgpu_check.acceptance.baseline import Baseline, read_baseline
 from mgpu_check.acceptance.faults import Planted, planted_from
 from mgpu_check.acceptance.report.files import check_paths, check_place
+from mgpu_check.option_values import Level
 from mgpu_check.settings import OPTIONS, Settings
 
 __all__ = ["DEFAULT_SOAK", "Plan", "soak_of"]
@@ -21,7 +22,6 @@ class Plan:
     """The validated settings of an acceptance run.
 
     Attributes:
-        level: "quick", "standard" or "long".
         memory_share: share of the free memory of each GPU to be written and read back.
         soak: seconds of load after the checks; None for no soak.
         simulate: backing device of simulated GPUs; None on real ones.
@@ -31,7 +31,7 @@ class Plan:
         record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record nothing.
     """
 
-    level: str
+    level: Level
     memory_share: float
     soak: float | None
     simulate: str | None

@@ -11,21 +11,11 @@ from statistics import median
 from typing import Any
 
 from mgpu_check.acceptance.account import Gpu
-from mgpu_check.acceptance.baseline import (
-    FORMAT,
-    SOFTWARE,
-    VERSION,
-    Baseline,
-    Entry,
-    Recorded,
-    Value,
-    place_of,
-    read_baseline,
-)
+from mgpu_check.acceptance.baseline import FORM, SOFTWARE, Baseline, Entry, Recorded, place_of, read_baseline
 from mgpu_check.acceptance.comparison import models, useless
 from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.devices.observations import Measurement, median_and_spread
-from mgpu_check.devices.telemetry.fields import names, pair_field
+from mgpu_check.devices.telemetry.fields import Value, names, pair_field
 
 __all__ = ["entries_of", "record", "write"]
 
@@ -59,7 +49,7 @@ def entries_of(
         count = max(sum(gpu.host == host for gpu in mine) for host in hosts) if whole else 0
         known = {fact: value for fact, value in software.items() if fact in SOFTWARE and value}
         facts = _facts(mine)
-        found.append(Entry(name, memory, known, recorded, count, facts, _recorded(usable, by_number)))
+        found.append(Entry(name, memory, recorded, count, facts, _recorded(usable, by_number), known))
     return found
 
 
@@ -115,6 +105,6 @@ def write(path: Path, baseline: Baseline) -> None:
         OSError: the file cannot be written.
     """
     ordered = sorted(baseline.entries, key=lambda entry: entry.key)
-    document = {"format": FORMAT, "version": VERSION, "entries": [asdict(entry) for entry in ordered]}
+    document = {"format": FORM.name, "version": FORM.version, "entries": [asdict(entry) for entry in ordered]}
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     write_whole(path, text)

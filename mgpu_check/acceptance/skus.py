@@ -1,53 +1,28 @@
 """The table of floors: the least speed of each known GPU model, with the source of every figure.
 
-Format of the file, JSON:
-
-- ``format``, ``version``;
-- ``sources``: name -> title of the document that a figure comes from;
-- ``reasons``: name -> why a fraction has its value;
-- ``measured_by``: quantity -> names under which checks measure it, if they differ, without the part after a comma;
-- ``skus``: a list of models.
-
-Each model has:
-
-- ``names``: the names that the driver gives it; a final ``*`` matches anything;
-- ``memory``: nominal bytes; null for any. A part of a GPU (MIG) has less, and no floors;
-- ``pcie``: ``generation``, ``width`` and ``source``; null for a device without PCIe;
-- ``absent``: quantity -> why the model has no floor for it;
-- ``floors``: a list of floors.
-
-Each floor has:
-
-- ``subject`` (kind), ``quantity`` and ``unit``;
-- ``data_sheet``: the figure for dense data, in one direction, and its ``source``;
-- ``fraction`` of the figure, below which the value is too slow, and its ``reason``;
-- ``least_size``: smaller measurements do not count;
-- ``overhead``: seconds that one operation takes in addition to its work.
+The dataclasses `Floors`, `Sku`, `Pcie` and `Floor` are the format of the file.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.comparison import Comparison
-from mgpu_check.acceptance.documents import Reader, read_document
+from mgpu_check.acceptance.documents import Count, Form, Positive, Text, Texts, read_document
 from mgpu_check.acceptance.robust import shortfall
-from mgpu_check.devices.observations import Measurement, SubjectKind
+from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
 
-__all__ = ["FORMAT", "TABLE", "UNITS", "Floor", "Floors", "Sku", "floors_from", "packaged_floors", "read_floors"]
+__all__ = ["FORM", "TABLE", "Floor", "Floors", "Pcie", "Sku", "packaged_floors", "read_floors"]
 
-FORMAT = "mgpu-check floors"
 TABLE = "floors_of_skus.json"
-UNITS = ("B/s", "FLOP/s", "s")
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -57,18 +32,19 @@ class Floor:
     Attributes:
         data_sheet: figure of the vendor, in `unit`, for dense data and in one direction.
         fraction: share of `data_sheet` that must be reached.
+        source, reason: where the figure comes from, and why the fraction has its value: names in `Floors`.
         least_size: measurements of a smaller size do not count.
         overhead: seconds that an operation takes in addition to its work.
     """
 
     subject: SubjectKind
-    quantity: str
-    unit: str
+    quantity: Text
+    unit: Unit
     data_sheet: float
     fraction: float
-    source: str
-    reason: str
-    least_size: int = 0
+    source: Text
+    reason: Text
+    least_size: Count = 0
     overhead: float = 0.0
 
     def at(self, size: int) -> float:
@@ -80,14 +56,32 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Sku:
-    """One GPU model with its floors."""
+class Pcie:
+    """The PCIe link of a model."""
 
-    names: tuple[str, ...]
-    memory: int | None
-    pcie: tuple[int, int] | None
-    pcie_source: str
+    generation: Positive
+    width: Positive
+    source: Text = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"Gen{self.generation} x{self.width}"
+
+
+@dataclass(frozen=True)
+class Sku:
+    """One GPU model with its floors.
+
+    Attributes:
+        names: the names that the driver gives it; a final ``*`` matches anything.
+        memory: nominal bytes; None for any. A part of a GPU (MIG) has less, and no floors.
+        pcie: None for a device without PCIe.
+        absent: quantity -> why the model has no floor for it.
+    """
+
+    names: Texts
+    pcie: Pcie | None
     floors: tuple[Floor, ...]
+    memory: Positive | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, gpu: Gpu) -> str | None:
@@ -105,15 +99,16 @@ class Floors:
 
     Attributes:
         file: name of the file.
-        sources, reasons: name -> text.
-        measured_by: quantity -> names under which checks measure it.
+        sources: name -> title of the document that a figure comes from.
+        reasons: name -> why a fraction has its value.
+        measured_by: quantity -> names under which checks measure it, if they differ, without the part after a comma.
     """
 
     file: str
     skus: tuple[Sku, ...]
     sources: Mapping[str, str] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
-    measured_by: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    measured_by: Mapping[str, Texts] = field(default_factory=dict)
 
     def sku(self, gpu: Gpu) -> Sku | None:
         """Return the model of a GPU, or None."""
@@ -129,7 +124,7 @@ class Floors:
     def pcie(self, gpu: Gpu) -> tuple[int, int] | None:
         """Return the PCIe generation and width that this GPU should have under load; None if the table does not say."""
         sku = self.sku(gpu)
-        return sku.pcie if sku is not None else None
+        return (sku.pcie.generation, sku.pcie.width) if sku is not None and sku.pcie is not None else None
 
     def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu]) -> list[Comparison]:
         """Compare a measurement with the lowest floor of its GPUs. Return an empty list if one of the GPUs has no floor.
@@ -165,11 +160,14 @@ class Floors:
         return None
 
 
+FORM = Form("mgpu-check floors", 1, Floors, f"{TABLE} in the package is such a file")
+
+
 @functools.cache
 def packaged_floors() -> Floors:
     """Return the table that comes with this package."""
     text = files("mgpu_check.acceptance").joinpath(TABLE).read_text(encoding="utf-8")
-    return floors_from(json.loads(text), TABLE)
+    return FORM.decoded(json.loads(text), TABLE)
 
 
 def read_floors(path: Path) -> Floors:
@@ -178,49 +176,4 @@ def read_floors(path: Path) -> Floors:
     Raises:
         ValueError: the file is not a valid table. The message names the file, the key, its value and the valid values.
     """
-    return floors_from(read_document(path), str(path))
-
-
-def floors_from(document: Any, file: str) -> Floors:
-    """Make a table from a parsed JSON document. See `read_floors`."""
-    whole = Reader(file, document)
-    whole.head(FORMAT, _VERSION)
-    skus = tuple(_sku(entry) for entry in whole.objects("skus"))
-    measured_by = whole.object("measured_by") if "measured_by" in whole.value else None
-    names = {quantity: measured_by.strings(quantity) for quantity in measured_by.value} if measured_by else {}
-    return Floors(file, skus, whole.texts("sources"), whole.texts("reasons"), names)
-
-
-def _sku(entry: Reader) -> Sku:
-    link, source = _pcie(entry)
-    return Sku(
-        names=tuple(entry.strings("names")),
-        memory=entry.integer("memory", 1) if entry.value.get("memory") is not None else None,
-        pcie=link,
-        pcie_source=source,
-        floors=tuple(_floor(floor) for floor in entry.objects("floors")),
-        absent=entry.texts("absent"),
-    )
-
-
-def _pcie(entry: Reader) -> tuple[tuple[int, int] | None, str]:
-    if "pcie" not in entry.value:
-        raise entry.wrong("pcie", "an object of generation, width and source, or null")
-    if entry.value["pcie"] is None:
-        return None, ""
-    link = entry.object("pcie")
-    return (link.integer("generation", 1), link.integer("width", 1)), link.string("source")
-
-
-def _floor(entry: Reader) -> Floor:
-    return Floor(
-        subject=entry.choice("subject", get_args(SubjectKind)),  # type: ignore[arg-type]  # one of them
-        quantity=entry.string("quantity"),
-        unit=entry.choice("unit", UNITS),
-        data_sheet=entry.number("data_sheet"),
-        fraction=entry.number("fraction"),
-        source=entry.string("source"),
-        reason=entry.string("reason"),
-        least_size=entry.integer("least_size", 0, default=0),
-        overhead=entry.number("overhead", default=0.0),
-    )
+    return FORM.decoded(read_document(path), str(path))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 __all__ = [
     "Entry",
     "Measurement",
+    "Number",
     "Observation",
     "Outcome",
     "Part",
@@ -23,6 +24,14 @@ __all__ = [
     "Work",
     "median_and_spread",
 ]
+
+if TYPE_CHECKING:
+    Number = float
+else:
+
+    class Number(float):
+        """A float that may be NaN or infinite. In a JSON report, which has no such numbers, it may be a text."""
+
 
 Outcome = Literal["passed", "failed", "skipped", "unknown"]
 """Skipped: the device lacks the feature that the check tests. Unknown: the check could not decide."""
@@ -94,7 +103,7 @@ class Work:
 
     bytes: int = 0
     operations: int = 0
-    seconds: float = 0.0
+    seconds: Number = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(self.bytes + other.bytes, self.operations + other.operations, self.seconds + other.seconds)
@@ -165,10 +174,10 @@ class Measurement(Entry):
 
     quantity: str
     unit: Unit
-    value: float
+    value: Number
     repeats: int
     size: int
-    spread: float | None = None
+    spread: Number | None = None
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance.baseline import baseline_from
+from mgpu_check.acceptance import baseline as baselines
+from mgpu_check.acceptance import skus
 from mgpu_check.acceptance.lint import Remark, lint, lint_baseline, lint_floors
-from mgpu_check.acceptance.skus import TABLE, floors_from, packaged_floors, read_floors
+from mgpu_check.acceptance.skus import TABLE, packaged_floors, read_floors
 from mgpu_check.cli.lint import main
 from mgpu_check.devices.pcie import bytes_per_second
 
@@ -28,14 +29,14 @@ def table(name: str = "NVIDIA H200", quantity: str = "", pcie: Any = None, **flo
     for entry in sku["floors"]:
         if entry["quantity"] == quantity:
             entry.update(floor)
-    return lint_floors(floors_from({**OWN, "skus": [sku]}, "t.json"))
+    return lint_floors(skus.FORM.decoded({**OWN, "skus": [sku]}, "t.json"))
 
 
 def test_our_own_table_is_clean_and_each_source_and_reason_is_used():
     own = packaged_floors()
     assert lint_floors(own) == []
     floors = [floor for sku in own.skus for floor in sku.floors]
-    assert {floor.source for floor in floors} | {sku.pcie_source for sku in own.skus} - {""} == set(own.sources)
+    assert {floor.source for floor in floors} | {sku.pcie.source for sku in own.skus if sku.pcie} == set(own.sources)
     assert {floor.reason for floor in floors} == set(own.reasons)
     assert len(own.skus) >= 20
 
@@ -95,13 +96,13 @@ def test_mistakes_in_a_table_are_found(change, rule, text):
 def test_floors_that_are_missing_or_stand_twice_are_found():
     sku = copy.deepcopy(PACKAGED["NVIDIA H200"])
     sku["floors"] = [floor for floor in sku["floors"] if floor["subject"] != "upload"]
-    (found,) = lint_floors(floors_from({**OWN, "skus": [sku]}, "t.json"))
+    (found,) = lint_floors(skus.FORM.decoded({**OWN, "skus": [sku]}, "t.json"))
     assert found.rule == "missing" and "no floor for upload bandwidth" in found.text
     sku["absent"] = {"upload bandwidth": "nothing is uploaded"}
-    assert lint_floors(floors_from({**OWN, "skus": [sku]}, "t.json")) == []
+    assert lint_floors(skus.FORM.decoded({**OWN, "skus": [sku]}, "t.json")) == []
     twice = {**sku, "floors": [*sku["floors"], sku["floors"][0]]}
-    assert rules(lint_floors(floors_from({**OWN, "skus": [twice, sku]}, "t.json"))) == {"twice"}
-    assert "missing" in rules(lint_floors(floors_from({**OWN, "skus": [{**sku, "floors": []}]}, "t.json")))
+    assert rules(lint_floors(skus.FORM.decoded({**OWN, "skus": [twice, sku]}, "t.json"))) == {"twice"}
+    assert "missing" in rules(lint_floors(skus.FORM.decoded({**OWN, "skus": [{**sku, "floors": []}]}, "t.json")))
 
 
 def test_an_own_table_of_another_model_needs_its_sources_only():
@@ -111,23 +112,33 @@ def test_an_own_table_of_another_model_needs_its_sources_only():
             "subject": "gpu", "quantity": "memory bandwidth", "unit": "B/s", "data_sheet": 5e11, "fraction": 0.7, "source": "s", "reason": "r",
         }]}],
     }  # fmt: skip
-    assert lint_floors(floors_from(own, "t.json")) == []
+    assert lint_floors(skus.FORM.decoded(own, "t.json")) == []
 
 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"skus": None}, r"t\.json: skus is null; give a list of objects"),
-        ({"skus": [{}]}, r"t\.json: skus\[0\]\.pcie is missing; give an object of generation, width and source, or null"),
-        ({"skus": [{"pcie": {}}]}, r"skus\[0\]\.pcie\.generation is missing; give an integer of at least 1"),
-        ({"skus": [{"pcie": None}]}, r"skus\[0\]\.names is missing; give a list of at least one text"),
+        ({"skus": None}, r"t\.json: skus is null; give a list\. floors_of_skus\.json in the package is such a file"),
+        ({"skus": [{}]}, r"t\.json: skus\[0\]\.names is missing; give a list of at least one text"),
+        ({"skus": [{"names": ["M"]}]}, r"skus\[0\]\.pcie is missing; give an object with generation, width, source or null"),
+        ({"skus": [{"names": []}]}, r"skus\[0\]\.names is \[\]; give a list of at least one text"),
+        ({"skus": [{"names": ["M"], "pcie": {}}]}, r"skus\[0\]\.pcie\.generation is missing; give an integer of at least 1"),
         ({"skus": [{"pcie": None, "names": ["M"], "floors": [{}]}]}, r"skus\[0\]\.floors\[0\]\.subject is missing; give one of gpu"),
         ({"measured_by": {"x": []}}, r"measured_by\.x is \[\]; give a list of at least one text"),
     ],
 )  # fmt: skip
 def test_errors_of_a_table_name_the_key(change, error):
     with pytest.raises(ValueError, match=error):
-        floors_from({**OWN, **change}, "t.json")
+        skus.FORM.decoded({**OWN, **change}, "t.json")
+
+
+def test_a_whole_number_may_be_written_in_any_way(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 1.6e1'))
+    assert read_floors(path).skus == packaged_floors().skus
+    path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 16.5'))
+    with pytest.raises(ValueError, match=r"pcie\.width is 16\.5; give an integer of at least 1"):
+        read_floors(path)
 
 
 # --- baselines ---
@@ -147,7 +158,7 @@ def baseline(*measurements: dict[str, Any], times: int = 1, **more: Any) -> list
         "recorded": "2026-11-22", "gpus": 4, "facts": {"ecc": "on"}, "measurements": [*measurements], **more,
     }  # fmt: skip
     return lint_baseline(
-        baseline_from({"format": "mgpu-check baseline", "version": 1, "entries": [entry] * times}, "b.json")
+        baselines.FORM.decoded({"format": "mgpu-check baseline", "version": 1, "entries": [entry] * times}, "b.json")
     )
 
 
@@ -181,9 +192,9 @@ def test_more_mistakes_in_a_baseline_are_found():
     assert rules(baseline(measured(), times=2)) == {"twice"}
     assert rules(baseline(measured(), software={"torch": "1"})) == {"software"}
     assert rules(baseline(facts={})) == {"missing"}
-    assert rules(lint_baseline(baseline_from({"format": "mgpu-check baseline", "version": 1, "entries": []}, "b"))) == {
-        "missing"
-    }
+    assert rules(
+        lint_baseline(baselines.FORM.decoded({"format": "mgpu-check baseline", "version": 1, "entries": []}, "b"))
+    ) == {"missing"}
     slow = [measured(value=1e12, places={str(n): 1e12 for n in range(4)})]
     assert rules(baseline(*slow, name="NVIDIA H100 80GB HBM3")) == {"broken node"}
 

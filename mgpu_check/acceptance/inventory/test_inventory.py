@@ -8,8 +8,8 @@ from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pc
 from mgpu_check.devices.observations import Observation, Subject
 
 if TYPE_CHECKING:
-    from mgpu_check.acceptance.baseline import Value
     from mgpu_check.acceptance.node import Node
+    from mgpu_check.devices.telemetry.fields import Value
 
 _SAMPLES = 3  # under load, of each GPU; the first may be of a link that is still asleep
 

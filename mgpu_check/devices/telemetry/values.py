@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mgpu_check.devices.observations import Number
 from mgpu_check.devices.telemetry.fields import Value
 
 __all__ = ["Snapshot", "TelemetrySample", "Trouble", "TroubleKind", "Values"]
@@ -68,7 +69,7 @@ class TelemetrySample:
         at: seconds since the start of the run.
     """
 
-    at: float
+    at: Number
     gpu: int
     values: Values
 
