@@ -1,43 +1,108 @@
 """Pages for people: one HTML file that loads nothing, light or dark, on a desktop or a telephone.
 
-Jinja2 and Matplotlib make them. They come with the extra ``mgpu-check[report]``, and are imported when a page is made.
+Jinja2 makes them. It comes with the extra ``mgpu-check[report]``, and is imported when a page is made. The style sheet in
+``pages.html`` has a class for each look of a line, so that a chart brings no colours of its own.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from jinja2 import Environment
 
-__all__ = ["COLOURS", "INSTALL", "SERIES", "colour", "drawing", "inline", "render", "require"]
+__all__ = ["INSTALL", "Bar", "Chart", "Line", "Panel", "render", "require", "svg"]
 
 INSTALL = "pip install 'mgpu-check[report]'"
-SERIES = 8
-"""So many colours there are for curves: "series0", "series1", ..."""
-COLOURS = (
-    "text",
-    "weak",
-    "grid",
-    "ground",
-    "panel",
-    "wrong",
-    "right",
-    "unsure",
-    *(f"series{n}" for n in range(SERIES)),
-)
-"""Names of colours: variables of the style sheet, which gives each one a value for light and one for dark ground."""
 
-_NEEDED = ("jinja2", "matplotlib")
-_NAMESPACES = ("{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}")
-_OF_MATPLOTLIB = re.compile(r"(?:[A-Za-z0-9.]+_\d+|[mpCDh][0-9a-f]{10,})$")  # an id that it has made itself
+_WIDTH, _RIGHT = 880, 14
+_CHARACTER = 7.5  # widest average of a character at font size 12, over the fonts of browsers
+_ROW = 17  # height of a row of bars
+_TITLE, _WORDS = 26, 18  # heights above a panel: its title, and the words of marked places
+_LARGEST = 1e200  # larger values are drawn here, because the scale needs room above them
+_MARKS = {
+    "circle": "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0",
+    "cross": "m-3-3l6 6m0-6l-6 6",
+    "triangle": "m-4-3h8l-4 7z",
+}
+"""Form of a mark, as a path that begins at the point."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        label: its name in the legend; "" for a line without an entry there.
+        points: x and y in the order of x; a y that is None or not finite leaves a gap.
+        look: its classes, see the style sheet.
+        mark: form of the mark at each point: "circle", "cross", "triangle", or "" for no marks.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float | None]]
+    look: str
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One vertical axis with its lines.
+
+    Attributes:
+        title: quantity and unit of the axis.
+        note: words at the right of the title.
+        logarithmic: values that are not positive leave a gap.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    note: str = ""
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span of the horizontal axis, in a row of its own above the panels.
+
+    Attributes:
+        start, end: of the span; None for a row without a bar.
+        words: what its tooltip says.
+    """
+
+    label: str
+    start: float | None
+    end: float
+    look: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over a common horizontal axis.
+
+    Attributes:
+        title: what the picture shows, for those who cannot see it.
+        across: quantity and unit of the horizontal axis.
+        span: first and last value of the horizontal axis.
+        marked: values of the horizontal axis to mark with a vertical line, with their words or "".
+        whole: the horizontal axis has integers only.
+        tall: height of a panel in pixels.
+    """
+
+    title: str
+    across: str
+    span: tuple[float, float]
+    panels: Sequence[Panel]
+    bars: Sequence[Bar] = ()
+    marked: Sequence[tuple[float, str]] = ()
+    whole: bool = False
+    tall: int = 130
 
 
 def require(what: str) -> None:
@@ -49,121 +114,183 @@ def require(what: str) -> None:
     Raises:
         ValueError: the extra is not installed.
     """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{what} needs {' and '.join(missing)}, not installed here; do: {INSTALL}")
+    if find_spec("jinja2") is None:
+        raise ValueError(f"{what} needs jinja2, not installed here; do: {INSTALL}")
 
 
 def render(template: Path, *, version: str, **values: object) -> str:
-    """Fill a template, which extends ``pages.html`` beside this file; what is put in is escaped, but for `inline` figures.
+    """Fill a template, which extends ``pages.html`` beside this file; what is put in is escaped, except charts of `svg`.
 
     Args:
-        version: of mgpu-check, which stands at the end of the page.
+        version: of mgpu-check, shown at the end of the page.
     """
+    return _environment(template.parent).get_template(template.name).render(version=version, **values) + "\n"
+
+
+def _environment(*folders: Path) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+    return Environment(
+        loader=FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template.name).render(version=version, **values) + "\n"
 
 
-def colour(name: str) -> str:
-    """Return what Matplotlib is to be given for one of `COLOURS`; in the page it is the variable of that name."""
-    return f"#fe01{COLOURS.index(name):02x}"
-
-
-@contextmanager
-def drawing() -> Iterator[None]:
-    """Give the look of the page to figures that are made and turned into SVG within the context. A unit of their size is a pixel."""
-    import matplotlib as mpl
-
-    ink, weak = colour("text"), colour("weak")
-    settings = {
-        "svg.fonttype": "none",  # text stays text: it can be found, copied and read aloud
-        "svg.hashsalt": "mgpu-check",
-        "figure.dpi": 72,
-        "font.family": "DejaVu Sans",  # comes with Matplotlib; wider than what browsers take, so nothing overlaps there
-        "font.size": 12,
-        "axes.titlesize": 13,
-        "axes.labelsize": 12,
-        "xtick.labelsize": 12,
-        "ytick.labelsize": 12,
-        "legend.fontsize": 12,
-        "legend.frameon": False,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.titlecolor": ink,
-        "axes.edgecolor": weak,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.unicode_minus": False,
-        "grid.color": colour("grid"),
-        "xtick.color": weak,
-        "ytick.color": weak,
-        "xtick.labelcolor": ink,
-        "ytick.labelcolor": ink,
-    }
-    with mpl.rc_context(settings):  # type: ignore[arg-type]  # its keys are literals there
-        yield
-
-
-def inline(figure: Figure, name: str, title: str) -> str:
-    """Return a figure as an ``<svg>`` element that stands in a page.
-
-    What an artist has as its ``gid`` is its class there.
-
-    Args:
-        figure: made within `drawing`, its size in inches of 72 pixels.
-        name: with which its ids begin; other than those of all other figures of the page.
-        title: for those who cannot see it.
-    """
+def svg(chart: Chart) -> str:
+    """Draw a chart as an ``<svg>`` element of a page. It has no ids and no colours of its own."""
     from markupsafe import Markup
 
-    written = io.StringIO()
-    figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    root = ET.fromstring(written.getvalue())
-    for parent in root.iter():
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):  # a style in a page would be one of the whole page
-                parent.remove(child)
-    ids = {element.get("id", ""): "" for element in root.iter() if element.get("id")}
-    ids = {old: f"{name}-{number}" for number, old in enumerate(ids)}
-    referenced = set(re.findall(r'(?:href="|url\()#([^")]+)', written.getvalue()))
-    for element in root.iter():
-        _settle(element, ids, referenced)
-    across, down = (round(72 * size) for size in figure.get_size_inches())
-    root.attrib = {
-        "xmlns": _NAMESPACES[0].strip("{}"),
-        "viewBox": root.attrib["viewBox"],
-        "role": "img",
-        "style": f"max-width: {across}px; min-width: {round(0.8 * across)}px; aspect-ratio: {across} / {down}",
+    scales = [_scale(panel) for panel in chart.panels]
+    start, end = chart.span
+    ticks = _ticks(start, end, 10, 1.0 if chart.whole else 0.0)
+    labels = [text for scale in scales for _, text in scale.ticks] + [bar.label for bar in chart.bars]
+    left = 16 + _CHARACTER * max(map(len, labels), default=0)
+
+    def x(value: float) -> float:
+        return left + (_WIDTH - _RIGHT - left) * (value - start) / (end - start)
+
+    keys, top = _legend(chart)
+    bars = [_drawn_bar(bar, top + _ROW * row, x) for row, bar in enumerate(chart.bars)]
+    first = top + 4
+    top += _ROW * len(bars)
+    panels = []
+    for panel, scale in zip(chart.panels, scales, strict=True):
+        top += _TITLE + (_WORDS if any(words for _, words in chart.marked) else 0)
+        panels.append(_drawn_panel(panel, scale, top, chart.tall, x))
+        top += chart.tall
+    marked = [{"x": x(at), "words": words, "left": at - start < (end - start) / 2} for at, words in chart.marked]
+    drawn = {
+        "keys": keys,
+        "bars": bars,
+        "panels": panels,
+        "marked": marked,
+        "first": first,
+        "bottom": top,
+        "left": left,
     }
-    named = ET.Element("title")
-    named.text = title
-    root.insert(0, named)
-    return Markup(ET.tostring(root, encoding="unicode"))
+    drawn |= {"ticks": [(x(value), text) for value, text in ticks], "width": _WIDTH, "right": _WIDTH - _RIGHT}
+    return Markup(_environment().get_template("chart.html").render(chart=chart, **drawn))
 
 
-def _settle(element: ET.Element, ids: dict[str, str], referenced: set[str]) -> None:
-    """Make an element of Matplotlib's one of the page: its ids, its class, its colours."""
-    for namespace in _NAMESPACES:
-        element.tag = element.tag.removeprefix(namespace)
-    attributes = {key.removeprefix(_NAMESPACES[1]): value for key, value in element.attrib.items()}
-    identity = attributes.pop("id", "")
-    if identity in referenced:
-        attributes["id"] = ids[identity]
-    elif identity and not _OF_MATPLOTLIB.match(identity):
-        attributes["class"] = identity
-    for key, value in attributes.items():
-        value = re.sub(r"(?<=^#).+|(?<=url\(#)[^)]+", lambda match: ids.get(match[0], match[0]), value)
-        value = re.sub("#fe01([0-9a-f]{2})", lambda match: f"var(--{COLOURS[int(match[1], 16)]})", value)
-        attributes[key] = re.sub(r"font-family:[^;]*;? ?", "", value)
-    element.attrib = attributes
+@dataclass(frozen=True)
+class _Scale:
+    """The vertical axis of a panel."""
+
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]]
+    logarithmic: bool
+
+    def share(self, value: float | None) -> float | None:
+        """Return the place of a value between 0, the lowest, and 1, the highest; None for a gap."""
+        value = _within(value, self.logarithmic)
+        return None if value is None else (value - self.low) / (self.high - self.low)
+
+
+def _within(value: float | None, logarithmic: bool) -> float | None:
+    """Return the value that the scale has for a value: its logarithm on a logarithmic one, and never one too large."""
+    if value is None or not math.isfinite(value) or (logarithmic and value <= 0):
+        return None
+    if logarithmic:
+        return math.log10(min(max(value, 1 / _LARGEST), _LARGEST))
+    return min(max(float(value), -_LARGEST), _LARGEST)
+
+
+def _scale(panel: Panel) -> _Scale:
+    drawn = (_within(value, panel.logarithmic) for line in panel.lines for _, value in line.points)
+    values = [value for value in drawn if value is not None] or [0.0]
+    low, high = min(values), max(values)
+    if panel.logarithmic:
+        low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
+        powers = range(low, high + 1, math.ceil((high - low) / 9))
+        return _Scale(low, high, [(float(power), f"1e{power}") for power in powers], True)
+    margin = 0.08 * (high - low) or 0.1 * abs(high)
+    if margin < 1e-290:  # a number so small has no steps
+        margin = 1.0
+    low, high = low - margin, high + margin
+    return _Scale(low, high, _ticks(low, high, 7), False)
+
+
+def _ticks(low: float, high: float, most: int, least: float = 0.0) -> list[tuple[float, str]]:
+    """Return round values within a range with their texts: multiples of 1, 2 or 5 times a power of ten.
+
+    Args:
+        most: how many steps the range may have.
+        least: the smallest step.
+    """
+    wanted = max((high - low) / most, least)
+    power = 10.0 ** math.floor(math.log10(wanted))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wanted * (1 - 1e-9))
+    numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [(number * step, _tick_text(number * step, step)) for number in numbers]
+
+
+def _tick_text(value: float, step: float) -> str:
+    """Write a value with as many digits as it needs to differ from the next tick."""
+    if not value:
+        return "0"
+    digits = math.floor(math.log10(step) + 1e-9)
+    if digits >= -4 and abs(value) < 1e7:
+        return f"{value:.{max(0, -digits)}f}"
+    return f"{value:.{max(0, math.floor(math.log10(abs(value)) + 1e-9) - digits)}e}"
+
+
+def _legend(chart: Chart) -> tuple[list[dict[str, Any]], float]:
+    """Return the entries of the legend with their places, and the height below which the picture begins."""
+    named = {line.label: line for panel in chart.panels for line in panel.lines if line.label}
+    cell = 46 + _CHARACTER * max(map(len, named), default=1)
+    columns = max(1, int(_WIDTH // cell))
+    keys = [
+        {
+            "x": 4 + cell * (number % columns),
+            "y": 12 + 19 * (number // columns),
+            "line": line,
+            "mark": _MARKS.get(line.mark),
+        }
+        for number, line in enumerate(named.values())
+    ]
+    return keys, 19.0 * math.ceil(len(keys) / columns) + 8
+
+
+def _drawn_bar(bar: Bar, top: float, x: Any) -> Mapping[str, Any]:
+    drawn = None if bar.start is None else (x(bar.start), x(bar.end) - x(bar.start))
+    return {"bar": bar, "top": top, "drawn": drawn, "tall": _ROW}
+
+
+def _drawn_panel(panel: Panel, scale: _Scale, top: float, tall: float, x: Any) -> Mapping[str, Any]:
+    def y(value: float | None) -> float | None:
+        share = scale.share(value)
+        return None if share is None else top + tall * (1 - share)
+
+    ticks = [(y(10.0**value if scale.logarithmic else value), text) for value, text in scale.ticks]
+    lines = [_drawn_line(line, [(x(at), y(value)) for at, value in line.points]) for line in panel.lines]
+    return {"panel": panel, "top": top, "bottom": top + tall, "ticks": ticks, "lines": lines}
+
+
+def _drawn_line(line: Line, places: Sequence[tuple[float, float | None]]) -> Mapping[str, Any]:
+    parts: list[str] = []
+    pen = False  # whether the last point was drawn
+    for across, down in places:
+        if down is not None:
+            parts.append(f"{'L' if pen else 'M'}{across:.1f} {down:.1f}")
+        pen = down is not None
+    form = _MARKS.get(line.mark)
+    marks = [
+        (f"M{across:.1f} {down:.1f}{form}", f"{at:.4g}: {value:.6g}")
+        for (across, down), (at, value) in zip(places, line.points, strict=True)
+        if form and down is not None and value is not None
+    ]
+    return {"line": line, "path": "".join(parts), "marks": marks, "words": _in_words(line)}
+
+
+def _in_words(line: Line) -> str:
+    """Return what the tooltip of a line says: its name and its values, the lowest, the highest and the last."""
+    values = [value for _, value in line.points if value is not None and math.isfinite(value)]
+    if not values:
+        return line.label
+    if min(values) == max(values):
+        return f"{line.label}: {values[-1]:.6g}"
+    return f"{line.label}: {min(values):.6g} to {max(values):.6g}, at the end {values[-1]:.6g}"

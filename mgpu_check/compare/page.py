@@ -50,7 +50,7 @@ def _pictures(done: Comparison) -> list[dict[str, str]]:
         for rank in range(min(len(found["each"][0]), _RANKS))
     ]
     one, ranks = Curve("one device", found["one"], "one"), Curve("mean over the ranks", found["ranks"], "ranks")
-    loss = draw("loss", "Loss on one device and on the ranks", "loss", [*each, one, ranks], mark=mark)
+    loss = draw("Loss on one device and on the ranks", "loss", [*each, one, ranks], mark=mark)
     pictures = [{"heading": "Loss", "svg": loss, "note": ""}]
     if any(value is not None for value in found["excess"]):
         limit = Curve("1: a larger value is not rounding", [1.0] * len(found["excess"]), "limit")
@@ -61,7 +61,7 @@ def _pictures(done: Comparison) -> list[dict[str, str]]:
         note = done.rounding and (
             f"The tolerance is the measured effect of rounding in this script, times λ = {done.rounding.margin:.1f}."
         )
-        deviation = draw("deviation", by.capitalize(), by, [largest, limit], logarithmic=True, mark=mark)
+        deviation = draw(by.capitalize(), by, [largest, limit], logarithmic=True, mark=mark)
         pictures.append({"heading": "Deviation", "svg": deviation, "note": note or ""})
     return pictures
 

@@ -15,6 +15,7 @@ import pytest
 
 from mgpu_check.acceptance.account import Account, CheckRun, Verdict
 from mgpu_check.acceptance.report import junit, markdown, page, values
+from mgpu_check.acceptance.report.figures import Grid
 from mgpu_check.acceptance.report.files import check_paths, clear, write
 from mgpu_check.acceptance.report.health import health_of
 from mgpu_check.acceptance.report.text import lines
@@ -155,14 +156,11 @@ def test_reports_of_earlier_runs_are_removed_before_a_run(tmp_path):
 
 def test_a_page_without_the_extra_is_refused_before_a_run(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
     check_paths([tmp_path / "a.json", tmp_path / "a.md", tmp_path / "a.xml"])
     for path in (tmp_path / "a.html", "a.html"):
-        with pytest.raises(
-            ValueError, match=r"a\.html needs jinja2 and matplotlib, .*pip install 'mgpu-check\[report\]'"
-        ):
+        with pytest.raises(ValueError, match=r"a\.html needs jinja2, .*pip install 'mgpu-check\[report\]'"):
             check_paths([path])
-    with pytest.raises(ValueError, match="needs jinja2 and matplotlib"):
+    with pytest.raises(ValueError, match="needs jinja2"):
         write(tmp_path / "a.html", account("one GPU"))
     for suffix in ("json", "md", "xml"):
         write(tmp_path / f"a.{suffix}", account("one GPU"))
@@ -295,8 +293,15 @@ def texts(svg: ET.Element) -> list[str]:
     return [element.text or "" for element in svg.iter("{http://www.w3.org/2000/svg}text")]
 
 
+def tables(html: str) -> list[ET.Element]:
+    return [ET.fromstring(table) for table in re.findall(r'<table class="heat.*?</table>', html, re.DOTALL)]
+
+
 def titled(html: str) -> dict[str, list[str]]:
-    return {svg[0].text: texts(svg) for svg in svgs(html)}
+    cells = {
+        table.get("aria-label"): [cell.text for row in table for cell in row if cell.text] for table in tables(html)
+    }
+    return cells | {svg[0].text: texts(svg) for svg in svgs(html)}
 
 
 @pytest.mark.parametrize("name", accounts.ALL)
@@ -348,9 +353,51 @@ def test_the_matrices_have_a_number_in_each_cell():
     assert failures.count("2") == 3 and failures.count("-") == 8
     assert {"compute", "3", "links", "collectives"} <= set(found["Failures by check and GPU"])
     assert "matrix product float16, size 8192, TFLOP/s" in found["Speed of each GPU"]
-    marked = [len(re.findall('class="marked"', ET.tostring(svg, encoding="unicode"))) for svg in svgs(html_of("bad"))]
-    assert marked == [1, 1, 1, 1, 3, 0]
+    cells = [[cell for row in table for cell in row] for table in tables(html_of("bad"))]
+    marked = [[cell.get("title") for cell in table if cell.get("class") == "marked"] for table in cells]
+    assert [len(some) for some in marked] == [1, 1, 1, 1, 3]
+    assert marked[0] == ["from GPU 0, to GPU 5: 161 GB/s, accused"]
+    assert marked[3] == ["matrix product float16, size 8192, TFLOP/s, GPU 3: 290, too slow"]
     assert "<td>361 GB/s</td>" in html_of("bad")
+
+
+def shades(grid: Grid) -> list[list[float]]:
+    return [[cell.shade for cell in cells] for _, cells in grid.cells()]
+
+
+def test_the_shade_of_a_cell_is_its_share_of_the_scale_which_is_stated():
+    rows, columns, values = ["a", "b"], ["0", "1"], [[100.0, 50.0], [None, float("inf")]]
+    texts = [["100", "50.0"], ["-", "inf"]]
+    much = Grid(rows, columns, values, texts, unit="GB/s")
+    assert shades(much) == [[45.0, 22.5], [0.0, 0.0]]
+    assert much.legend() == "Shade: most colour at 100 GB/s, none at 0."
+    little = Grid(rows, columns, values, texts, scale="little", unit="us")
+    assert shades(little) == [[22.5, 45.0], [0.0, 0.0]]
+    assert little.legend() == "Shade: most colour at 50.0 us, half of it at twice that."
+    failures = Grid(rows, columns, [[0.0, 0.0], [1.0, 100.0]], texts, scale="failures", unit="failed")
+    assert shades(failures)[0] == [0.0, 0.0] and shades(failures)[1][0] > 15 and shades(failures)[1][1] == 45
+    assert Grid(rows, columns, [[0.0, None]] * 2, texts, scale="failures").legend() == ""
+    each = Grid(rows, columns, [[2.0, 4.0], [8.0, 16.0]], texts, scale=["much", "little"])
+    assert shades(each) == [[22.5, 45.0], [45.0, 22.5]] and "a scale of its own" in each.legend()
+
+
+def luminance(colour: list[float]) -> float:
+    parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def test_numbers_are_readable_on_each_shade_on_light_and_on_dark_ground():
+    """4.5 is what WCAG 2 wants of the contrast of text."""
+    for ground in re.findall(r":root \{(.*?)\}", html_of("one GPU"), re.DOTALL):
+        colours = {
+            name: [int(number[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+            for name, number in re.findall(r"--(\w+): #(\w{6})", ground)
+        }
+        for name in ("series0", "wrong"):
+            for share in (0.0, 0.2, 0.45):
+                mixed = [share * a + (1 - share) * b for a, b in zip(colours[name], colours["panel"], strict=True)]
+                bright, dark = sorted((luminance(mixed), luminance(colours["text"])), reverse=True)
+                assert (bright + 0.05) / (dark + 0.05) >= 4.5, (name, share)
 
 
 def test_telemetry_is_drawn_over_time_with_the_checks():
@@ -360,7 +407,12 @@ def test_telemetry_is_drawn_over_time_with_the_checks():
     assert "min since the start of the run" in chart and "Triangles: clocks are held down" in chart
     (svg,) = [svg for svg in svgs(html_of("bad")) if "over time" in svg[0].text]
     groups = [element.get("class") for element in svg.iter("{http://www.w3.org/2000/svg}g")]
-    assert groups.count("temperature gpu") == 8 and groups.count("check") == 8 and groups.count("throttled") == 1
+    bars = [element.get("class") for element in svg.iter("{http://www.w3.org/2000/svg}rect")]
+    assert sum(look.startswith("series") for look in groups) == 3 * 7 and groups.count("accused dash0") == 3
+    assert len(bars) == 8 and bars.count("bar bad") == 5 and groups.count("held") == 1
+    told = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}title")]
+    assert "GPU 3 (accused): 41 to 88, at the end 88" in told
+    assert "memory: unknown, 90 s from 3 s on" in told
     assert "Triangles" not in str(titled(html_of("good")))
     assert "No telemetry was kept" in html_of("inconclusive")
 
@@ -445,7 +497,7 @@ def test_checks_that_have_not_begun_stand_last():
     table = [line.split()[0] for line in lines(stopped) if re.match(r"(health|memory|inventory) ", line)]
     assert table == ["inventory", "memory", "health"]
     (chart,) = [svg for svg in svgs(page.render(stopped)) if "over time" in svg[0].text]
-    assert "health" in texts(chart) and ET.tostring(chart, encoding="unicode").count('class="check"') == 2
+    assert "health" in texts(chart) and ET.tostring(chart, encoding="unicode").count('class="bar ') == 2
 
 
 def test_health_counts_what_has_grown_in_this_run_only():

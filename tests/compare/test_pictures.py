@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from mgpu_check import pages
 from mgpu_check.compare.picture import Curve, draw
 
+STYLE = Path(pages.__file__).with_name("pages.html").read_text()
 NAME = "{http://www.w3.org/2000/svg}"
 
 
 def picture(*curves: Curve, **options) -> ET.Element:
-    return ET.fromstring(draw("curves", "A title", "loss", curves, **options))
+    return ET.fromstring(draw("A title", "loss", curves, **options))
 
 
 def texts(svg: ET.Element) -> list[str]:
@@ -23,6 +25,10 @@ def texts(svg: ET.Element) -> list[str]:
 
 def of(svg: ET.Element, style: str) -> list[ET.Element]:
     return [element for element in svg.iter(f"{NAME}g") if element.get("class") == style]
+
+
+def marks(group: ET.Element) -> list[ET.Element]:
+    return [element for element in group.iter(f"{NAME}path") if element.get("class") == "mark"]
 
 
 def points(group: ET.Element) -> list[tuple[float, float]]:
@@ -35,15 +41,29 @@ def test_axes_curves_and_the_first_difference():
     assert svg[0].text == "A title"
     for text in ("optimizer step", "loss", "one device", "ranks", "1", "2", "3", "step 2: first difference"):
         assert text in texts(svg)
-    (one,), (ranks,), (mark,) = of(svg, "one"), of(svg, "ranks"), of(svg, "mark")
+    (one,), (ranks,), (mark,) = of(svg, "one"), of(svg, "ranks"), of(svg, "marked")
     assert points(one)[0] == points(ranks)[0]
     assert [x for x, _ in points(one)] == sorted({x for x, _ in points(one)})
     heights = [y for _, y in points(one)]
     assert heights[0] < heights[1] < heights[2] and points(ranks)[1][1] == points(ranks)[2][1] < heights[1]
     assert points(mark)[0][0] == points(one)[1][0]
     # Told apart by their marks and dashes, too.
-    assert len(list(one.iter(f"{NAME}use"))) == len(list(ranks.iter(f"{NAME}use"))) == 3
-    assert "stroke-dasharray" in ET.tostring(ranks, encoding="unicode")
+    assert [len(marks(one)), len(marks(ranks))] == [3, 3] and marks(one)[0].get("d") != marks(ranks)[0].get("d")
+    assert re.search(r"\.ranks \.line \{[^}]*stroke-dasharray", STYLE)
+    # And read without a look at the axes.
+    assert one[0].text == "one device: 1 to 4, at the end 1" and marks(one)[1][0].text == "one device, 2: 2"
+
+
+def test_ticks_are_round_numbers_that_differ():
+    for values, ticks in (
+        ([0.1, 0.9], ["0.2", "0.4", "0.6", "0.8"]),
+        ([1e5, 1e5 + 0.3], ["100000.00", "100000.05", "100000.10", "100000.30"]),
+        ([-3e9, 3e9], ["-2e+09", "-1e+09", "0", "3e+09"]),
+        ([7.0, 7.0], ["6.4", "7.0", "7.6"]),
+        ([0.0, 3e-7], ["0", "5e-08", "1.0e-07", "1.5e-07"]),
+    ):
+        shown = texts(picture(Curve("one", values, "one")))
+        assert [tick for tick in ticks if tick not in shown] == [], shown
 
 
 def test_a_logarithmic_scale():
@@ -68,16 +88,13 @@ def test_a_long_run_is_thinned_out():
     assert len(texts(svg)) < 40
 
 
-def test_figures_of_one_page_share_no_id_and_bring_no_style_and_no_colour_of_their_own():
+def test_a_figure_brings_no_ids_and_no_colours_of_its_own():
     curves = (Curve("one device", [4.0, 2.0, 1.0], "one"), Curve("ranks", [4.0, 3.0, 3.0], "ranks"))
-    figures = [draw(name, "A title", "loss", curves, mark=2) for name in ("first", "second")]
-    ids = [element.get("id") for svg in figures for element in ET.fromstring(svg).iter() if element.get("id")]
-    assert ids and len(ids) == len(set(ids))
-    for svg in figures:
-        referenced = re.findall(r'(?:href="|url\()#([^")]+)', svg)
-        assert referenced and set(referenced) <= set(ids)
-        assert "<style" not in svg and "<metadata" not in svg and "font-family" not in svg
-        assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", svg)) <= {"none", *(f"var(--{c})" for c in pages.COLOURS)}
+    svg = draw("A title", "loss", curves, mark=2)
+    assert not re.findall(r"\b(?:id|fill|stroke|href|font-family)=|<style|var\(|#", svg)
+    looks = set(re.findall(r'class="([^"]+)"', svg))
+    for look in {one for names in looks for one in names.split()} - {"key", "middle"}:
+        assert f".{look} " in STYLE, look
 
 
 def test_every_colour_has_a_value_for_light_and_for_dark_ground(tmp_path):
@@ -85,9 +102,10 @@ def test_every_colour_has_a_value_for_light_and_for_dark_ground(tmp_path):
     template.write_text('{% extends "pages.html" %}{% block title %}{{ words }}{% endblock %}')
     page = pages.render(template, version="1.2", words="<b>&")
     assert "<title>&lt;b&gt;&amp;</title>" in page
-    light, dark = re.findall(r":root \{(.*?)\}", page, re.DOTALL)
-    for colour in pages.COLOURS:
-        assert f"--{colour}: #" in light and f"--{colour}: #" in dark
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w+)", root)) for root in re.findall(r":root \{(.*?)\}", page, re.DOTALL)
+    )
+    assert light.keys() == dark.keys() == set(re.findall(r"var\(--(\w+)\)", page)) - {"ink"}
 
 
 def test_the_page_of_a_difference(compare, by_hand, changed):
@@ -104,5 +122,5 @@ def test_the_page_of_a_difference(compare, by_hand, changed):
     assert len(pictures) == 2
     assert all("step 2: first difference" in texts(svg) for svg in pictures)
     assert [
-        style for style in ("one", "ranks", "each", "limit", "mark") if not re.search(f'class="{style}"', html)
+        style for style in ("one", "ranks", "each", "limit", "marked") if not re.search(f'class="{style}"', html)
     ] == []

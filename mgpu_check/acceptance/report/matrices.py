@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.comparison import amount
 from mgpu_check.acceptance.report import view
-from mgpu_check.acceptance.report.figures import Grid, Scale, heat_map
+from mgpu_check.acceptance.report.figures import Grid, Scale
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
-__all__ = ["heat_maps", "others"]
+__all__ = ["Matrix", "heat_maps", "others"]
 
 
 Key = tuple[str, str, int]
@@ -21,16 +22,25 @@ Key = tuple[str, str, int]
 _Kind = Literal["gpu", "upload", "download"]
 
 
-def heat_maps(account: Account) -> list[dict[str, str]]:
-    """Return heading, note and SVG picture of each matrix of an account."""
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of the page, with its heading and what is to be said of it."""
+
+    heading: str
+    grid: Grid
+    note: str = ""
+
+
+def heat_maps(account: Account) -> list[Matrix]:
+    """Return heading, note and content of each matrix of an account."""
     links = {
         _pair_of(accusation.part.members)
         for accusation in account.verdict.accusations
         if accusation.part.kind == "link"
     }
     pictures = []
-    for number, (key, found) in enumerate(sorted(_most_telling(_by_pair(account)).items())):
-        pictures += _speeds(account, key, found, links, f"pairs{number}")
+    for key, found in sorted(_most_telling(_by_pair(account)).items()):
+        pictures += _speeds(account, key, found, links)
     pictures += _failures_of_pairs(account, links)
     pictures += _of_gpus(account)
     pictures += _failures_of_gpus(account)
@@ -80,32 +90,31 @@ def _speeds(
     key: Key,
     found: Mapping[tuple[int, int], Measurement],
     links: set[tuple[int, int]],
-    name: str,
-) -> list[dict[str, str]]:
+) -> list[Matrix]:
     quantity, unit, size = key
     scale, prefix = view.prefix([one.value for one in found.values()])
     pictures = []
-    for block, (where, numbers) in enumerate(_blocks(account)):
+    for where, numbers in _blocks(account):
         values = [[found[a, b].value if (a, b) in found else None for b in numbers] for a in numbers]
         if not any(value is not None for row in values for value in row):
             continue
         texts = [[_digits(value, scale) for value in row] for row in values]
         heading = f"{quantity.capitalize()}{where}, {view.bytes_text(size)}, in {prefix}{unit}"
-        grid = _square(numbers, values, texts, links, "little" if unit == "s" else "much")
-        pictures.append({"heading": heading, "note": "", "svg": heat_map(grid, f"{name}-{block}", heading)})
-    return pictures + _between_hosts(account, key, found, f"{name}-hosts")
+        grid = _square(numbers, values, texts, links, "little" if unit == "s" else "much", prefix + unit)
+        pictures.append(Matrix(heading, grid, "A frame: accused." if grid.marked else ""))
+    return pictures + _between_hosts(account, key, found)
 
 
-def _square(numbers: Sequence[int], values: Any, texts: Any, links: set[tuple[int, int]], scale: Any) -> Grid:
+def _square(
+    numbers: Sequence[int], values: Any, texts: Any, links: set[tuple[int, int]], scale: Scale, unit: str
+) -> Grid:
     place = {number: index for index, number in enumerate(numbers)}
     marked = {(place[a], place[b]) for a, b in links if a in place and b in place}
     labels = [str(number) for number in numbers]
-    return Grid(labels, labels, values, texts, marked, scale, across="to GPU", down="from GPU")
+    return Grid(labels, labels, values, texts, marked, scale, "to GPU", "from GPU", unit)
 
 
-def _between_hosts(
-    account: Account, key: Key, found: Mapping[tuple[int, int], Measurement], name: str
-) -> list[dict[str, str]]:
+def _between_hosts(account: Account, key: Key, found: Mapping[tuple[int, int], Measurement]) -> list[Matrix]:
     """Return a matrix of the slowest pair between any two hosts, if one matrix cannot show all GPUs; else nothing."""
     if len(account.gpus) <= view.MATRIX or len(account.hosts) > view.MATRIX:
         return []
@@ -124,27 +133,27 @@ def _between_hosts(
     texts = [[_digits(value, scale) for value in row] for row in values]
     labels = [view.host_name(account, number) for number in numbers]
     columns = [str(number) for number in numbers]
-    grid = Grid(labels, columns, values, texts, (), "little" if key[1] == "s" else "much", across="to host")
+    best: Scale = "little" if key[1] == "s" else "much"
+    grid = Grid(labels, columns, values, texts, (), best, "to host", "from host", prefix + key[1])
     heading = (
         f"{key[0].capitalize()} between hosts, the worst of all pairs, {view.bytes_text(key[2])}, in {prefix}{key[1]}"
     )
-    return [{"heading": heading, "note": "", "svg": heat_map(grid, name, heading)}]
+    return [Matrix(heading, grid)]
 
 
-def _failures_of_pairs(account: Account, links: set[tuple[int, int]]) -> list[dict[str, str]]:
+def _failures_of_pairs(account: Account, links: set[tuple[int, int]]) -> list[Matrix]:
     counts: dict[tuple[int, int], list[Observation]] = defaultdict(list)
     for entry in account.observations:
         if entry.subject.kind == "copy":
             counts[_pair(entry.subject)].append(entry)
     pictures = []
-    for block, (where, numbers) in enumerate(_blocks(account)):
+    for where, numbers in _blocks(account):
         if not any((a, b) in counts for a in numbers for b in numbers):
             continue
         values = [[_failed(counts.get((a, b), ())) for b in numbers] for a in numbers]
         texts = [[_count(value) for value in row] for row in values]
-        heading = f"Failures by pair{where}"
-        grid = _square(numbers, values, texts, links, "failures")
-        pictures.append({"heading": heading, "note": _NOTE, "svg": heat_map(grid, f"failures{block}", heading)})
+        grid = _square(numbers, values, texts, links, "failures", "failed")
+        pictures.append(Matrix(f"Failures by pair{where}", grid, _NOTE))
     return pictures
 
 
@@ -162,7 +171,7 @@ def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def _failures_of_gpus(account: Account) -> list[dict[str, str]]:
+def _failures_of_gpus(account: Account) -> list[Matrix]:
     entries: dict[tuple[str, int], list[Observation]] = defaultdict(list)
     for entry in account.observations:
         for number in entry.suspects or view.gpus_of(account, entry.subject):
@@ -175,7 +184,7 @@ def _failures_of_gpus(account: Account) -> list[dict[str, str]]:
         for entry in view.evidence_of(account, accusation)
     }
     pictures = []
-    for block, (where, numbers) in enumerate(_blocks(account) if names else ()):
+    for where, numbers in _blocks(account) if names else ():
         values = [[_failed(entries.get((name, number), ())) for number in numbers] for name in names]
         marked = {
             (row, column)
@@ -184,10 +193,9 @@ def _failures_of_gpus(account: Account) -> list[dict[str, str]]:
             if (name, number) in explained
         }
         texts = [[_count(value) for value in row] for row in values]
-        grid = Grid(names, [str(number) for number in numbers], values, texts, marked, "failures", across="GPU")
-        heading = f"Failures by check and GPU{where}"
+        grid = Grid(names, [str(number) for number in numbers], values, texts, marked, "failures", "GPU", "", "failed")
         note = f"{_NOTE} A failure between GPUs counts for each of them."
-        pictures.append({"heading": heading, "note": note, "svg": heat_map(grid, f"checks{block}", heading)})
+        pictures.append(Matrix(f"Failures by check and GPU{where}", grid, note))
     return pictures
 
 
@@ -210,7 +218,7 @@ def _by_gpu(account: Account) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
     return found
 
 
-def _of_gpus(account: Account) -> list[dict[str, str]]:
+def _of_gpus(account: Account) -> list[Matrix]:
     chosen = [
         (kind, key, mine) for kind, found in _by_gpu(account).items() for key, mine in _most_telling(found).items()
     ]
@@ -220,7 +228,7 @@ def _of_gpus(account: Account) -> list[dict[str, str]]:
         if entry.outcome == "failed" and "quantity" in entry.evidence
     }
     pictures = []
-    for block, (where, numbers) in enumerate(_blocks(account) if chosen else ()):
+    for where, numbers in _blocks(account) if chosen else ():
         rows: list[str] = []
         values: list[list[float | None]] = []
         texts: list[list[str]] = []
@@ -241,10 +249,9 @@ def _of_gpus(account: Account) -> list[dict[str, str]]:
             values.append(here)
             texts.append([_digits(value, scale) for value in here])
             scales.append("little" if unit == "s" else "much")
-        grid = Grid(rows, [str(number) for number in numbers], values, texts, marked, scales, by_row=True, across="GPU")
-        heading = f"Speed of each GPU{where}"
-        note = _SLOW if marked else ""
-        pictures.append({"heading": heading, "note": note, "svg": heat_map(grid, f"gpus{block}", heading)})
+        columns = [str(number) for number in numbers]
+        grid = Grid(rows, columns, values, texts, marked, scales, "GPU", frame="too slow")
+        pictures.append(Matrix(f"Speed of each GPU{where}", grid, _SLOW if marked else ""))
     return pictures
 
 

@@ -151,7 +151,7 @@ def _charts(account: Account, accused: Collection[int]) -> list[dict[str, str]]:
         name = view.host_name(account, host.number)
         checks = view.in_order(run for run in account.checks if run.host in (None, host.number))
         title = f"Temperature, power and clocks of the GPUs of {name} over time"
-        drawn = over_time(samples, checks, accused, f"time{host.number}", title)
+        drawn = over_time(samples, checks, accused, title)
         charts.append({"host": name, "svg": drawn, "text": _in_words(samples)})
     return charts
 
