@@ -114,16 +114,16 @@ class Repeated:
             run.look_again()
         finally:
             run.end()
-        account = run.account()
-        failed = {observation.check for observation in account.observations if observation.outcome == "failed"}
+        report = run.report()
+        failed = {observation.check for observation in report.observations if observation.outcome == "failed"}
         return Outcome(
             planted,
             seed,
-            account.verdict.kind,
-            tuple(str(accusation.part) for accusation in account.verdict.accusations),
+            report.verdict.kind,
+            tuple(str(accusation.part) for accusation in report.verdict.accusations),
             tuple(str(part) for one in plan.planted for part in one.parts),
             tuple(sorted(failed)),
-            account.verdict.unknown,
+            report.verdict.unknown,
             time.monotonic() - began,
         )
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.baseline import SOFTWARE
 from mgpu_check.acceptance.comparison import Comparison, amount, beside_peers, least_shortfall, models, useless
 from mgpu_check.acceptance.robust import LEAST_PEERS
+from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Measurement
 
 __all__ = ["AmongNodes", "Outlier", "among_nodes"]
@@ -22,13 +22,13 @@ class Outlier:
     """A node that is too slow compared with the others.
 
     Attributes:
-        account: index of its account in the order given; `host` is the number of the host in that account.
+        report: index of its report in the order given; `host` is the number of the host in that report.
         name: name of the host.
         subject: kind of the measured subjects, such as "gpu"; `value` is the median over those of this node.
         nodes: number of other nodes in the comparison.
     """
 
-    account: int
+    report: int
     host: int
     name: str
     model: str
@@ -62,7 +62,7 @@ class AmongNodes:
     unknown: tuple[str, ...]
 
 
-def among_nodes(accounts: Sequence[Account]) -> AmongNodes:
+def among_nodes(reports: Sequence[RunReport]) -> AmongNodes:
     """Compare each node with the others of the same model and software, real with real, simulated with simulated.
 
     A node has one value for each quantity and size: the median over its GPUs or links. A single slow GPU or link does not move
@@ -71,13 +71,13 @@ def among_nodes(accounts: Sequence[Account]) -> AmongNodes:
     groups: defaultdict[tuple[Any, ...], dict[tuple[int, int], list[Measurement]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    every = [(number, gpu) for number, account in enumerate(accounts) for gpu in account.gpus]
+    every = [(number, gpu) for number, report in enumerate(reports) for gpu in report.gpus]
     kinds = models(replace(gpu, number=place) for place, (_, gpu) in enumerate(every))
     model_of = {(number, gpu.number): kinds[place] for place, (number, gpu) in enumerate(every)}
-    for number, account in enumerate(accounts):
-        hosts = {gpu.number: gpu.host for gpu in account.gpus}
-        software = {host.number: tuple(host.software.get(name, "") for name in SOFTWARE) for host in account.hosts}
-        for m in account.measurements:
+    for number, report in enumerate(reports):
+        hosts = {gpu.number: gpu.host for gpu in report.gpus}
+        software = {host.number: tuple(host.software.get(name, "") for name in SOFTWARE) for host in report.hosts}
+        for m in report.measurements:
             if m.subject.kind == "host" or useless(m):
                 continue
             there = {hosts[member] for member in m.subject.members}
@@ -85,16 +85,16 @@ def among_nodes(accounts: Sequence[Account]) -> AmongNodes:
             if len(there) == len(model) == 1:
                 host = there.pop()
                 kind = (m.subject.kind, len(m.subject.members), m.quantity, m.unit, m.size)
-                groups[(bool(account.simulated), *model, software.get(host, ()), *kind)][number, host].append(m)
+                groups[(bool(report.simulated), *model, software.get(host, ()), *kind)][number, host].append(m)
     outliers: list[Outlier] = []
     alone: dict[str, None] = {}
     compared = 0
     for group in groups.values():
         if len(group) <= LEAST_PEERS:
-            alone.update((_name(accounts, *node), None) for node in group)
+            alone.update((_name(reports, *node), None) for node in group)
             continue
         compared += len(group)
-        outliers += _stand_out(accounts, group)
+        outliers += _stand_out(reports, group)
     lines = [
         f"{name}: fewer than {LEAST_PEERS} other nodes have its model and software; not all was compared"
         for name in alone
@@ -102,7 +102,7 @@ def among_nodes(accounts: Sequence[Account]) -> AmongNodes:
     return AmongNodes(tuple(outliers), compared, tuple(lines))
 
 
-def _stand_out(accounts: Sequence[Account], group: Mapping[tuple[int, int], Sequence[Measurement]]) -> list[Outlier]:
+def _stand_out(reports: Sequence[RunReport], group: Mapping[tuple[int, int], Sequence[Measurement]]) -> list[Outlier]:
     values = {node: median(m.value for m in several) for node, several in group.items()}
     found = []
     for node, several in group.items():
@@ -110,12 +110,12 @@ def _stand_out(accounts: Sequence[Account], group: Mapping[tuple[int, int], Sequ
         others = [value for other, value in values.items() if other != node]
         comparison = beside_peers(values[node], others, first.unit, least_shortfall(first))
         if comparison.outcome == "failed":
-            model = next(gpu.name for gpu in accounts[node[0]].gpus if gpu.number == first.subject.members[0])
+            model = next(gpu.name for gpu in reports[node[0]].gpus if gpu.number == first.subject.members[0])
             found.append(
                 Outlier(
-                    account=node[0],
+                    report=node[0],
                     host=node[1],
-                    name=_name(accounts, *node),
+                    name=_name(reports, *node),
                     model=model,
                     subject=first.subject.kind,
                     quantity=first.quantity,
@@ -129,5 +129,5 @@ def _stand_out(accounts: Sequence[Account], group: Mapping[tuple[int, int], Sequ
     return found if 2 * len(found) < len(group) else []
 
 
-def _name(accounts: Sequence[Account], account: int, host: int) -> str:
-    return next((h.name for h in accounts[account].hosts if h.number == host), f"host {host}")
+def _name(reports: Sequence[RunReport], report: int, host: int) -> str:
+    return next((h.name for h in reports[report].hosts if h.number == host), f"host {host}")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.comparison import UNUSABLE, Comparison, least_shortfall, models, same_memory
 from mgpu_check.acceptance.documents import Count, Form, Positive, Text, read_document
 from mgpu_check.acceptance.robust import DEVIATIONS, NORMAL, shortfall
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
 from mgpu_check.devices.telemetry.fields import Value
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, NORMAL, deviation, shortfall
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, Outcome
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Pytest hooks of the acceptance: start and end its run, open a ledger page for each test, and report the verdict."""
+"""Pytest hooks of the acceptance: start and end its run, begin a section of the log for each test, and report the verdict."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.acceptance.account import EXIT_CODES, Account
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan, soak_of
 from mgpu_check.acceptance.report.live import Live
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run import Run
+from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.devices.observations import Observation
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.stash import INVOCATION, SESSION
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
-ACCOUNT: pytest.StashKey[Account] = pytest.StashKey()
+REPORT: pytest.StashKey[RunReport] = pytest.StashKey()
 SEEN: pytest.StashKey[str] = pytest.StashKey()
 
 _HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     soak = run.plan.soak
     live = Live(config.pluginmanager.get_plugin("terminalreporter"), checks, {"soak": soak} if soak else None)
     config.pluginmanager.register(live, "mgpu_check_live")
-    run.ledger.on_note = live.heard
+    run.log.on_added = live.heard
     result: object = None
     stopped: BaseException | None = None
     try:
@@ -122,19 +122,19 @@ def _command(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Open a ledger page for the test, and fail the test if an observation on the page failed."""
+    """Begin a section of the log for the test, and fail the test if an observation in it failed."""
     run = pyfuncitem.config.stash.get(RUN, None)
     if run is None or not _ours([pyfuncitem]):
         return (yield)
-    page = run.ledger.open(_check_of(pyfuncitem), pyfuncitem.name)
+    section = run.log.begin(_check_of(pyfuncitem), pyfuncitem.name)
     try:
         result = yield
     finally:
-        page.ended = run.ledger.now()
+        section.ended = run.log.now()
         if run.node is not None:
-            run.node.mark(page.check, page.test)
-    if page.failed:
-        pyfuncitem.stash[SEEN] = "\n".join(_lines(page.failed))
+            run.node.mark(section.check, section.test)
+    if section.failed:
+        pyfuncitem.stash[SEEN] = "\n".join(_lines(section.failed))
         pytest.fail(pyfuncitem.stash[SEEN], pytrace=False)
     return result
 
@@ -166,10 +166,10 @@ def _lines(failed: list[Observation]) -> list[str]:
     return lines
 
 
-def _account(config: pytest.Config, run: Run) -> Account:
-    if ACCOUNT not in config.stash:
-        config.stash[ACCOUNT] = run.account()
-    return config.stash[ACCOUNT]
+def _report(config: pytest.Config, run: Run) -> RunReport:
+    if REPORT not in config.stash:
+        config.stash[REPORT] = run.report()
+    return config.stash[REPORT]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -177,7 +177,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     run = session.config.stash.get(RUN, None)
     if run is None or run.interrupted or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return
-    session.exitstatus = EXIT_CODES[_account(session.config, run).verdict.kind]
+    session.exitstatus = EXIT_CODES[_report(session.config, run).verdict.kind]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -185,9 +185,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     run = config.stash.get(RUN, None)
     if run is None:
         return
-    account = _account(config, run)
+    report = _report(config, run)
     terminalreporter.section("acceptance")
-    for line in lines(account):
+    for line in lines(report):
         terminalreporter.line(line)
-    for line in run.write(account):
+    for line in run.write(report):
         terminalreporter.line(line)

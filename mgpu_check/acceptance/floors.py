@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.checklist import CHECKLIST
+from mgpu_check.acceptance.run_report import CheckRun, Gpu
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 from mgpu_check.option_values import LEVELS
 
-__all__ = ["Done", "account_of_work", "floors"]
+__all__ = ["check_runs", "floors"]
 
 _SHARE_OF_MEMORY = 0.75
 """Share of the requested memory that must be tested. Other programs may have allocated some of it since it was counted."""
 
 _PASSES = (1, 2, 8)
-
-
-@dataclass(frozen=True)
-class Done:
-    """The work done for a check.
-
-    Attributes:
-        outcome: the worst of its observations; "unknown" if the check did too little work.
-        floor, least: the least work required on a subject, and the work on the subject with the least.
-        why: the missing work, in one line.
-    """
-
-    outcome: Outcome
-    floor: Work
-    least: Work
-    why: str = ""
 
 
 def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | None) -> dict[str, dict[Subject, Work]]:
@@ -68,12 +51,17 @@ def _ways(gpus: Sequence[Gpu]) -> list[Subject]:
     return ways
 
 
-def account_of_work(
-    observations: Iterable[Observation], needed: Mapping[str, Mapping[Subject, Work]]
-) -> dict[str, Done]:
-    """Return the work done for each check of `needed`.
+def check_runs(
+    observations: Iterable[Observation],
+    needed: Mapping[str, Mapping[Subject, Work]],
+    times: Callable[[str], tuple[float, float]],
+) -> dict[str, CheckRun]:
+    """Return the work and the outcome of each check of `needed`.
 
     Work on a group counts for each of its GPUs.
+
+    Args:
+        times: returns when a check began, and how many seconds it took.
     """
     done: dict[tuple[str, Subject], Work] = {}
     outcomes: dict[str, set[Outcome]] = {check: set() for check in needed}
@@ -86,7 +74,7 @@ def account_of_work(
             key = (entry.check, subject)
             done[key] = done.get(key, Work()) + entry.work
     return {
-        check: _done(check, subjects, done, outcomes[check], reasons.get(check, []))
+        check: _check_run(check, times(check), subjects, done, outcomes[check], reasons.get(check, []))
         for check, subjects in needed.items()
     }
 
@@ -97,13 +85,14 @@ def _counted(subject: Subject) -> list[Subject]:
     )
 
 
-def _done(
+def _check_run(
     check: str,
+    when: tuple[float, float],
     subjects: Mapping[Subject, Work],
     done: Mapping[tuple[str, Subject], Work],
     outcomes: set[Outcome],
     reasons: Sequence[str],
-) -> Done:
+) -> CheckRun:
     seen = {subject: done.get((check, subject)) for subject in subjects}
     short = [subject for subject, floor in subjects.items() if not _reached(seen[subject], floor)]
     floor = next(iter(subjects.values()), Work())
@@ -111,16 +100,16 @@ def _done(
         (work or Work() for work in seen.values()), key=lambda work: (work.operations, work.bytes), default=Work()
     )
     if "failed" in outcomes:
-        return Done("failed", floor, least)
+        return CheckRun(check, *when, "failed", floor, least)
     told = reasons[0] + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else "") if reasons else ""
     if short:
         named = ", ".join(map(str, short[:3])) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
         gap = _gap(seen[short[0]], subjects[short[0]])
         why = f"{check} did less than its least work on {named}: {gap}" + (f"; {told}" if told else "")
-        return Done("unknown", floor, least, why)
+        return CheckRun(check, *when, "unknown", floor, least, why)
     if "unknown" in outcomes:
-        return Done("unknown", floor, least, f"{check}: {told}")
-    return Done("passed" if "passed" in outcomes else "skipped", floor, least)
+        return CheckRun(check, *when, "unknown", floor, least, f"{check}: {told}")
+    return CheckRun(check, *when, "passed" if "passed" in outcomes else "skipped", floor, least)
 
 
 def _reached(work: Work | None, floor: Work) -> bool:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance import baseline, skus
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.baseline import Baseline, Recorded
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, UNUSABLE, amount
 from mgpu_check.acceptance.documents import read_document
 from mgpu_check.acceptance.performance.checks import judge
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.skus import Floor, Floors, Sku, packaged_floors
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.devices.pcie import TRANSFERS, bytes_per_second

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.answering import answers
-from mgpu_check.acceptance.ledger import Call
 from mgpu_check.acceptance.levels import seconds_for_a_call
+from mgpu_check.acceptance.run_log import RepeatableCall
 from mgpu_check.acceptance.verdict.troubles import observations_of
-from mgpu_check.devices.observations import Entry, Measurement, Observation
+from mgpu_check.devices.observations import Measurement, Observation, SubjectResult
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.errors import RankHang, StartupFailure
 
 if TYPE_CHECKING:
-    from mgpu_check.acceptance.account import Gpu, Host
-    from mgpu_check.acceptance.ledger import Ledger
     from mgpu_check.acceptance.plan import Plan
+    from mgpu_check.acceptance.run_log import RunLog
+    from mgpu_check.acceptance.run_report import Gpu, Host
     from mgpu_check.acceptance.watch import Watch
     from mgpu_check.engine.pool import RankPool
 
@@ -58,7 +58,7 @@ class Node:
     def __init__(
         self,
         pool: RankPool,
-        ledger: Ledger,
+        log: RunLog,
         gpus: Sequence[Gpu],
         plan: Plan,
         hosts: Sequence[Host] = (),
@@ -74,7 +74,7 @@ class Node:
         self._probing = False
         self._hung: set[str] = set()
         self._pool = pool
-        self._ledger = ledger
+        self._log = log
 
     @property
     def level(self) -> str:
@@ -118,15 +118,15 @@ class Node:
         environment: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call ``fn(rank, *args)`` on one rank per GPU at the same time, and record the entries that the ranks return.
+        """Call ``fn(rank, *args)`` on one rank per GPU at the same time, and record the results that the ranks return.
 
         Args:
-            gpus: rank i has GPU ``gpus[i]``; default all. The entries that `fn` returns name ranks.
+            gpus: rank i has GPU ``gpus[i]``; default all. The `SubjectResult` that `fn` returns name ranks.
             environment: variables that the ranks start with.
             timeout: seconds for all ranks; default by level.
 
         Returns:
-            The result of each rank, its entries with numbers of GPUs. Empty if a rank did not return; the failure is recorded.
+            What each rank returned, with numbers of GPUs in each `SubjectResult`. Empty if a rank did not return; the failure is recorded.
         """
         chosen = self.numbers if gpus is None else [number for number in gpus if number not in self.lost]
         if not chosen:
@@ -137,24 +137,24 @@ class Node:
                 fn, *args, devices=chosen, environment=environment, timeout=timeout or self._patience(check)
             )
 
-        again = Call(check, fn, args, tuple(chosen), timeout, environment or {})
+        again = RepeatableCall(check, fn, args, tuple(chosen), timeout, environment or {})
         return self._looked(
             check, fn, chosen, call, lambda index: self._translated(chosen, self.gpus[chosen[index]].host), again
         )
 
     def repeat(
-        self, call: Call, gpus: Sequence[int], environment: Mapping[str, str] | None = None
+        self, call: RepeatableCall, gpus: Sequence[int], environment: Mapping[str, str] | None = None
     ) -> list[Observation]:
         """Repeat a call on `gpus`, with `environment` added to its variables, and return the new observations."""
         variables = {**call.environment, **(environment or {})}
-        before = len(self._ledger.pages[-1].entries)
+        before = len(self._log.sections[-1].observations)
         self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=variables, timeout=call.timeout)
-        return [entry for entry in self._ledger.pages[-1].entries[before:] if isinstance(entry, Observation)]
+        return self._log.sections[-1].observations[before:]
 
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> list[Any]:
-        """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the returned entries.
+        """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the returned results.
 
         Returns:
             The results of all hosts, joined. A host that did not return contributes none; its failure is recorded.
@@ -173,16 +173,16 @@ class Node:
 
     def measurements(self) -> list[Measurement]:
         """Return the measurements so far."""
-        return list(self._ledger.measurements())
+        return list(self._log.measurements())
 
     def mark(self, check: str = "", test: str = "") -> None:
         """Take a telemetry snapshot after a test has ended."""
         if self.telemetry is not None:
             self.boundaries.append(Boundary(check, test, self.telemetry.snapshot(full=not self.boundaries)))
 
-    def record(self, entries: Iterable[Entry]) -> None:
-        """Record entries that already have numbers of GPUs."""
-        self._ledger.note(entries)
+    def record(self, results: Iterable[SubjectResult]) -> None:
+        """Record results that already have numbers of GPUs."""
+        self._log.add(results)
 
     def _looked(
         self,
@@ -191,7 +191,7 @@ class Node:
         gpus: Sequence[int],
         call: Callable[[], list[Any]],
         translation: Callable[[int], Callable[[Any], Any]],
-        again: Call | None = None,
+        again: RepeatableCall | None = None,
     ) -> list[Any]:
         try:
             results = call()
@@ -199,9 +199,9 @@ class Node:
             found = observations_of(error, check, getattr(fn, "__name__", str(fn)), gpus)
             if found is None:
                 raise
-            self._ledger.note(found.entries)
+            self._log.add(found.observations)
             self.lost |= found.lost
-            wrong = isinstance(error, StartupFailure) or any(entry.outcome == "failed" for entry in found.entries)
+            wrong = isinstance(error, StartupFailure) or any(one.outcome == "failed" for one in found.observations)
             if isinstance(error, RankHang):
                 self._hung.add(check)
             if wrong and not self._probing:
@@ -209,7 +209,7 @@ class Node:
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]
         for result in translated:
-            self._ledger.note(_entries(result), again)
+            self._log.add(_subject_results(result), again)
         return translated
 
     def _patience(self, check: str) -> float:
@@ -227,20 +227,20 @@ class Node:
 
     def _translated(self, gpus: Sequence[int], host: int) -> Callable[[Any], Any]:
         def translate(result: Any) -> Any:
-            if isinstance(result, Entry):
+            if isinstance(result, SubjectResult):
                 return result.on(gpus, host)
-            if isinstance(result, (list, tuple)) and any(isinstance(item, Entry) for item in result):
+            if isinstance(result, (list, tuple)) and any(isinstance(item, SubjectResult) for item in result):
                 return [translate(item) for item in result]
             return result
 
         return translate
 
 
-def _entries(result: Any) -> Iterable[Entry]:
-    if isinstance(result, Entry):
+def _subject_results(result: Any) -> Iterable[SubjectResult]:
+    if isinstance(result, SubjectResult):
         return [result]
     if isinstance(result, (list, tuple)):
-        return [item for item in result if isinstance(item, Entry)]
+        return [item for item in result if isinstance(item, SubjectResult)]
     return []
 
 

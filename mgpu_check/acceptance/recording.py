@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.baseline import FORM, SOFTWARE, Baseline, Entry, Recorded, place_of, read_baseline
 from mgpu_check.acceptance.comparison import models, useless
 from mgpu_check.acceptance.documents import write_whole
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, median_and_spread
 from mgpu_check.devices.telemetry.fields import Value, names, pair_field
 

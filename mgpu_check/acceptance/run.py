@@ -1,4 +1,4 @@
-"""One acceptance run, from its first look at the GPUs to its account."""
+"""One acceptance run, from its first look at the GPUs to its report."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import dataclasses
 import datetime
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance import floors
-from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Verdict
 from mgpu_check.acceptance.checklist import CHECKS
-from mgpu_check.acceptance.faults import PLANTER, hardware_text
-from mgpu_check.acceptance.ledger import Ledger
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files
+from mgpu_check.acceptance.run_log import RunLog
+from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
 from mgpu_check.acceptance.verdict.advice import advice_for
 from mgpu_check.acceptance.verdict.localisation import Look, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
@@ -65,7 +64,7 @@ class Run:
         self.plan = plan
         self.command = command
         self.seed = seed
-        self.ledger = Ledger()
+        self.log = RunLog()
         self.selected: set[str] = set()
         self.interrupted = False
         self.broken: list[str] = []
@@ -85,7 +84,7 @@ class Run:
             gpus = self._gpus()
         self.node = Node(
             self.session.pool,
-            self.ledger,
+            self.log,
             gpus,
             plan,
             self.hosts,
@@ -105,7 +104,7 @@ class Run:
             overrides = [other for one in self.plan.planted for other in one.fault.telemetry(one.parameters)]
             simulated = SimulatedTelemetry({"memory": gpus[0].memory, "name": gpus[0].name}, overrides)
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
-        return Watch(gpus, self.session.pool, simulated, interval, self.ledger.zero)
+        return Watch(gpus, self.session.pool, simulated, interval, self.log.zero)
 
     def _look(self, host: int) -> tuple[Inventory, str, dict[str, str]]:
         """Return the GPUs of a host, its name and its software. GPUs that refuse a context are included."""
@@ -134,24 +133,24 @@ class Run:
         if self.node is not None and self.node.telemetry is not None:
             self.node.telemetry.close()
 
-    def write(self, account: Account) -> list[str]:
+    def write(self, report: RunReport) -> list[str]:
         """Write the reports, and the baseline unless a check failed. Return a line per file: written, or why not."""
         said = []
         for path in self.plan.reports:
             try:
-                files.write(path, account)
+                files.write(path, report)
                 said.append(f"written: {path}")
             except OSError as error:
                 said.append(f"NOT written: {path}: {error}")
-        return said + ([self._recorded(account, self.plan.record)] if self.plan.record else [])
+        return said + ([self._recorded(report, self.plan.record)] if self.plan.record else [])
 
-    def _recorded(self, account: Account, path: Path) -> str:
+    def _recorded(self, report: RunReport, path: Path) -> str:
         if self.interrupted:
             return f"NOT recorded: {path}: the run was interrupted"
-        if account.verdict.accusations or account.verdict.unexplained:
+        if report.verdict.accusations or report.verdict.unexplained:
             return f"NOT recorded: {path}: a check failed, and a baseline is recorded on healthy GPUs only"
         try:
-            entries = entries_of(account.measurements, account.gpus, self._software(), account.started, self._visible)
+            entries = entries_of(report.measurements, report.gpus, self._software(), report.started, self._visible)
             record(path, entries)
         except (OSError, ValueError) as error:
             return f"NOT recorded: {path}: {error}"
@@ -187,31 +186,31 @@ class Run:
         """Repeat the cases that failed in groups, to find the parts at fault."""
         assert self.node is not None
         with self.leased("acceptance: second looks"):
-            self.looks = look_again(self.node, self.ledger)
+            self.looks = look_again(self.node, self.log)
 
-    def account(self) -> Account:
-        """Return the account of the run up to now."""
+    def report(self) -> RunReport:
+        """Return the report of the run up to now."""
         plan = self.plan
-        observations = tuple(self.ledger.observations())
+        observations = tuple(self.log.observations())
         gpus = self.node.gpus if self.node else ()
         needed = floors.floors(gpus, plan.level, plan.memory_share, plan.soak)
         wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
-        done = floors.account_of_work(observations, wanted)
+        done = floors.check_runs(observations, wanted, self.log.times)
         verdict = self._verdict(
             observations, done, partial=tuple(sorted(self.selected)) if set(needed) - self.selected else ()
         )
-        return Account(
+        return RunReport(
             started=self._started,
-            seconds=self.ledger.now(),
+            seconds=self.log.now(),
             command=self.command,
             level=plan.level,
             verdict=verdict,
             verdicts={host.number: self._of_host(verdict, host, gpus) for host in self.hosts},
             hosts=self.hosts,
             gpus=gpus,
-            checks=tuple(self._check_run(check, done[check]) for check in CHECKS if check in done),
+            checks=tuple(done[check] for check in CHECKS if check in done),
             observations=observations,
-            measurements=tuple(self.ledger.measurements()),
+            measurements=tuple(self.log.measurements()),
             samples=tuple(self.node.telemetry.samples()) if self.node and self.node.telemetry else (),
             simulated=plan.simulate,
             planted=tuple(planted.text for planted in plan.planted),
@@ -219,24 +218,11 @@ class Run:
             versions={"mgpu-check": version()},
         )
 
-    def _check_run(self, check: str, done: floors.Done) -> CheckRun:
-        pages = [page for page in self.ledger.pages if page.check == check]
-        started = min((page.started for page in pages), default=self.ledger.now())
-        return CheckRun(
-            check,
-            started,
-            sum(page.ended - page.started for page in pages),
-            done.outcome,
-            done.floor,
-            done.least,
-            done.why,
-        )
-
     def _verdict(
-        self, observations: Sequence[Observation], done: dict[str, floors.Done], partial: tuple[str, ...]
+        self, observations: Sequence[Observation], done: Mapping[str, CheckRun], partial: tuple[str, ...]
     ) -> Verdict:
         software = {(look.check, look.case) for look in self.looks if look.follows_rank}
-        of_ranks = {id(entry) for entry, call in self.ledger.failed_calls() if (call.check, call.case) in software}
+        of_ranks = {id(entry) for entry, call in self.log.failed_calls() if (call.check, call.case) in software}
         explanation = explain(
             observations,
             [gpu.host for gpu in self.node.gpus] if self.node else [],

@@ -14,10 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.comparison import Comparison
 from mgpu_check.acceptance.documents import Count, Form, Positive, Text, Texts, read_document
 from mgpu_check.acceptance.robust import shortfall
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
 
 __all__ = ["FORM", "TABLE", "Floor", "Floors", "Pcie", "Sku", "packaged_floors", "read_floors"]

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.acceptance.load import keep_busy
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble

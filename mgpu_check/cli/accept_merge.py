@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_check.acceptance.account import EXIT_CODES, Account
 from mgpu_check.acceptance.report import text
 from mgpu_check.acceptance.report.files import check_paths, write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
+from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.codes import INTERNAL_ERROR, Parser
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
@@ -50,21 +50,21 @@ def main(argv: Sequence[str]) -> int:
         given = parser.parse_args(list(argv))
         try:
             check_paths(given.report)
-            accounts: dict[str, Account] = {}
+            reports: dict[str, RunReport] = {}
             for path in given.files:
-                if str(path) in accounts:
+                if str(path) in reports:
                     raise ValueError(f"{path} is given twice; give the report of each node once")
-                accounts[str(path)] = read(path)
-            account = merge(accounts, shlex.join(["mgpu-check", "accept", "merge", *argv]))
+                reports[str(path)] = read(path)
+            report = merge(reports, shlex.join(["mgpu-check", "accept", "merge", *argv]))
         except ValueError as error:
             parser.error(str(error))
     except SystemExit as stop:
         return int(stop.code or 0)
-    print("\n".join(text.lines(account)))
+    print("\n".join(text.lines(report)))
     for path in given.report:
         try:
-            write(path, account)
+            write(path, report)
         except OSError as error:
             print(f"mgpu-check accept merge: {path} cannot be written: {error.strerror}")
             return INTERNAL_ERROR
-    return EXIT_CODES[account.verdict.kind]
+    return EXIT_CODES[report.verdict.kind]

@@ -1,7 +1,7 @@
 """Results of hardware checks: observations and measurements of a GPU, a pair of GPUs, a group or a host.
 
 In a process that runs a check, a GPU is identified by its position: the index in the process's devices, or the rank.
-`Entry.on` replaces positions by the numbers of GPUs in the run, counted over all hosts, host by host, from 0.
+`SubjectResult.on` replaces positions by the numbers of GPUs in the run, counted over all hosts, host by host, from 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 __all__ = [
-    "Entry",
     "Measurement",
     "Number",
     "Observation",
@@ -20,6 +19,7 @@ __all__ = [
     "Part",
     "Subject",
     "SubjectKind",
+    "SubjectResult",
     "Unit",
     "Work",
     "median_and_spread",
@@ -110,11 +110,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A result that a run records: an observation or a measurement.
+class SubjectResult:
+    """What a check found out about one subject: an observation or a measurement.
 
     Attributes:
-        check: the check that made the entry: "memory", "links", ...
+        check: the check: "memory", "links", ...
         subject: the object of the check.
     """
 
@@ -133,7 +133,7 @@ def _on(subject: Subject, gpus: Sequence[int], host: int) -> Subject:
 
 
 @dataclass(frozen=True)
-class Observation(Entry):
+class Observation(SubjectResult):
     """The outcome of one case for one subject.
 
     Attributes:
@@ -159,7 +159,7 @@ class Observation(Entry):
 
 
 @dataclass(frozen=True)
-class Measurement(Entry):
+class Measurement(SubjectResult):
     """The speed of one subject.
 
     Attributes:

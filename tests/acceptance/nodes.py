@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mgpu_check.acceptance.account import Gpu
-from mgpu_check.devices.observations import Entry, Observation
+from mgpu_check.acceptance.run_report import Gpu
+from mgpu_check.devices.observations import Observation, SubjectResult
 from mgpu_check.engine.rank_side.rank import Rank
 
 
@@ -19,7 +19,7 @@ class Node:
     def __init__(self, models: Sequence[str]) -> None:
         self.gpus = [Gpu(number, 0, number, model, f"uuid-{number}", 16 << 20) for number, model in enumerate(models)]
         self.numbers = [gpu.number for gpu in self.gpus]
-        self.entries: list[Entry] = []
+        self.results: list[SubjectResult] = []
 
     def on_ranks(self, check, fn, *args, gpus=None, timeout=None, environment=None):
         chosen = self.numbers if gpus is None else list(gpus)
@@ -27,14 +27,14 @@ class Node:
         for index, gpu in enumerate(chosen):
             result = fn(Rank(index, len(chosen), index, 0, torch.device("cuda", gpu)), *args)
             if isinstance(result, list):
-                result = [item.on(chosen) if isinstance(item, Entry) else item for item in result]
-                self.record(item for item in result if isinstance(item, Entry))
+                result = [item.on(chosen) if isinstance(item, SubjectResult) else item for item in result]
+                self.record(item for item in result if isinstance(item, SubjectResult))
             results.append(result)
         return results
 
-    def record(self, entries):
-        self.entries += entries
+    def record(self, results):
+        self.results += results
 
     @property
     def failed(self) -> list[Observation]:
-        return [entry for entry in self.entries if isinstance(entry, Observation) and entry.outcome == "failed"]
+        return [entry for entry in self.results if isinstance(entry, Observation) and entry.outcome == "failed"]

@@ -44,7 +44,7 @@ def spoil(monkeypatch, name, *gpus):
 def test_who_agrees_passes():
     node = Node("AAAA")
     arithmetic.compute(node, CASES)
-    assert node.failed == [] and len(node.entries) == 8
+    assert node.failed == [] and len(node.results) == 8
 
 
 def test_the_odd_one_is_named_and_its_elements_are_found(monkeypatch):

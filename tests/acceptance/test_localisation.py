@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.account import Gpu
-from mgpu_check.acceptance.ledger import Ledger
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.run_log import RunLog
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.verdict.localisation import look_again
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject, Work
@@ -64,18 +64,16 @@ def collective() -> None:
 
 def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tuple[set[Part], Any, Pool]:
     """The parts that are accused after a first and a second look, the second look, and the pool."""
-    pool, ledger = Pool(wrong, every), Ledger()
+    pool, log = Pool(wrong, every), RunLog()
     gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(count)]
-    node = Node(pool, ledger, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
+    node = Node(pool, log, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
     for _ in range(every):
         node.on_ranks("collectives", collective, environment={"OWN": "1"})
-    looks = look_again(node, ledger)
+    looks = look_again(node, log)
     numbers = [
-        n
-        for n, entry in enumerate(ledger.observations())
-        if entry.outcome == "failed" and looks and looks[0].follows_rank
+        n for n, entry in enumerate(log.observations()) if entry.outcome == "failed" and looks and looks[0].follows_rank
     ]
-    return set(explain(list(ledger.observations()), (0,) * count, numbers).parts), looks, pool
+    return set(explain(list(log.observations()), (0,) * count, numbers).parts), looks, pool
 
 
 @given(count=st.integers(3, 8), data=st.data())

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.report.files import write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
+from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.cli.accept import main
 from mgpu_check.devices.observations import Part, Subject
-from tests.acceptance import accounts
+from tests.acceptance import run_reports
 
 
-def node(name: str, account: Account, factor: float = 1.0) -> Account:
-    """The account of another node: its name, other GPUs, other speeds."""
+def node(name: str, report: RunReport, factor: float = 1.0) -> RunReport:
+    """The report of another node: its name, other GPUs, other speeds."""
     return replace(
-        account,
-        hosts=(replace(account.hosts[0], name=name),),
-        gpus=tuple(replace(gpu, uuid=f"{gpu.uuid}-{name}") for gpu in account.gpus),
+        report,
+        hosts=(replace(report.hosts[0], name=name),),
+        gpus=tuple(replace(gpu, uuid=f"{gpu.uuid}-{name}") for gpu in report.gpus),
         measurements=tuple(
             replace(one, value=one.value / factor if one.unit == "s" else one.value * factor)
-            for one in account.measurements
+            for one in report.measurements
         ),
     )
 
@@ -34,14 +34,14 @@ def node(name: str, account: Account, factor: float = 1.0) -> Account:
 def files(tmp_path: Path) -> list[str]:
     """Reports of four nodes: good, bad, good but slow, inconclusive."""
     some = {
-        "a": node("n0", accounts.good(4, 5.0)),
-        "b": node("n1", accounts.bad()),
-        "c": node("n2", accounts.good(4, 5.0), factor=0.7),
-        "d": node("n3", accounts.good(4, 5.0)),
-        "e": node("n4", accounts.inconclusive()),
+        "a": node("n0", run_reports.good(4, 5.0)),
+        "b": node("n1", run_reports.bad()),
+        "c": node("n2", run_reports.good(4, 5.0), factor=0.7),
+        "d": node("n3", run_reports.good(4, 5.0)),
+        "e": node("n4", run_reports.inconclusive()),
     }
-    for name, account in some.items():
-        write(tmp_path / f"{name}.json", account)
+    for name, report in some.items():
+        write(tmp_path / f"{name}.json", report)
     return [str(tmp_path / f"{name}.json") for name in some]
 
 
@@ -61,7 +61,7 @@ def test_the_worst_verdict_counts_and_outliers_are_named(files, tmp_path, capsys
 
 
 def test_parts_subjects_and_evidence_keep_their_gpu():
-    first, second = node("n0", accounts.good(4, 5.0)), node("n1", accounts.bad())
+    first, second = node("n0", run_reports.good(4, 5.0)), node("n1", run_reports.bad())
     joined = merge({"a": first, "b": second}, "mgpu-check accept merge a b")
     gpu, link = joined.verdict.accusations
     assert gpu.part == Part("gpu", (7,)) and link.part == Part("link", (4, 9))
@@ -74,9 +74,9 @@ def test_parts_subjects_and_evidence_keep_their_gpu():
 
 
 def test_reports_that_do_not_fit_are_refused(files, tmp_path, capsys):
-    write(tmp_path / "again.json", accounts.good(2))
-    write(tmp_path / "again2.json", accounts.good(2))
-    write(tmp_path / "simulated.json", accounts.two_hosts())
+    write(tmp_path / "again.json", run_reports.good(2))
+    write(tmp_path / "again2.json", run_reports.good(2))
+    write(tmp_path / "simulated.json", run_reports.two_hosts())
     for arguments, words in (
         ([], "the following arguments are required: FILE.json"),
         ([files[0], files[0]], "is given twice"),

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.account import Account, Gpu, Host, Verdict
 from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
 from mgpu_check.acceptance.performance.checks import judge, link_classes, unmeasured
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
+from mgpu_check.acceptance.run_report import Gpu, Host, RunReport, Verdict
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 from mgpu_check.simulated.rates import Rates
@@ -364,18 +364,18 @@ def test_a_fast_link_is_no_measure_for_all_others():
 # --- among nodes ---
 
 
-def account(name: str, factor: float, torch: str = "2.13", simulated: str | None = None) -> Account:
+def report(name: str, factor: float, torch: str = "2.13", simulated: str | None = None) -> RunReport:
     verdict = Verdict("ACCEPTED")
     made = tuple(node("gpu", 4, lambda m: factor) + node("copy", 4, lambda m: factor))
-    return Account(
+    return RunReport(
         "2026-01-01T00:00:00+00:00", 1.0, "", "quick", verdict, {0: verdict}, (Host(0, name, {"torch": torch}),),
         tuple(gpus(4)), (), (), made, simulated=simulated,
     )  # fmt: skip
 
 
 def test_a_node_whose_gpus_are_all_slow_stands_out_among_nodes():
-    found = among_nodes([account("a", 1.0), account("b", 0.99), account("c", 0.6), account("d", 1.01)])
-    assert {(o.name, o.account, o.quantity) for o in found.outliers} == {
+    found = among_nodes([report("a", 1.0), report("b", 0.99), report("c", 0.6), report("d", 1.01)])
+    assert {(o.name, o.report, o.quantity) for o in found.outliers} == {
         ("c", 2, "matrix product, float16"),
         ("c", 2, "copy bandwidth"),
     }
@@ -384,11 +384,11 @@ def test_a_node_whose_gpus_are_all_slow_stands_out_among_nodes():
 
 
 def test_nodes_are_compared_with_their_like_only():
-    few = among_nodes([account("a", 1.0), account("b", 0.5)])
+    few = among_nodes([report("a", 1.0), report("b", 0.5)])
     assert not few.outliers and len(few.unknown) == 2 and "fewer than 2 other nodes" in few.unknown[0]
-    other = [account("a", 1.0), account("b", 1.0), account("c", 0.5, torch="2.11"), account("d", 0.5, simulated="cpu")]
+    other = [report("a", 1.0), report("b", 1.0), report("c", 0.5, torch="2.11"), report("d", 0.5, simulated="cpu")]
     assert not among_nodes(other).outliers
-    halves = [account("a", 1.0), account("b", 1.0), account("c", 0.5), account("d", 0.5)]
+    halves = [report("a", 1.0), report("b", 1.0), report("c", 0.5), report("d", 0.5)]
     assert not among_nodes(halves).outliers  # two against two
 
 

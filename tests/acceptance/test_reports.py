@@ -1,4 +1,4 @@
-"""What is made of an account: files for people and machines, and the verdict on a terminal."""
+"""What is made of a report: files for people and machines, and the verdict on a terminal."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from html import unescape
 import jsonschema
 import pytest
 
-from mgpu_check.acceptance.account import Account, CheckRun, Verdict
 from mgpu_check.acceptance.report import junit, markdown, page, values
 from mgpu_check.acceptance.report.figures import Grid
 from mgpu_check.acceptance.report.files import check_paths, clear, write
 from mgpu_check.acceptance.report.health import health_of
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
+from mgpu_check.acceptance.run_report import CheckRun, RunReport, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 from mgpu_check.devices.telemetry.values import TelemetrySample
-from tests.acceptance import accounts
+from tests.acceptance import run_reports
 
 # XML and Markdown escape what they quote; HTML, too.
 HOSTILE = '<script>alert("1")</script> & | `x` *y* \x1b[31mred\x00\ud800'
 
 
 @functools.cache
-def account(name: str) -> Account:
-    return accounts.ALL[name]()
+def report(name: str) -> RunReport:
+    return run_reports.ALL[name]()
 
 
 @functools.cache
 def html_of(name: str) -> str:
-    return page.render(account(name))
+    return page.render(report(name))
 
 
 @functools.cache
@@ -46,19 +46,17 @@ def schema() -> dict:
 # JSON
 
 
-@pytest.mark.parametrize("name", accounts.ALL)
+@pytest.mark.parametrize("name", run_reports.ALL)
 def test_json_follows_the_schema_and_is_read_back(name, tmp_path):
-    write(tmp_path / "a.json", account(name))
+    write(tmp_path / "a.json", report(name))
     document = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     for row in ("observations", "measurements", "samples"):  # some of each are enough
         document[row] = document[row][:20] + document[row][-10:]
     jsonschema.Draft202012Validator(schema()).validate(document)
     back = read(tmp_path / "a.json")
-    assert json.loads(to_json(back)) == json.loads(to_json(account(name)))
+    assert json.loads(to_json(back)) == json.loads(to_json(report(name)))
     assert (
-        back.verdict == account(name).verdict
-        and back.gpus == account(name).gpus
-        and back.checks == account(name).checks
+        back.verdict == report(name).verdict and back.gpus == report(name).gpus and back.checks == report(name).checks
     )
 
 
@@ -69,7 +67,7 @@ def test_the_published_schema_is_that_of_the_account():
 
 def test_numbers_that_are_not_finite_and_values_that_json_lacks_are_kept(tmp_path):
     odd = replace(
-        account("one GPU"),
+        report("one GPU"),
         measurements=(
             Measurement("links", Subject("upload", (0,)), "upload", "B/s", float("inf"), 1, 4, float("nan")),
         ),
@@ -110,7 +108,7 @@ def test_a_file_that_is_no_such_report_is_refused_by_the_field(change, words, tm
     path = tmp_path / "a.json"
     text = change
     if isinstance(change, dict):
-        text = json.dumps({**json.loads(to_json(account("inconclusive"))), **change})
+        text = json.dumps({**json.loads(to_json(report("inconclusive"))), **change})
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{re.escape(words)}"):
         read(path)
@@ -149,7 +147,7 @@ def test_a_name_that_is_no_report_is_refused_before_a_run(name, words, tmp_path)
 
 
 def test_reports_of_earlier_runs_are_removed_before_a_run(tmp_path):
-    write(tmp_path / "a.md", account("one GPU"))
+    write(tmp_path / "a.md", report("one GPU"))
     clear([tmp_path / "a.md", str(tmp_path / "never.json")])
     assert list(tmp_path.iterdir()) == []
 
@@ -161,14 +159,14 @@ def test_a_page_without_the_extra_is_refused_before_a_run(monkeypatch, tmp_path)
         with pytest.raises(ValueError, match=r"a\.html needs jinja2, .*pip install 'mgpu-check\[report\]'"):
             check_paths([path])
     with pytest.raises(ValueError, match="needs jinja2"):
-        write(tmp_path / "a.html", account("one GPU"))
+        write(tmp_path / "a.html", report("one GPU"))
     for suffix in ("json", "md", "xml"):
-        write(tmp_path / f"a.{suffix}", account("one GPU"))
+        write(tmp_path / f"a.{suffix}", report("one GPU"))
 
 
 def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "a.md"
-    write(path, account("one GPU"))
+    write(path, report("one GPU"))
     before = path.read_text()
 
     def broken(found):
@@ -176,7 +174,7 @@ def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(markdown, "render", broken)
     with pytest.raises(ZeroDivisionError):
-        write(path, account("bad"))
+        write(path, report("bad"))
     assert path.read_text() == before and [found.name for found in tmp_path.iterdir()] == ["a.md"]
 
 
@@ -184,10 +182,10 @@ def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
 
 
 def test_the_terminal_says_the_verdict_first_and_all_that_finds_the_part():
-    said = lines(account("bad"))
+    said = lines(report("bad"))
     assert said[0] == "REJECTED: GPU 3, link GPU 0 -> GPU 5; 1 failure that no part explains"
     text = "\n".join(said)
-    gpu = account("bad").gpus[3]
+    gpu = report("bad").gpus[3]
     assert f"cuda:3 of node-a; {gpu.name}; UUID {gpu.uuid}; serial {gpu.serial}; PCI {gpu.pci}" in text
     assert "  seen: compute: GPU 3: 96 of 1048576 elements are wrong" in text
     assert "  second look: follows the device: on ranks 0, 4 and 7 too" in text
@@ -202,7 +200,7 @@ def test_the_terminal_says_the_verdict_first_and_all_that_finds_the_part():
 
 
 def test_the_terminal_says_what_is_simulated_and_of_which_host():
-    said = lines(account("two hosts"))
+    said = lines(report("two hosts"))
     assert said[0] == "REJECTED on 8 SIMULATED cpu GPUs: GPU 6 (cuda:2 of node-b)"
     assert said[1:5] == [
         "  SIMULATED: this shows what the checks do, not the state of any hardware",
@@ -222,13 +220,13 @@ def test_the_terminal_says_what_is_simulated_and_of_which_host():
     ],
 )
 def test_the_headline(name, headline):
-    assert lines(account(name))[0] == headline
+    assert lines(report(name))[0] == headline
 
 
 def test_a_hundred_failures_are_eight_lines():
     failed = Observation("memory", Subject("gpu", (0,)), "failed", "wrong")
     many = replace(
-        account("one GPU"), verdict=Verdict("REJECTED", unexplained=tuple(range(100))), observations=(failed,) * 100
+        report("one GPU"), verdict=Verdict("REJECTED", unexplained=tuple(range(100))), observations=(failed,) * 100
     )
     said = lines(many)
     assert said[0] == "REJECTED: 100 failures that no part explains"
@@ -239,13 +237,13 @@ def test_a_hundred_failures_are_eight_lines():
 
 
 def test_markdown_for_the_page_of_a_job():
-    text = markdown.render(account("bad"))
+    text = markdown.render(report("bad"))
     assert text.startswith("# mgpu-check accept: REJECTED: GPU 3, link GPU 0 -&#62; GPU 5; 1 failure")
     assert "```sh\nmgpu-check accept --gpus=8 -k 'compute or training' --hypothesis-seed=7\n```" in text
     assert "| compute | **failed** | 8 | 3 | 1 | 0 | 60 s | 40 operations |" in text
     assert '"found": "NaN", "bits": "0x7fc0"' in text and "<b>" not in text
-    assert all(f"`{gpu.uuid}`" in text and gpu.serial in text for gpu in account("bad").gpus)
-    simulated = markdown.render(account("two hosts"))
+    assert all(f"`{gpu.uuid}`" in text and gpu.serial in text for gpu in report("bad").gpus)
+    simulated = markdown.render(report("two hosts"))
     assert simulated.startswith("# mgpu-check accept: REJECTED on 8 SIMULATED cpu GPUs: GPU 6")
     assert "| node-a | ACCEPTED |\n| node-b | REJECTED |" in simulated
 
@@ -253,14 +251,14 @@ def test_markdown_for_the_page_of_a_job():
 def test_markdown_is_not_larger_than_github_shows():
     failed = Observation("memory", Subject("gpu", (0,)), "failed", "wrong " * 200)
     many = replace(
-        account("one GPU"), verdict=Verdict("REJECTED", unexplained=tuple(range(2000))), observations=(failed,) * 2000
+        report("one GPU"), verdict=Verdict("REJECTED", unexplained=tuple(range(2000))), observations=(failed,) * 2000
     )
     text = markdown.render(many)
     assert len(text.encode()) < 2**20 and re.search(r"… \d+ more rows are left out", text)
 
 
 def test_junit_has_a_case_for_each_check_and_subject():
-    root = ET.fromstring(junit.render(account("bad")))
+    root = ET.fromstring(junit.render(report("bad")))
     (suite,) = root
     cases = suite.findall("testcase")
     counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
@@ -271,7 +269,7 @@ def test_junit_has_a_case_for_each_check_and_subject():
     compute = by_name["compute", "GPU 3"]
     failure = compute.find("failure")
     assert failure.get("message").startswith("96 of 1048576") and failure.text.count('"bits": "0x7fc0"') == 3
-    assert account("bad").gpus[3].uuid in compute.find("system-out").text
+    assert report("bad").gpus[3].uuid in compute.find("system-out").text
     assert by_name["links", "copy GPU 0 -> GPU 5"].find("failure") is not None
     assert by_name["links", "copy GPU 5 -> GPU 0"].find("failure") is None
     assert by_name["health", "GPU 6"].find("error").get("type") == "unknown"
@@ -304,7 +302,7 @@ def titled(html: str) -> dict[str, list[str]]:
     return cells | {svg[0].text: texts(svg) for svg in svgs(html)}
 
 
-@pytest.mark.parametrize("name", accounts.ALL)
+@pytest.mark.parametrize("name", run_reports.ALL)
 def test_a_page_is_one_file_with_unique_ids(name):
     html = html_of(name)
     assert html.startswith("<!doctype html>") and "prefers-color-scheme: dark" in html
@@ -312,8 +310,8 @@ def test_a_page_is_one_file_with_unique_ids(name):
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', html)) <= set(ids)
-    assert unescape(re.search('<p class="headline"><strong>(.*?)</strong>', html)[1]) == lines(account(name))[0]
-    for gpu in account(name).gpus:
+    assert unescape(re.search('<p class="headline"><strong>(.*?)</strong>', html)[1]) == lines(report(name))[0]
+    for gpu in report(name).gpus:
         assert f"<h3>GPU {gpu.number}</h3>" in html and gpu.uuid in html and gpu.serial in html and gpu.pci in html
 
 
@@ -402,7 +400,7 @@ def test_numbers_are_readable_on_each_shade_on_light_and_on_dark_ground():
 
 def test_telemetry_is_drawn_over_time_with_the_checks():
     chart = titled(html_of("bad"))["Temperature, power and clocks of the GPUs of node-a over time"]
-    for text in (*accounts.CHECKS, "Temperature in °C", "Power in W", "SM clock in MHz", "GPU 3 (accused)", "GPU 4"):
+    for text in (*run_reports.CHECKS, "Temperature in °C", "Power in W", "SM clock in MHz", "GPU 3 (accused)", "GPU 4"):
         assert text in chart
     assert "min since the start of the run" in chart and "Triangles: clocks are held down" in chart
     (svg,) = [svg for svg in svgs(html_of("bad")) if "over time" in svg[0].text]
@@ -428,9 +426,9 @@ def test_a_page_of_two_hosts_names_them_and_says_that_it_is_simulated():
 
 
 def test_more_gpus_than_one_matrix_holds():
-    first, seen, speeds = account("two hosts"), [], []
+    first, seen, speeds = report("two hosts"), [], []
     hosts = tuple(replace(first.hosts[0], number=n, name=f"n{n}") for n in range(5))
-    gpus = tuple(gpu for n in range(5) for gpu in accounts.gpus(8, host=n, first=8 * n))
+    gpus = tuple(gpu for n in range(5) for gpu in run_reports.gpus(8, host=n, first=8 * n))
     for one, other in ((0, 1), (0, 8), (1, 9), (9, 0), (32, 33)):
         seen.append(Observation("links", Subject("copy", (one, other)), "passed"))
         speeds.append(
@@ -457,11 +455,11 @@ def test_more_gpus_than_one_matrix_holds():
 
 def test_nothing_that_is_quoted_is_markup():
     wrong = Observation("memory", Subject("gpu", (0,)), "failed", HOSTILE, HOSTILE, evidence={HOSTILE: HOSTILE})
-    host = replace(account("one GPU").hosts[0], name="n<i>")
+    host = replace(report("one GPU").hosts[0], name="n<i>")
     odd = replace(
-        account("one GPU"),
+        report("one GPU"),
         hosts=(host,),
-        gpus=(replace(account("one GPU").gpus[0], name=HOSTILE, uuid=HOSTILE),),
+        gpus=(replace(report("one GPU").gpus[0], name=HOSTILE, uuid=HOSTILE),),
         observations=(wrong,),
         verdict=Verdict("REJECTED", unknown=(HOSTILE,), unexplained=(0,)),
         command=HOSTILE,
@@ -476,7 +474,7 @@ def test_nothing_that_is_quoted_is_markup():
 
 def test_a_run_in_which_nothing_was_seen_is_reported(tmp_path):
     empty = replace(
-        account("one GPU"),
+        report("one GPU"),
         verdict=Verdict("INCONCLUSIVE", unknown=("no check ran",)),
         verdicts={}, hosts=(), gpus=(), checks=(), observations=(), measurements=(), samples=(),
     )  # fmt: skip
@@ -493,7 +491,7 @@ def test_checks_that_have_not_begun_stand_last():
         CheckRun("memory", 3.0, 2.0, "passed"),
         CheckRun("inventory", 0.0, 3.0, "passed"),
     )
-    stopped = replace(account("one GPU"), checks=runs)
+    stopped = replace(report("one GPU"), checks=runs)
     table = [line.split()[0] for line in lines(stopped) if re.match(r"(health|memory|inventory) ", line)]
     assert table == ["inventory", "memory", "health"]
     (chart,) = [svg for svg in svgs(page.render(stopped)) if "over time" in svg[0].text]
@@ -514,7 +512,7 @@ def test_the_least_work_of_joined_accounts_is_that_of_the_host_with_least():
         CheckRun("memory", 0.0, 5.0 + n, "passed" if n else "unknown", least=Work(bytes=10 + n), why=f"why {n}", host=n)
         for n in range(2)
     )
-    joined = replace(account("two hosts"), checks=runs, observations=(), verdict=Verdict("INCONCLUSIVE"))
+    joined = replace(report("two hosts"), checks=runs, observations=(), verdict=Verdict("INCONCLUSIVE"))
     assert any(re.fullmatch(r"memory +unknown +6 s +0 +0 +0 +0 +10 B; node-a: why 0", line) for line in lines(joined))
 
 
@@ -530,7 +528,7 @@ def test_of_what_was_measured_several_times_the_slowest_is_shown_and_of_several_
         Measurement("links", pair, "copy", "s", 8e-6, 3, 4),
         Measurement("links", pair, "copy", "s", 3e-3, 3, 1 << 20),
     )
-    html = page.render(replace(accounts.good(2, 5.0), measurements=speeds, samples=()))
+    html = page.render(replace(run_reports.good(2, 5.0), measurements=speeds, samples=()))
     found = titled(html)
     assert found["Speed of each GPU"][-6:] == [
         *("product, size 64, TFLOP/s", "4.00", "-"),

@@ -6,10 +6,8 @@ import dataclasses
 
 import pytest
 
-from mgpu_check.acceptance.account import Gpu
-from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.soak.rounds import Rate, Soak, slower
-from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 MODEL = dict.fromkeys(range(4), "G")
@@ -58,7 +56,7 @@ class Stub:
     def __init__(self, count, answer=lambda gpu, case: {}):
         self.gpus = tuple(Gpu(number, 0, number, "G", f"GPU-{number}", 16 << 20) for number in range(count))
         self.numbers = list(range(count))
-        self.entries: list[Observation | Measurement] = []
+        self.results: list[Observation | Measurement] = []
         self.cases: list[SoakCase] = []
         self.now = 0.0
         self.answer = answer
@@ -76,10 +74,10 @@ class Stub:
         return [[dataclasses.replace(right, **changed)] for changed in answers.values()]
 
     def record(self, entries):
-        self.entries += entries
+        self.results += entries
 
     def failed(self):
-        return [one for one in self.entries if isinstance(one, Observation) and one.outcome == "failed"]
+        return [one for one in self.results if isinstance(one, Observation) and one.outcome == "failed"]
 
     def soak(self, seconds):
         Soak(self, seconds, clock=lambda: self.now).run()
@@ -90,12 +88,12 @@ def test_it_ends_when_the_load_was_long_enough():
     node = Stub(3).soak(9.0)
     assert node.failed() == []
     load = dict.fromkeys(range(3), 0.0)
-    for one in node.entries:
+    for one in node.results:
         if isinstance(one, Observation):
             load[one.subject.members[0]] += one.work.seconds
     assert list(load.values()) == [pytest.approx(9.0)] * 3  # ten rounds, a tenth of whose time is no load
     assert [case.number for case in node.cases] == list(range(1, 11))
-    measured = [one for one in node.entries if isinstance(one, Measurement)]
+    measured = [one for one in node.results if isinstance(one, Measurement)]
     assert {one.subject.members[0] for one in measured} == {0, 1, 2}
     assert all(one.repeats >= 3 and one.unit == "FLOP/s" for one in measured)
 

@@ -130,9 +130,9 @@ def test_right_gpus_train_alike(precision):
         train_alike(node, case)
         alone = Node("G" * 1)
         train_alike(alone, case)
-    assert [one.outcome for one in node.entries] == ["passed"] * 2
-    assert all(one.work.operations == 3 and one.work.seconds > 0 for one in node.entries)
-    assert {one.outcome for one in alone.entries} == {"passed"}
+    assert [one.outcome for one in node.results] == ["passed"] * 2
+    assert all(one.work.operations == 3 and one.work.seconds > 0 for one in node.results)
+    assert {one.outcome for one in alone.results} == {"passed"}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_is_broken_is_accused(count, fault, accused):
     with hardware(fault):
         node = Node("G" * count)
         train_alike(node, CASE)
-    assert accused in subjects(node), node.entries
+    assert accused in subjects(node), node.results
 
 
 class Off(Defect):
@@ -170,7 +170,7 @@ def test_of_two_that_differ_by_the_lowest_bit_nobody_is_accused():
     with on_hardware(Hardware([Off()], 16 << 20)):
         train_alike(node, CASE)
     assert subjects(node) == {("group", (0, 1))}
-    assert "without a majority: step 1, " in node.entries[-1].seen
+    assert "without a majority: step 1, " in node.results[-1].seen
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def raised(kind: str) -> Raised:
 
 
 def seen(trouble: Trouble) -> list[tuple[str, Subject]]:
-    return [(entry.outcome, entry.subject) for entry in trouble.entries]
+    return [(entry.outcome, entry.subject) for entry in trouble.observations]
 
 
 ONE = Subject("gpu", (5,))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.verdict.voting import Vote, vote
-from mgpu_check.devices.observations import Entry, Observation, Subject
+from mgpu_check.devices.observations import Observation, Subject, SubjectResult
 from mgpu_check.suite.devices.computing.cases import Ballot, ComputeCase
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["compute"]
 _LISTED = 16
 
 
-def _examine(rank: Rank, cases: Sequence[ComputeCase]) -> list[Entry | Ballot]:
+def _examine(rank: Rank, cases: Sequence[ComputeCase]) -> list[SubjectResult | Ballot]:
     from mgpu_check.suite.devices.computing.examine import examine_arithmetic
 
     return examine_arithmetic(rank, cases)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mgpu_check.devices.observations import Entry, Measurement, Subject, Unit, median_and_spread
+from mgpu_check.devices.observations import Measurement, Subject, SubjectResult, Unit, median_and_spread
 from mgpu_check.suite.common.timing import seconds_of
 
 __all__ = ["measure_copies"]
@@ -16,9 +16,9 @@ __all__ = ["measure_copies"]
 _LATENCY_BYTES = 16
 
 
-def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[Entry]:
+def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[SubjectResult]:
     """Measure the bandwidth of copies of `size` bytes, or of what fits, and the latency of small ones, on every path."""
-    found: list[Entry] = []
+    found: list[SubjectResult] = []
     torch.cuda.empty_cache()
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))
     for subject, clock, ends, kind in _ways(devices):

@@ -8,7 +8,7 @@ from mgpu_check.acceptance.memory.cases import MemoryCase
 from mgpu_check.acceptance.memory.diagnosis import evidence_of
 from mgpu_check.acceptance.memory.patterns import rounds_of
 from mgpu_check.acceptance.memory.region import Region, Wrong, take_region
-from mgpu_check.devices.observations import Entry, Measurement, Observation, Subject, Work
+from mgpu_check.devices.observations import Measurement, Observation, Subject, SubjectResult, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.timing import Stopwatch, measured
 
@@ -17,7 +17,7 @@ __all__ = ["examine_memory", "examine_region"]
 _COPIES = 5
 
 
-def examine_memory(rank: Rank, case: MemoryCase) -> list[Entry]:
+def examine_memory(rank: Rank, case: MemoryCase) -> list[SubjectResult]:
     """Write patterns over most of the free memory of the device of `rank`, and then read it, in the passes of `case`.
 
     Everything is written before anything is read, so that aliased addresses show. The device compares, and only wrong words are

@@ -13,7 +13,6 @@ from itertools import permutations
 from statistics import median
 from typing import Any
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.baseline import Baseline
 from mgpu_check.acceptance.comparison import (
     UNUSABLE,
@@ -27,6 +26,7 @@ from mgpu_check.acceptance.comparison import (
     wrong,
 )
 from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, modes, noise_of_median, shortfall
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
 from mgpu_check.devices.telemetry.fields import pair_field

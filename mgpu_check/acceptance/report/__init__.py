@@ -1,1 +1,1 @@
-"""Reports of an account: files for people and for programs, the summary on a terminal, and the live progress line."""
+"""Reports of a report: files for people and for programs, the summary on a terminal, and the live progress line."""

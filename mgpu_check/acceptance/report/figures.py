@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mgpu_check import pages
-from mgpu_check.acceptance.account import CheckRun
 from mgpu_check.acceptance.health.checks import THROTTLED
+from mgpu_check.acceptance.run_report import CheckRun
 from mgpu_check.devices.observations import Outcome
 from mgpu_check.devices.telemetry.values import TelemetrySample
 

@@ -7,38 +7,38 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mgpu_check import pages
-from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.documents import write_whole
+from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
 __all__ = ["check_paths", "check_place", "clear", "write"]
 
 
-def _html(account: Account) -> str:
+def _html(report: RunReport) -> str:
     from mgpu_check.acceptance.report.page import render
 
-    return render(account)
+    return render(report)
 
 
-def _json(account: Account) -> str:
+def _json(report: RunReport) -> str:
     from mgpu_check.acceptance.report.values import to_json
 
-    return to_json(account)
+    return to_json(report)
 
 
-def _markdown(account: Account) -> str:
+def _markdown(report: RunReport) -> str:
     from mgpu_check.acceptance.report.markdown import render
 
-    return render(account)
+    return render(report)
 
 
-def _junit(account: Account) -> str:
+def _junit(report: RunReport) -> str:
     from mgpu_check.acceptance.report.junit import render
 
-    return render(account)
+    return render(report)
 
 
-_WRITERS: Mapping[str, Callable[[Account], str]] = dict(
+_WRITERS: Mapping[str, Callable[[RunReport], str]] = dict(
     zip(ACCEPTANCE_SUFFIXES, (_html, _json, _markdown, _junit), strict=True)
 )
 
@@ -83,8 +83,8 @@ def clear(paths: Iterable[Path | str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def write(path: Path | str, account: Account) -> None:
-    """Write a report of `account` in the format of the suffix of `path`, in upper or lower case.
+def write(path: Path | str, report: RunReport) -> None:
+    """Write a report in the format of the suffix of `path`, in upper or lower case.
 
     The write is atomic: on failure the file is unchanged.
 
@@ -95,10 +95,10 @@ def write(path: Path | str, account: Account) -> None:
     path = Path(path)
     if path.suffix.lower() == ".html":
         pages.require(f"the report {path.name}")
-    write_whole(path, _writer(path)(account))
+    write_whole(path, _writer(path)(report))
 
 
-def _writer(path: Path) -> Callable[[Account], str]:
+def _writer(path: Path) -> Callable[[RunReport], str]:
     if path.suffix.lower() not in _WRITERS:
         *some, last = ACCEPTANCE_SUFFIXES
         raise ValueError(f"{path} does not end in {', '.join(some)} or {last}; choose one of them")

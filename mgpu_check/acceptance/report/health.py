@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.report.figures import reasons
 from mgpu_check.acceptance.report.view import bytes_text
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
 from mgpu_check.devices.telemetry.values import TelemetrySample
 

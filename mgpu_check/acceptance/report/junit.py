@@ -1,4 +1,4 @@
-"""The account as JUnit XML: a test case for each check and subject.
+"""The report as JUnit XML: a test case for each check and subject.
 
 An unknown outcome becomes an ``error``: JUnit has no other element for a test without a result.
 """
@@ -10,10 +10,10 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
-from mgpu_check.acceptance.account import Account, CheckRun
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.report.values import encoded
+from mgpu_check.acceptance.run_report import CheckRun, RunReport
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 
 __all__ = ["render"]
@@ -23,14 +23,14 @@ _MOST = 200
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def render(account: Account) -> str:
-    """Render the account as JUnit XML."""
+def render(report: RunReport) -> str:
+    """Render the report as JUnit XML."""
     by_case: dict[tuple[str, Subject], list[Observation]] = {}
-    for entry in account.observations:
+    for entry in report.observations:
         by_case.setdefault((entry.check, entry.subject), []).append(entry)
-    cases = [_case(account, check, subject, entries) for (check, subject), entries in by_case.items()]
-    heard = {entry.check for entry in account.observations}
-    for run in view.checks_by_name(account):
+    cases = [_case(report, check, subject, entries) for (check, subject), entries in by_case.items()]
+    heard = {entry.check for entry in report.observations}
+    for run in view.checks_by_name(report):
         if run.outcome == "unknown" or run.name not in heard:
             cases.append(_of_check(run))
     counts = view.Tally.of(_OUTCOMES[next((part.tag for part in case if part.tag in _OUTCOMES), "")] for case in cases)
@@ -39,17 +39,17 @@ def render(account: Account) -> str:
         "failures": str(counts.failed),
         "errors": str(counts.unknown),
         "skipped": str(counts.skipped),
-        "time": f"{account.seconds:.3f}",
+        "time": f"{report.seconds:.3f}",
     }
     root = ET.Element("testsuites", totals)
-    suite = ET.SubElement(root, "testsuite", {"name": "mgpu-check accept", **totals, "timestamp": account.started})
-    hosts = ",".join(host.name for host in account.hosts)
+    suite = ET.SubElement(root, "testsuite", {"name": "mgpu-check accept", **totals, "timestamp": report.started})
+    hosts = ",".join(host.name for host in report.hosts)
     if hosts:
         suite.set("hostname", _text(hosts))
-    suite.append(_properties(account))
+    suite.append(_properties(report))
     suite.extend(cases)
     told = ET.SubElement(suite, "system-out")
-    told.text = _text("\n".join(lines(account)))
+    told.text = _text("\n".join(lines(report)))
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
@@ -57,17 +57,17 @@ def render(account: Account) -> str:
 _OUTCOMES: dict[str, Outcome] = {"failure": "failed", "error": "unknown", "skipped": "skipped", "": "passed"}
 
 
-def _properties(account: Account) -> ET.Element:
-    verdict = account.verdict
+def _properties(report: RunReport) -> ET.Element:
+    verdict = report.verdict
     properties = {
         "verdict": verdict.kind,
-        "level": account.level,
-        "simulated": account.simulated or "",
-        "planted": "\n".join(account.planted),
-        "accused": "\n".join(view.name_of(account, accusation.part) for accusation in verdict.accusations),
-        "repeat": view.repeat(account),
-        **{f"verdict of {view.host_name(account, number)}": one.kind for number, one in account.verdicts.items()},
-        **{f"GPU {gpu.number}": view.describe_gpu(account, gpu) for gpu in account.gpus},
+        "level": report.level,
+        "simulated": report.simulated or "",
+        "planted": "\n".join(report.planted),
+        "accused": "\n".join(view.name_of(report, accusation.part) for accusation in verdict.accusations),
+        "repeat": view.repeat(report),
+        **{f"verdict of {view.host_name(report, number)}": one.kind for number, one in report.verdicts.items()},
+        **{f"GPU {gpu.number}": view.describe_gpu(report, gpu) for gpu in report.gpus},
     }
     element = ET.Element("properties")
     for name, value in properties.items():
@@ -75,7 +75,7 @@ def _properties(account: Account) -> ET.Element:
     return element
 
 
-def _case(account: Account, check: str, subject: Subject, entries: Sequence[Observation]) -> ET.Element:
+def _case(report: RunReport, check: str, subject: Subject, entries: Sequence[Observation]) -> ET.Element:
     seconds = sum(entry.work.seconds for entry in entries)
     names = {"classname": f"mgpu_check.acceptance.{check}", "name": str(subject), "time": f"{seconds:.3f}"}
     case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
@@ -85,7 +85,7 @@ def _case(account: Account, check: str, subject: Subject, entries: Sequence[Obse
     if tag:
         reason = ET.SubElement(case, tag, {"message": _text(telling[0].seen), "type": tally.outcome})
         reason.text = _text("\n".join(_told(entry) for entry in telling[:_MOST]))
-    known = [view.describe_gpu(account, gpu) for gpu in account.gpus if gpu.number in view.gpus_of(account, subject)]
+    known = [view.describe_gpu(report, gpu) for gpu in report.gpus if gpu.number in view.gpus_of(report, subject)]
     told = [str(tally), *known, *(_told(entry) for entry in entries[:_MOST])]
     told += [f"… and {len(entries) - _MOST} more"] if len(entries) > _MOST else []
     ET.SubElement(case, "system-out").text = _text("\n".join(told))

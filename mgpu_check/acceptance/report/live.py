@@ -13,7 +13,7 @@ from statistics import fmean
 import pytest
 
 from mgpu_check.acceptance.report.view import seconds_text, what
-from mgpu_check.devices.observations import Entry, Observation
+from mgpu_check.devices.observations import Observation, SubjectResult
 from mgpu_check.plugin.report.progress import LiveLine
 
 __all__ = ["Live"]
@@ -54,9 +54,9 @@ class Live:
         self._doing = ""
         self._check = ""
 
-    def heard(self, entries: Iterable[Entry]) -> None:
+    def heard(self, results: Iterable[SubjectResult]) -> None:
         """Count new observations, and print the first failure."""
-        for entry in entries:
+        for entry in results:
             if isinstance(entry, Observation):
                 self._seen[entry.outcome] += 1
                 self._of_check[entry.outcome] += 1

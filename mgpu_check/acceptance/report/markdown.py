@@ -1,12 +1,12 @@
-"""The account in GitHub's Markdown, for the page of a CI job."""
+"""The report in GitHub's Markdown, for the page of a CI job."""
 
 from __future__ import annotations
 
 import json
 
-from mgpu_check.acceptance.account import Account, Accusation
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.values import encoded
+from mgpu_check.acceptance.run_report import Accusation, RunReport
 from mgpu_check.devices.observations import Observation
 from mgpu_check.plugin.report.markdown import Page
 from mgpu_check.plugin.report.markup import code, fenced, text
@@ -17,36 +17,36 @@ _EVIDENCE = 20
 """Most observations to show for an accusation."""
 
 
-def render(account: Account) -> str:
-    """Render the account, cut at the number of bytes that GitHub shows."""
+def render(report: RunReport) -> str:
+    """Render the report, cut at the number of bytes that GitHub shows."""
     page = Page()
-    page.add(f"# mgpu-check accept: {text(view.headline(account))}", "")
-    if account.simulated:
+    page.add(f"# mgpu-check accept: {text(view.headline(report))}", "")
+    if report.simulated:
         page.add(f"**{text(view.SIMULATED)}**", "")
-    for planted in account.planted:
+    for planted in report.planted:
         page.add(f"- planted: {code(planted)}")
     page.add(
-        f"{text(account.started)}, {view.seconds_text(account.seconds)} at the level {text(account.level)}. "
-        f"Checks: {view.counts_of_checks(view.checks_by_name(account))}.",
+        f"{text(report.started)}, {view.seconds_text(report.seconds)} at the level {text(report.level)}. "
+        f"Checks: {view.counts_of_checks(view.checks_by_name(report))}.",
         "",
     )
-    if len(account.hosts) > 1:
-        verdicts = [(text(view.host_name(account, n)), v.kind) for n, v in sorted(account.verdicts.items())]
+    if len(report.hosts) > 1:
+        verdicts = [(text(view.host_name(report, n)), v.kind) for n, v in sorted(report.verdicts.items())]
         page.rows("Hosts", ("host", "verdict"), verdicts)
-        page.rows("Hosts beside each other", ("what",), [(text(line),) for line in view.among_hosts(account)])
-    for accusation in account.verdict.accusations:
-        page.add(*_accusation(account, accusation))
-    unexplained = view.failed_of(account, account.verdict)
+        page.rows("Hosts beside each other", ("what",), [(text(line),) for line in view.among_hosts(report)])
+    for accusation in report.verdict.accusations:
+        page.add(*_accusation(report, accusation))
+    unexplained = view.failed_of(report, report.verdict)
     page.rows("Failures that no part explains", _HEAD, [_row(entry) for entry in unexplained])
-    page.rows("Could not be checked", ("what",), [(text(line),) for line in account.verdict.unknown])
-    _checks(page, account)
+    page.rows("Could not be checked", ("what",), [(text(line),) for line in report.verdict.unknown])
+    _checks(page, report)
     page.rows(
         "GPUs",
         ("GPU", "host", "index", "model", "memory", "UUID", "serial", "PCI bus id"),
         [
             (
                 str(gpu.number),
-                text(view.host_name(account, gpu.host)),
+                text(view.host_name(report, gpu.host)),
                 str(gpu.index),
                 text(gpu.name),
                 view.bytes_text(gpu.memory),
@@ -54,10 +54,10 @@ def render(account: Account) -> str:
                 text(gpu.serial or "unknown"),
                 text(gpu.pci or "unknown"),
             )
-            for gpu in account.gpus
+            for gpu in report.gpus
         ],
     )
-    page.add("## Repeat", "", *fenced(view.repeat(account), "sh"))
+    page.add("## Repeat", "", *fenced(view.repeat(report), "sh"))
     return page.content()
 
 
@@ -69,14 +69,14 @@ def _row(entry: Observation) -> tuple[str, ...]:
     return text(entry.check), text(str(entry.subject)), text(entry.seen), text(entry.case), evidence
 
 
-def _accusation(account: Account, accusation: Accusation) -> list[str]:
-    lines = [f"## {text(view.name_of(account, accusation.part))}", ""]
-    lines += [f"- {text(line)}" for line in view.describe_part(account, accusation.part)]
+def _accusation(report: RunReport, accusation: Accusation) -> list[str]:
+    lines = [f"## {text(view.name_of(report, accusation.part))}", ""]
+    lines += [f"- {text(line)}" for line in view.describe_part(report, accusation.part)]
     lines += [f"- seen: {text(line)}" for line in accusation.because]
     lines += [f"- second look: {text(accusation.arm)}"] if accusation.arm else []
     lines += [f"- do: {text(accusation.advice)}"] if accusation.advice else []
     lines += ["", "Look again with", "", *fenced(accusation.repeat, "sh")] if accusation.repeat else []
-    seen = view.evidence_of(account, accusation)
+    seen = view.evidence_of(report, accusation)
     if seen:
         more = f", {_EVIDENCE} of {len(seen)}" if len(seen) > _EVIDENCE else ""
         lines += ["", "<details>", f"<summary>Evidence{more}</summary>", ""]
@@ -86,10 +86,10 @@ def _accusation(account: Account, accusation: Accusation) -> list[str]:
     return [*lines, ""]
 
 
-def _checks(page: Page, account: Account) -> None:
-    counts = view.tallies(account)
+def _checks(page: Page, report: RunReport) -> None:
+    counts = view.tallies(report)
     rows = []
-    for run in view.checks_by_name(account):
+    for run in view.checks_by_name(report):
         tally = counts[run.name]
         numbers = [str(n) for n in (tally.passed, tally.failed, tally.skipped, tally.unknown)]
         done = "; ".join(filter(None, (view.work_text(run.least), run.why)))

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.comparison import amount
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.figures import Grid, Scale
+from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 __all__ = ["Matrix", "heat_maps", "others"]
@@ -31,25 +31,23 @@ class Matrix:
     note: str = ""
 
 
-def heat_maps(account: Account) -> list[Matrix]:
-    """Return heading, note and content of each matrix of an account."""
+def heat_maps(report: RunReport) -> list[Matrix]:
+    """Return heading, note and content of each matrix of a report."""
     links = {
-        _pair_of(accusation.part.members)
-        for accusation in account.verdict.accusations
-        if accusation.part.kind == "link"
+        _pair_of(accusation.part.members) for accusation in report.verdict.accusations if accusation.part.kind == "link"
     }
     pictures = []
-    for key, found in sorted(_most_telling(_by_pair(account)).items()):
-        pictures += _speeds(account, key, found, links)
-    pictures += _failures_of_pairs(account, links)
-    pictures += _of_gpus(account)
-    pictures += _failures_of_gpus(account)
+    for key, found in sorted(_most_telling(_by_pair(report)).items()):
+        pictures += _speeds(report, key, found, links)
+    pictures += _failures_of_pairs(report, links)
+    pictures += _of_gpus(report)
+    pictures += _failures_of_gpus(report)
     return pictures
 
 
-def _by_pair(account: Account) -> dict[Key, dict[tuple[int, int], Measurement]]:
+def _by_pair(report: RunReport) -> dict[Key, dict[tuple[int, int], Measurement]]:
     pairs: dict[Key, dict[tuple[int, int], Measurement]] = {}
-    for one in account.measurements:
+    for one in report.measurements:
         if one.subject.kind == "copy":
             _worst(pairs.setdefault((one.quantity, one.unit, one.size), {}), _pair(one.subject), one)
     return pairs
@@ -74,19 +72,19 @@ def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
     return {key: found for key, found in pairs.items() if chosen[key[:2]] == key[2]}
 
 
-def _blocks(account: Account) -> list[tuple[str, list[int]]]:
+def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
     """Return the GPUs of each matrix with a suffix for its heading: one matrix for few GPUs, else one for each shown host."""
-    numbers = [gpu.number for gpu in account.gpus]
+    numbers = [gpu.number for gpu in report.gpus]
     if len(numbers) <= view.MATRIX:
         return [("", numbers)]
     return [
-        (f" on {view.host_name(account, host.number)}", [gpu.number for gpu in account.gpus if gpu.host == host.number])
-        for host in view.in_detail(account)
+        (f" on {view.host_name(report, host.number)}", [gpu.number for gpu in report.gpus if gpu.host == host.number])
+        for host in view.in_detail(report)
     ]
 
 
 def _speeds(
-    account: Account,
+    report: RunReport,
     key: Key,
     found: Mapping[tuple[int, int], Measurement],
     links: set[tuple[int, int]],
@@ -94,7 +92,7 @@ def _speeds(
     quantity, unit, size = key
     scale, prefix = view.prefix([one.value for one in found.values()])
     pictures = []
-    for where, numbers in _blocks(account):
+    for where, numbers in _blocks(report):
         values = [[found[a, b].value if (a, b) in found else None for b in numbers] for a in numbers]
         if not any(value is not None for row in values for value in row):
             continue
@@ -102,7 +100,7 @@ def _speeds(
         heading = f"{quantity.capitalize()}{where}, {view.bytes_text(size)}, in {prefix}{unit}"
         grid = _square(numbers, values, texts, links, "little" if unit == "s" else "much", prefix + unit)
         pictures.append(Matrix(heading, grid, "A frame: accused." if grid.marked else ""))
-    return pictures + _between_hosts(account, key, found)
+    return pictures + _between_hosts(report, key, found)
 
 
 def _square(
@@ -114,11 +112,11 @@ def _square(
     return Grid(labels, labels, values, texts, marked, scale, "to GPU", "from GPU", unit)
 
 
-def _between_hosts(account: Account, key: Key, found: Mapping[tuple[int, int], Measurement]) -> list[Matrix]:
+def _between_hosts(report: RunReport, key: Key, found: Mapping[tuple[int, int], Measurement]) -> list[Matrix]:
     """Return a matrix of the slowest pair between any two hosts, if one matrix cannot show all GPUs; else nothing."""
-    if len(account.gpus) <= view.MATRIX or len(account.hosts) > view.MATRIX:
+    if len(report.gpus) <= view.MATRIX or len(report.hosts) > view.MATRIX:
         return []
-    host = {gpu.number: gpu.host for gpu in account.gpus}
+    host = {gpu.number: gpu.host for gpu in report.gpus}
     worst: dict[tuple[int, int], float] = {}
     for (a, b), one in found.items():
         if host[a] != host[b]:
@@ -128,10 +126,10 @@ def _between_hosts(account: Account, key: Key, found: Mapping[tuple[int, int], M
     if not worst:
         return []
     scale, prefix = view.prefix(list(worst.values()))
-    numbers = [one.number for one in account.hosts]
+    numbers = [one.number for one in report.hosts]
     values = [[worst.get((a, b)) for b in numbers] for a in numbers]
     texts = [[_digits(value, scale) for value in row] for row in values]
-    labels = [view.host_name(account, number) for number in numbers]
+    labels = [view.host_name(report, number) for number in numbers]
     columns = [str(number) for number in numbers]
     best: Scale = "little" if key[1] == "s" else "much"
     grid = Grid(labels, columns, values, texts, (), best, "to host", "from host", prefix + key[1])
@@ -141,13 +139,13 @@ def _between_hosts(account: Account, key: Key, found: Mapping[tuple[int, int], M
     return [Matrix(heading, grid)]
 
 
-def _failures_of_pairs(account: Account, links: set[tuple[int, int]]) -> list[Matrix]:
+def _failures_of_pairs(report: RunReport, links: set[tuple[int, int]]) -> list[Matrix]:
     counts: dict[tuple[int, int], list[Observation]] = defaultdict(list)
-    for entry in account.observations:
+    for entry in report.observations:
         if entry.subject.kind == "copy":
             counts[_pair(entry.subject)].append(entry)
     pictures = []
-    for where, numbers in _blocks(account):
+    for where, numbers in _blocks(report):
         if not any((a, b) in counts for a in numbers for b in numbers):
             continue
         values = [[_failed(counts.get((a, b), ())) for b in numbers] for a in numbers]
@@ -171,20 +169,20 @@ def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def _failures_of_gpus(account: Account) -> list[Matrix]:
+def _failures_of_gpus(report: RunReport) -> list[Matrix]:
     entries: dict[tuple[str, int], list[Observation]] = defaultdict(list)
-    for entry in account.observations:
-        for number in entry.suspects or view.gpus_of(account, entry.subject):
+    for entry in report.observations:
+        for number in entry.suspects or view.gpus_of(report, entry.subject):
             entries[entry.check, number].append(entry)
-    names = [name for name in view.check_names(account) if any(check == name for check, _ in entries)]
+    names = [name for name in view.check_names(report) if any(check == name for check, _ in entries)]
     explained = {
         (entry.check, accusation.part.members[0])
-        for accusation in account.verdict.accusations
+        for accusation in report.verdict.accusations
         if accusation.part.kind in ("gpu", "host-link")
-        for entry in view.evidence_of(account, accusation)
+        for entry in view.evidence_of(report, accusation)
     }
     pictures = []
-    for where, numbers in _blocks(account) if names else ():
+    for where, numbers in _blocks(report) if names else ():
         values = [[_failed(entries.get((name, number), ())) for number in numbers] for name in names]
         marked = {
             (row, column)
@@ -207,10 +205,10 @@ def _worst(found: dict[Any, Measurement], key: Any, one: Measurement) -> None:
         found[key] = one
 
 
-def _by_gpu(account: Account) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
+def _by_gpu(report: RunReport) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
     """Return the measurements of each GPU by itself, and of copies between it and its host."""
     found: dict[_Kind, dict[Key, dict[int, Measurement]]] = {}
-    for one in account.measurements:
+    for one in report.measurements:
         kind = one.subject.kind
         if kind == "gpu" or kind == "upload" or kind == "download":
             mine = found.setdefault(kind, {}).setdefault((one.quantity, one.unit, one.size), {})
@@ -218,17 +216,17 @@ def _by_gpu(account: Account) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
     return found
 
 
-def _of_gpus(account: Account) -> list[Matrix]:
+def _of_gpus(report: RunReport) -> list[Matrix]:
     chosen = [
-        (kind, key, mine) for kind, found in _by_gpu(account).items() for key, mine in _most_telling(found).items()
+        (kind, key, mine) for kind, found in _by_gpu(report).items() for key, mine in _most_telling(found).items()
     ]
     slow = {
         (entry.subject, entry.evidence.get("quantity"), entry.evidence.get("size"))
-        for entry in account.observations
+        for entry in report.observations
         if entry.outcome == "failed" and "quantity" in entry.evidence
     }
     pictures = []
-    for where, numbers in _blocks(account) if chosen else ():
+    for where, numbers in _blocks(report) if chosen else ():
         rows: list[str] = []
         values: list[list[float | None]] = []
         texts: list[list[str]] = []
@@ -259,14 +257,14 @@ def _extent(unit: str, size: int) -> str:
     return f"size {size}" if unit == "FLOP/s" else view.bytes_text(size)
 
 
-def others(account: Account) -> list[dict[str, str]]:
+def others(report: RunReport) -> list[dict[str, str]]:
     """Return table rows for the measurements that no matrix shows: of groups, of hosts, and of other sizes.
 
     For other sizes a row has the median, the lowest and the highest value.
     """
     rows = []
-    found: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(account))]
-    found += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(account).items()]
+    found: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(report))]
+    found += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(report).items()]
     for name, told in found:
         for key in sorted(set(told) - set(_most_telling(told))):
             values = sorted(one.value for one in told[key].values())
@@ -274,7 +272,7 @@ def others(account: Account) -> list[dict[str, str]]:
             said = f"{middle} ({low} to {high})" if low != high else middle
             extent = _extent(key[1], key[2])
             rows.append({"what": key[0], "subject": view.what(len(values), name), "size": extent, "value": said})
-    for one in account.measurements:
+    for one in report.measurements:
         if one.subject.kind in ("group", "host"):
             value, extent = amount(one.value, one.unit), _extent(one.unit, one.size)
             rows.append({"what": one.quantity, "subject": str(one.subject), "size": extent, "value": value})

@@ -1,12 +1,12 @@
-"""Join the accounts of many nodes into one."""
+"""Join the reports of many nodes into one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_check.acceptance.account import Account, Accusation, Gpu, Kind, Verdict
 from mgpu_check.acceptance.report.view import host_name
+from mgpu_check.acceptance.run_report import Accusation, Gpu, Kind, RunReport, Verdict
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.option_values import LEVELS
 
@@ -17,7 +17,7 @@ _WORST: tuple[Kind, ...] = ("REJECTED", "INCONCLUSIVE", "ACCEPTED")
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers of one account's hosts and GPUs, and the index of its first observation, in the joined account."""
+    """The numbers of one report's hosts and GPUs, and the index of its first observation, in the joined report."""
 
     hosts: Mapping[int, int]
     gpus: Mapping[int, int]
@@ -28,46 +28,46 @@ class _Numbers:
         return all(old == new for numbers in (self.hosts, self.gpus) for old, new in numbers.items())
 
 
-def merge(named: Mapping[str, Account], command: str) -> Account:
-    """Join accounts into one with all hosts and GPUs, renumbered in the order given. Its verdict is the worst of theirs.
+def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
+    """Join reports into one with all hosts and GPUs, renumbered in the order given. Its verdict is the worst of theirs.
 
     Times count from the start of each node's own run.
 
     Args:
-        named: the accounts by file name, which error messages use.
+        named: the reports by file name, which error messages use.
         command: command line of the merge.
 
     Raises:
-        ValueError: a real GPU is in two accounts, or some accounts are simulated and others are not.
+        ValueError: a real GPU is in two reports, or some reports are simulated and others are not.
     """
-    accounts = list(named.values())
+    reports = list(named.values())
     _refuse_what_does_not_fit(named)
-    numbers = list(_numbered(accounts))
-    joined = [_renumbered(account, its) for account, its in zip(accounts, numbers, strict=True)]
-    partial = {account.verdict.partial for account in accounts}
+    numbers = list(_numbered(reports))
+    joined = [_renumbered(report, its) for report, its in zip(reports, numbers, strict=True)]
+    partial = {report.verdict.partial for report in reports}
     verdict = Verdict(
-        kind=worst(account.verdict.kind for account in accounts),
-        accusations=tuple(one for account in joined for one in account.verdict.accusations),
-        unknown=tuple(one for account in joined for one in _unknown(account, len(partial) > 1)),
-        unexplained=tuple(one for account in joined for one in account.verdict.unexplained),
+        kind=worst(report.verdict.kind for report in reports),
+        accusations=tuple(one for report in joined for one in report.verdict.accusations),
+        unknown=tuple(one for report in joined for one in _unknown(report, len(partial) > 1)),
+        unexplained=tuple(one for report in joined for one in report.verdict.unexplained),
         partial=partial.pop() if len(partial) == 1 else (),
     )
-    return Account(
-        started=min(account.started for account in accounts),
-        seconds=max(account.seconds for account in accounts),
+    return RunReport(
+        started=min(report.started for report in reports),
+        seconds=max(report.seconds for report in reports),
         command=command,
-        level=min((account.level for account in accounts), key=lambda level: LEVELS.index(level)),
+        level=min((report.level for report in reports), key=lambda level: LEVELS.index(level)),
         verdict=verdict,
-        verdicts={host: one for account in joined for host, one in account.verdicts.items()},
-        hosts=tuple(host for account in joined for host in account.hosts),
-        gpus=tuple(gpu for account in joined for gpu in account.gpus),
-        checks=tuple(run for account in joined for run in account.checks),
-        observations=tuple(entry for account in joined for entry in account.observations),
-        measurements=tuple(one for account in joined for one in account.measurements),
-        samples=tuple(sample for account in joined for sample in account.samples),
-        simulated=accounts[0].simulated,
-        planted=tuple(f"{_name(account)}: {one}" for account in accounts for one in account.planted),
-        versions={_name(account): account.versions for account in accounts if account.versions},
+        verdicts={host: one for report in joined for host, one in report.verdicts.items()},
+        hosts=tuple(host for report in joined for host in report.hosts),
+        gpus=tuple(gpu for report in joined for gpu in report.gpus),
+        checks=tuple(run for report in joined for run in report.checks),
+        observations=tuple(entry for report in joined for entry in report.observations),
+        measurements=tuple(one for report in joined for one in report.measurements),
+        samples=tuple(sample for report in joined for sample in report.samples),
+        simulated=reports[0].simulated,
+        planted=tuple(f"{_name(report)}: {one}" for report in reports for one in report.planted),
+        versions={_name(report): report.versions for report in reports if report.versions},
     )
 
 
@@ -76,18 +76,18 @@ def worst(kinds: Iterable[Kind]) -> Kind:
     return min(kinds, key=_WORST.index)
 
 
-def _unknown(account: Account, with_partial: bool) -> list[str]:
+def _unknown(report: RunReport, with_partial: bool) -> list[str]:
     """Return the lines on checks that could not be done on a node. With `with_partial`, also list a partial selection."""
-    partial = account.verdict.partial if with_partial else ()
-    return [*account.verdict.unknown, *([f"{_name(account)}: only {', '.join(partial)} ran"] if partial else [])]
+    partial = report.verdict.partial if with_partial else ()
+    return [*report.verdict.unknown, *([f"{_name(report)}: only {', '.join(partial)} ran"] if partial else [])]
 
 
-def _name(account: Account) -> str:
-    return ", ".join(host_name(account, host.number) for host in account.hosts) or "a node"
+def _name(report: RunReport) -> str:
+    return ", ".join(host_name(report, host.number) for host in report.hosts) or "a node"
 
 
-def _refuse_what_does_not_fit(named: Mapping[str, Account]) -> None:
-    simulated = {name: bool(account.simulated) for name, account in named.items()}
+def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
+    simulated = {name: bool(report.simulated) for name, report in named.items()}
     if len(set(simulated.values())) > 1:
         one = next(name for name, value in simulated.items() if value)
         other = next(name for name, value in simulated.items() if not value)
@@ -95,8 +95,8 @@ def _refuse_what_does_not_fit(named: Mapping[str, Account]) -> None:
             f"{one} is of a SIMULATED node, and {other} is not; merge only reports of real nodes, or only of simulated ones"
         )
     seen: dict[str, str] = {}
-    for name, account in named.items():
-        for gpu in account.gpus if not account.simulated else ():
+    for name, report in named.items():
+        for gpu in report.gpus if not report.simulated else ():
             if gpu.uuid and gpu.uuid in seen:
                 raise ValueError(
                     f"GPU {gpu.uuid} is in {seen[gpu.uuid]} and in {name}; give the latest report of each node"
@@ -104,53 +104,49 @@ def _refuse_what_does_not_fit(named: Mapping[str, Account]) -> None:
             seen[gpu.uuid] = name
 
 
-def _numbered(accounts: Sequence[Account]) -> Iterable[_Numbers]:
+def _numbered(reports: Sequence[RunReport]) -> Iterable[_Numbers]:
     hosts = gpus = observations = 0
-    for account in accounts:
+    for report in reports:
         yield _Numbers(
-            {host.number: hosts + place for place, host in enumerate(account.hosts)},
-            {gpu.number: gpus + place for place, gpu in enumerate(account.gpus)},
+            {host.number: hosts + place for place, host in enumerate(report.hosts)},
+            {gpu.number: gpus + place for place, gpu in enumerate(report.gpus)},
             observations,
         )
-        hosts += len(account.hosts)
-        gpus += len(account.gpus)
-        observations += len(account.observations)
+        hosts += len(report.hosts)
+        gpus += len(report.gpus)
+        observations += len(report.observations)
 
 
-def _renumbered(account: Account, its: _Numbers) -> Account:
+def _renumbered(report: RunReport, its: _Numbers) -> RunReport:
     # Lines of text keep the numbers of the node's own run, so a prefix says whose numbers they are.
-    prefix = "" if its.same else f"by the numbers of {_name(account)}: "
+    prefix = "" if its.same else f"by the numbers of {_name(report)}: "
     only = next(iter(its.hosts.values())) if len(its.hosts) == 1 else None
 
     def verdict(one: Verdict) -> Verdict:
         return replace(
             one,
             accusations=tuple(_accusation(accusation, its, prefix) for accusation in one.accusations),
-            unknown=tuple(f"{_name(account)}: {line}" for line in one.unknown),
+            unknown=tuple(f"{_name(report)}: {line}" for line in one.unknown),
             unexplained=tuple(its.first + number for number in one.unexplained),
         )
 
     return replace(
-        account,
-        verdict=verdict(account.verdict),
-        verdicts={its.hosts[host]: verdict(one) for host, one in account.verdicts.items() if host in its.hosts},
-        hosts=tuple(replace(host, number=its.hosts[host.number]) for host in account.hosts),
-        gpus=tuple(_gpu(gpu, its) for gpu in account.gpus),
-        checks=tuple(
-            replace(run, host=only if run.host is None else its.hosts.get(run.host)) for run in account.checks
-        ),
+        report,
+        verdict=verdict(report.verdict),
+        verdicts={its.hosts[host]: verdict(one) for host, one in report.verdicts.items() if host in its.hosts},
+        hosts=tuple(replace(host, number=its.hosts[host.number]) for host in report.hosts),
+        gpus=tuple(_gpu(gpu, its) for gpu in report.gpus),
+        checks=tuple(replace(run, host=only if run.host is None else its.hosts.get(run.host)) for run in report.checks),
         observations=tuple(
             replace(
                 entry,
                 subject=_subject(entry.subject, its),
                 suspects=tuple(its.gpus.get(number, number) for number in entry.suspects),
             )
-            for entry in account.observations
+            for entry in report.observations
         ),
-        measurements=tuple(replace(one, subject=_subject(one.subject, its)) for one in account.measurements),
-        samples=tuple(
-            replace(sample, gpu=its.gpus[sample.gpu]) for sample in account.samples if sample.gpu in its.gpus
-        ),
+        measurements=tuple(replace(one, subject=_subject(one.subject, its)) for one in report.measurements),
+        samples=tuple(replace(sample, gpu=its.gpus[sample.gpu]) for sample in report.samples if sample.gpu in its.gpus),
     )
 
 

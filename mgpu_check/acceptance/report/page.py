@@ -1,4 +1,4 @@
-"""The account as a page: verdict, accused parts with their evidence, a card for each GPU, heat maps, telemetry."""
+"""The report as a page: verdict, accused parts with their evidence, a card for each GPU, heat maps, telemetry."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check import pages
-from mgpu_check.acceptance.account import Account, Gpu
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.figures import PANELS, over_time
 from mgpu_check.acceptance.report.health import facts_of, health_of
 from mgpu_check.acceptance.report.matrices import heat_maps, others
 from mgpu_check.acceptance.report.values import encoded
+from mgpu_check.acceptance.run_report import Gpu, RunReport
 from mgpu_check.devices.observations import Observation, Outcome
 from mgpu_check.version import __version__
 
@@ -48,38 +48,38 @@ class Card:
     health: list[tuple[str, str, bool]]
 
 
-def render(account: Account) -> str:
-    """Render the account as HTML. Needs the extra ``report``; see `pages.require`."""
-    accused = _accused(account)
+def render(report: RunReport) -> str:
+    """Render the report as HTML. Needs the extra ``report``; see `pages.require`."""
+    accused = _accused(report)
     return pages.render(
         _TEMPLATE,
         version=__version__,
-        account=account,
+        report=report,
         view=view,
-        headline=view.headline(account),
-        shade=_CLASSES[account.verdict.kind],
+        headline=view.headline(report),
+        shade=_CLASSES[report.verdict.kind],
         shades=_CLASSES,
         accusations=[
             {
-                "name": view.name_of(account, accusation.part),
-                "who": view.describe_part(account, accusation.part),
+                "name": view.name_of(report, accusation.part),
+                "who": view.describe_part(report, accusation.part),
                 "accusation": accusation,
-                "evidence": [_shown(entry) for entry in view.evidence_of(account, accusation)[:_EVIDENCE]],
+                "evidence": [_shown(entry) for entry in view.evidence_of(report, accusation)[:_EVIDENCE]],
                 "of": len(accusation.observations),
             }
-            for accusation in account.verdict.accusations
+            for accusation in report.verdict.accusations
         ],
-        facts={gpu.number: facts_of(gpu) for gpu in account.gpus},
-        unexplained=[_shown(entry) for entry in view.failed_of(account, account.verdict)[:_EVIDENCE]],
-        loose=len(account.verdict.unexplained),
-        checks=view.checks_by_name(account),
-        tallies=view.tallies(account),
-        cards=_cards(account, accused),
-        matrices=heat_maps(account),
-        others=others(account),
-        charts=_charts(account, _wrong(account)),
-        outliers=view.among_hosts(account),
-        folded=len(account.hosts) - len(view.in_detail(account)),
+        facts={gpu.number: facts_of(gpu) for gpu in report.gpus},
+        unexplained=[_shown(entry) for entry in view.failed_of(report, report.verdict)[:_EVIDENCE]],
+        loose=len(report.verdict.unexplained),
+        checks=view.checks_by_name(report),
+        tallies=view.tallies(report),
+        cards=_cards(report, accused),
+        matrices=heat_maps(report),
+        others=others(report),
+        charts=_charts(report, _wrong(report)),
+        outliers=view.among_hosts(report),
+        folded=len(report.hosts) - len(view.in_detail(report)),
     )
 
 
@@ -88,40 +88,40 @@ def _shown(entry: Observation) -> dict[str, Any]:
     return {"entry": entry, "evidence": evidence}
 
 
-def _accused(account: Account) -> dict[int, list[str]]:
+def _accused(report: RunReport) -> dict[int, list[str]]:
     """Return for each GPU the names of the accused parts that contain it, other than hosts."""
-    found: dict[int, list[str]] = {gpu.number: [] for gpu in account.gpus}
-    for accusation in account.verdict.accusations:
+    found: dict[int, list[str]] = {gpu.number: [] for gpu in report.gpus}
+    for accusation in report.verdict.accusations:
         part = accusation.part
         for number in part.members if part.kind != "host" else ():
-            found.setdefault(number, []).append(view.name_of(account, part))
+            found.setdefault(number, []).append(view.name_of(report, part))
     return found
 
 
-def _wrong(account: Account) -> set[int]:
+def _wrong(report: RunReport) -> set[int]:
     """Return the accused GPUs."""
-    return {one.part.members[0] for one in account.verdict.accusations if one.part.kind == "gpu"}
+    return {one.part.members[0] for one in report.verdict.accusations if one.part.kind == "gpu"}
 
 
-def _cards(account: Account, accused: dict[int, list[str]]) -> list[Card]:
-    own: dict[int, dict[str, list[Outcome]]] = {gpu.number: {} for gpu in account.gpus}
-    shared: dict[int, dict[str, list[Outcome]]] = {gpu.number: {} for gpu in account.gpus}
-    for entry in account.observations:
+def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
+    own: dict[int, dict[str, list[Outcome]]] = {gpu.number: {} for gpu in report.gpus}
+    shared: dict[int, dict[str, list[Outcome]]] = {gpu.number: {} for gpu in report.gpus}
+    for entry in report.observations:
         among = own if entry.subject.kind in ("gpu", "upload", "download") else shared
-        for number in view.gpus_of(account, entry.subject):
+        for number in view.gpus_of(report, entry.subject):
             if number in among:
                 among[number].setdefault(entry.check, []).append(entry.outcome)
-    by_gpu: dict[int, list[Any]] = {gpu.number: [] for gpu in account.gpus}
-    for sample in account.samples:
+    by_gpu: dict[int, list[Any]] = {gpu.number: [] for gpu in report.gpus}
+    for sample in report.samples:
         by_gpu.setdefault(sample.gpu, []).append(sample)
-    wrong = _wrong(account)
-    names = view.check_names(account)
+    wrong = _wrong(report)
+    names = view.check_names(report)
     cards = []
-    shown = {host.number for host in view.in_detail(account)}
-    for gpu in (gpu for gpu in account.gpus if gpu.host in shown or len(account.gpus) <= view.MATRIX):
+    shown = {host.number for host in view.in_detail(report)}
+    for gpu in (gpu for gpu in report.gpus if gpu.host in shown or len(report.gpus) <= view.MATRIX):
         results = _results(names, own[gpu.number], shared[gpu.number])
         health = health_of(by_gpu[gpu.number])
-        host = view.host_name(account, gpu.host)
+        host = view.host_name(report, gpu.host)
         cards.append(Card(gpu, host, accused[gpu.number], gpu.number in wrong, view.identity(gpu), results, health))
     return cards
 
@@ -141,15 +141,15 @@ def _results(
     return rows
 
 
-def _charts(account: Account, accused: Collection[int]) -> list[dict[str, str]]:
+def _charts(report: RunReport, accused: Collection[int]) -> list[dict[str, str]]:
     charts = []
-    for host in view.in_detail(account):
-        gpus = {gpu.number for gpu in account.gpus if gpu.host == host.number}
-        samples = [sample for sample in account.samples if sample.gpu in gpus]
+    for host in view.in_detail(report):
+        gpus = {gpu.number for gpu in report.gpus if gpu.host == host.number}
+        samples = [sample for sample in report.samples if sample.gpu in gpus]
         if not any(isinstance(sample.values.get(key), (int, float)) for sample in samples for key in PANELS):
             continue
-        name = view.host_name(account, host.number)
-        checks = view.in_order(run for run in account.checks if run.host in (None, host.number))
+        name = view.host_name(report, host.number)
+        checks = view.in_order(run for run in report.checks if run.host in (None, host.number))
         title = f"Temperature, power and clocks of the GPUs of {name} over time"
         drawn = over_time(samples, checks, accused, title)
         charts.append({"host": name, "svg": drawn, "text": _in_words(samples)})

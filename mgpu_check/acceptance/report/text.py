@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mgpu_check.acceptance.account import Account, Accusation
 from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.run_report import Accusation, RunReport
 from mgpu_check.devices.observations import Observation
 
 __all__ = ["lines"]
@@ -16,36 +16,35 @@ _TEXTS = 2
 """Leading columns of the table of checks that hold words and are aligned left."""
 
 
-def lines(account: Account) -> list[str]:
+def lines(report: RunReport) -> list[str]:
     """Return the summary of a run: the verdict, each accused part, what could not be checked, a table of the checks, and the
     command to repeat the run.
     """
-    found = [view.headline(account)]
-    if account.simulated:
+    found = [view.headline(report)]
+    if report.simulated:
         found.append(f"  {view.SIMULATED}")
-    found += [f"  planted: {text}" for text in account.planted]
-    if len(account.hosts) > 1:
+    found += [f"  planted: {text}" for text in report.planted]
+    if len(report.hosts) > 1:
         found += [
-            f"  {view.host_name(account, number)}: {verdict.kind}"
-            for number, verdict in sorted(account.verdicts.items())
+            f"  {view.host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items())
         ]
-    found += [f"  {line}" for line in _most(view.among_hosts(account))]
-    for accusation in account.verdict.accusations:
-        found += ["", *_accusation(account, accusation)]
-    loose = view.failed_of(account, account.verdict)
+    found += [f"  {line}" for line in _most(view.among_hosts(report))]
+    for accusation in report.verdict.accusations:
+        found += ["", *_accusation(report, accusation)]
+    loose = view.failed_of(report, report.verdict)
     if loose:
         found += ["", "failures that no part explains:"]
         found += [f"  {line}" for line in _most([_observation(entry) for entry in loose])]
-    if account.verdict.unknown:
+    if report.verdict.unknown:
         found += ["", "could not be checked:"]
-        found += [f"  {line}" for line in _most(list(account.verdict.unknown))]
-    found += ["", *_checks(account), "", f"repeat: {view.repeat(account)}"]
+        found += [f"  {line}" for line in _most(list(report.verdict.unknown))]
+    found += ["", *_checks(report), "", f"repeat: {view.repeat(report)}"]
     return found
 
 
-def _accusation(account: Account, accusation: Accusation) -> Iterator[str]:
-    yield view.name_of(account, accusation.part)
-    for line in view.describe_part(account, accusation.part):
+def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:
+    yield view.name_of(report, accusation.part)
+    for line in view.describe_part(report, accusation.part):
         yield f"  {line}"
     for line in _most(list(accusation.because)):
         yield f"  seen: {line}"
@@ -66,9 +65,9 @@ def _most(some: list[str]) -> list[str]:
     return some if len(some) <= _MOST else [*some[: _MOST - 1], f"… and {len(some) - _MOST + 1} more"]
 
 
-def _checks(account: Account) -> Iterator[str]:
-    counts = view.tallies(account)
-    runs = view.checks_by_name(account)
+def _checks(report: RunReport) -> Iterator[str]:
+    counts = view.tallies(report)
+    runs = view.checks_by_name(report)
     if not runs:
         yield "no check ran"
     rows: list[tuple[str, ...]] = [
@@ -87,4 +86,4 @@ def _checks(account: Account) -> Iterator[str]:
         ]
         yield "  ".join([*cells, row[-1]]).rstrip()
     yield f"checks: {view.counts_of_checks(runs)}"
-    yield f"took {view.seconds_text(account.seconds)} at the level {account.level}"
+    yield f"took {view.seconds_text(report.seconds)} at the level {report.level}"

@@ -1,6 +1,6 @@
-"""Convert an account to JSON and back.
+"""Convert a report to JSON and back.
 
-The dataclass `Account` is the format. ``schema-1.json`` in this directory describes it for other programs;
+The dataclass `RunReport` is the format. ``schema-1.json`` in this directory describes it for other programs;
 ``python -m mgpu_check.acceptance.report.values`` writes that file.
 """
 
@@ -13,20 +13,20 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.documents import Form, read_document
+from mgpu_check.acceptance.run_report import RunReport
 
 __all__ = ["FORM", "SCHEMA", "encoded", "read", "schema", "to_json"]
 
 _VERSION = 1
 """Rises when a reader of the previous version would misread a file. Within a version, fields may be added."""
-FORM = Form("mgpu-check acceptance", _VERSION, Account, "`mgpu-check accept --report=FILE.json` writes such a file")
+FORM = Form("mgpu-check acceptance", _VERSION, RunReport, "`mgpu-check accept --report=FILE.json` writes such a file")
 SCHEMA = Path(__file__).with_name(f"schema-{_VERSION}.json")
 
 
-def to_json(account: Account) -> str:
-    """Return the account as a JSON document, each observation, measurement and sample on a line of its own."""
-    document = {"format": FORM.name, "version": FORM.version, **encoded(account)}
+def to_json(report: RunReport) -> str:
+    """Return the report as a JSON document, each observation, measurement and sample on a line of its own."""
+    document = {"format": FORM.name, "version": FORM.version, **encoded(report)}
     parts = []
     for key, value in document.items():
         text = json.dumps(value)
@@ -51,8 +51,8 @@ def encoded(value: Any) -> Any:
     return str(value)
 
 
-def read(path: Path) -> Account:
-    """Read the account of a JSON report.
+def read(path: Path) -> RunReport:
+    """Read the report of a JSON report.
 
     Raises:
         ValueError: the file cannot be read, is not a report, or has another version of the format. The message names the

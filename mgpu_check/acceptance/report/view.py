@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Verdict
 from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.robust import LEAST_PEERS
+from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 
 __all__ = [
@@ -82,17 +82,17 @@ class Tally:
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped, {self.unknown} unknown"
 
 
-def tallies(account: Account) -> Mapping[str, Tally]:
+def tallies(report: RunReport) -> Mapping[str, Tally]:
     """Return the tally of observations of each check, in the order they ran."""
-    found: dict[str, list[Outcome]] = {run.name: [] for run in in_order(account.checks)}
-    for entry in account.observations:
+    found: dict[str, list[Outcome]] = {run.name: [] for run in in_order(report.checks)}
+    for entry in report.observations:
         found.setdefault(entry.check, []).append(entry.outcome)
     return {name: Tally.of(outcomes) for name, outcomes in found.items()}
 
 
-def check_names(account: Account) -> list[str]:
+def check_names(report: RunReport) -> list[str]:
     """Return the names of all checks that ran or have observations."""
-    return list(tallies(account))
+    return list(tallies(report))
 
 
 def in_order(checks: Iterable[CheckRun]) -> list[CheckRun]:
@@ -100,18 +100,18 @@ def in_order(checks: Iterable[CheckRun]) -> list[CheckRun]:
     return sorted(checks, key=lambda run: (not run.started and not run.seconds, run.started))
 
 
-def checks_by_name(account: Account) -> list[CheckRun]:
+def checks_by_name(report: RunReport) -> list[CheckRun]:
     """Return one entry for each check, with the entries of several hosts combined."""
     found: dict[str, list[CheckRun]] = {}
-    for run in in_order(account.checks):
+    for run in in_order(report.checks):
         found.setdefault(run.name, []).append(run)
-    return [runs[0] if len(runs) == 1 else _together(account, runs) for runs in found.values()]
+    return [runs[0] if len(runs) == 1 else _together(report, runs) for runs in found.values()]
 
 
-def _together(account: Account, runs: list[CheckRun]) -> CheckRun:
+def _together(report: RunReport, runs: list[CheckRun]) -> CheckRun:
     outcome = Tally.of(run.outcome for run in runs).outcome
     whys = [
-        f"{host_name(account, run.host)}: {run.why}" if run.host is not None else run.why
+        f"{host_name(report, run.host)}: {run.why}" if run.host is not None else run.why
         for run in runs
         if run.why and run.outcome == outcome
     ]
@@ -136,13 +136,13 @@ def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
     return Tally.of(run.outcome for run in checks)
 
 
-def headline(account: Account) -> str:
+def headline(report: RunReport) -> str:
     """Return the verdict in one line; its first word is ACCEPTED, REJECTED or INCONCLUSIVE."""
-    verdict = account.verdict
-    gpus = what(len(account.gpus), "GPU")
-    on = f" on {what(len(account.gpus), f'SIMULATED {account.simulated} GPU')}" if account.simulated else ""
+    verdict = report.verdict
+    gpus = what(len(report.gpus), "GPU")
+    on = f" on {what(len(report.gpus), f'SIMULATED {report.simulated} GPU')}" if report.simulated else ""
     if verdict.kind == "REJECTED":
-        parts = ", ".join(dict.fromkeys(name_of(account, accusation.part) for accusation in verdict.accusations))
+        parts = ", ".join(dict.fromkeys(name_of(report, accusation.part) for accusation in verdict.accusations))
         loose = len(verdict.unexplained)
         unexplained = f"{what(loose, 'failure')} that no part explains" if loose else ""
         why = "; ".join(filter(None, (parts, unexplained))) or "no part is named"
@@ -151,7 +151,7 @@ def headline(account: Account) -> str:
         more = len(verdict.unknown) - 1
         why += f"; and {more} more" if more > 0 else ""
     else:
-        why = f"{gpus} passed {what(len({run.name for run in account.checks}), 'check')}"
+        why = f"{gpus} passed {what(len({run.name for run in report.checks}), 'check')}"
     partial = f"; only {', '.join(verdict.partial)} ran" if verdict.partial else ""
     return f"{verdict.kind}{on}: {why}{partial}"
 
@@ -161,33 +161,33 @@ def what(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
-def host_name(account: Account, number: int) -> str:
+def host_name(report: RunReport, number: int) -> str:
     """Return the name of a host, or "host" and its number if it has no name."""
-    return next((host.name for host in account.hosts if host.number == number and host.name), f"host {number}")
+    return next((host.name for host in report.hosts if host.number == number and host.name), f"host {number}")
 
 
-def name_of(account: Account, part: Part) -> str:
-    """Return the short name of a part, with index and host of its GPU if the account has several hosts."""
+def name_of(report: RunReport, part: Part) -> str:
+    """Return the short name of a part, with index and host of its GPU if the report has several hosts."""
     if part.kind == "host":
-        return f"host {host_name(account, part.members[0])}"
-    gpu = next((gpu for gpu in account.gpus if gpu.number == part.members[0]), None)
-    if len(account.hosts) > 1 and gpu is not None and part.kind != "link":
-        return f"{part} (cuda:{gpu.index} of {host_name(account, gpu.host)})"
+        return f"host {host_name(report, part.members[0])}"
+    gpu = next((gpu for gpu in report.gpus if gpu.number == part.members[0]), None)
+    if len(report.hosts) > 1 and gpu is not None and part.kind != "link":
+        return f"{part} (cuda:{gpu.index} of {host_name(report, gpu.host)})"
     return str(part)
 
 
-def in_detail(account: Account) -> list[Host]:
+def in_detail(report: RunReport) -> list[Host]:
     """Return the hosts that a page shows in detail: all, or with more than `MATRIX` GPUs up to 16 that were not ACCEPTED."""
-    if len(account.gpus) <= MATRIX:
-        return list(account.hosts)
-    verdicts = account.verdicts
-    open_ = [host for host in account.hosts if host.number not in verdicts or verdicts[host.number].kind != "ACCEPTED"]
+    if len(report.gpus) <= MATRIX:
+        return list(report.hosts)
+    verdicts = report.verdicts
+    open_ = [host for host in report.hosts if host.number not in verdicts or verdicts[host.number].kind != "ACCEPTED"]
     return open_[:_HOSTS]
 
 
-def describe_gpu(account: Account, gpu: Gpu) -> str:
+def describe_gpu(report: RunReport, gpu: Gpu) -> str:
     """Describe a GPU by index, host, model, UUID, serial number and PCI bus id."""
-    parts = [f"cuda:{gpu.index} of {host_name(account, gpu.host)}", gpu.name]
+    parts = [f"cuda:{gpu.index} of {host_name(report, gpu.host)}", gpu.name]
     return "; ".join([*parts, *(f"{label} {value}" for label, value in identity(gpu))])
 
 
@@ -196,31 +196,31 @@ def identity(gpu: Gpu) -> list[tuple[str, str]]:
     return [("UUID", gpu.uuid or "unknown"), ("serial", gpu.serial or "unknown"), ("PCI", gpu.pci or "unknown")]
 
 
-def describe_part(account: Account, part: Part) -> list[str]:
+def describe_part(report: RunReport, part: Part) -> list[str]:
     """Describe each GPU of a part in a line; a host by its name and software."""
     if part.kind == "host":
-        host = next((host for host in account.hosts if host.number == part.members[0]), None)
+        host = next((host for host in report.hosts if host.number == part.members[0]), None)
         software = ", ".join(f"{name} {version}" for name, version in host.software.items()) if host else ""
-        return ["; ".join(filter(None, (host_name(account, part.members[0]), software)))]
-    known = {gpu.number: gpu for gpu in account.gpus}
+        return ["; ".join(filter(None, (host_name(report, part.members[0]), software)))]
+    known = {gpu.number: gpu for gpu in report.gpus}
     lines = []
     for member in dict.fromkeys(part.members):
         prefix = f"GPU {member}: " if part.kind != "gpu" else ""
-        lines.append(prefix + (describe_gpu(account, known[member]) if member in known else "unknown to this run"))
+        lines.append(prefix + (describe_gpu(report, known[member]) if member in known else "unknown to this run"))
     return lines
 
 
-def gpus_of(account: Account, subject: Subject) -> tuple[int, ...]:
+def gpus_of(report: RunReport, subject: Subject) -> tuple[int, ...]:
     """Return the numbers of the GPUs of a subject; for a host, of all its GPUs."""
     if subject.kind == "host":
-        return tuple(gpu.number for gpu in account.gpus if gpu.host in subject.members)
+        return tuple(gpu.number for gpu in report.gpus if gpu.host in subject.members)
     return tuple(dict.fromkeys(subject.members))
 
 
-def repeat(account: Account) -> str:
+def repeat(report: RunReport) -> str:
     """Return the command that repeats the run with the same seed."""
-    given = any(word.partition("=")[0] == "--hypothesis-seed" for word in _words(account.command))
-    return account.command if account.seed is None or given else f"{account.command} --hypothesis-seed={account.seed}"
+    given = any(word.partition("=")[0] == "--hypothesis-seed" for word in _words(report.command))
+    return report.command if report.seed is None or given else f"{report.command} --hypothesis-seed={report.seed}"
 
 
 def _words(command: str) -> list[str]:
@@ -253,16 +253,16 @@ def prefix(values: Iterable[float]) -> tuple[float, str]:
     return next((step for step in _PREFIXES if most >= step[0]), _PREFIXES[-1])
 
 
-def among_hosts(account: Account) -> list[str]:
+def among_hosts(report: RunReport) -> list[str]:
     """Return a line for each host that is slower than the others of its model, or that could not be compared.
 
     Empty for a single host.
     """
-    if len(account.hosts) < 2:
+    if len(report.hosts) < 2:
         return []
-    if len(account.hosts) <= LEAST_PEERS:
+    if len(report.hosts) <= LEAST_PEERS:
         return [f"speeds of hosts are compared with each other from {LEAST_PEERS + 1} hosts on"]
-    found = among_nodes([account])
+    found = among_nodes([report])
     return [*map(str, found.outliers), *found.unknown]
 
 
@@ -274,11 +274,11 @@ def work_text(work: Work) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def evidence_of(account: Account, accusation: Accusation) -> list[Observation]:
+def evidence_of(report: RunReport, accusation: Accusation) -> list[Observation]:
     """Return the observations that an accusation explains."""
-    return [account.observations[number] for number in accusation.observations if number < len(account.observations)]
+    return [report.observations[number] for number in accusation.observations if number < len(report.observations)]
 
 
-def failed_of(account: Account, verdict: Verdict) -> list[Observation]:
+def failed_of(report: RunReport, verdict: Verdict) -> list[Observation]:
     """Return the failed observations that no part explains."""
-    return [account.observations[number] for number in verdict.unexplained if number < len(account.observations)]
+    return [report.observations[number] for number in verdict.unexplained if number < len(report.observations)]

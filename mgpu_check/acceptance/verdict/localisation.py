@@ -1,6 +1,6 @@
 """Repeat cases that failed in a group of GPUs: on smaller groups, in another order of ranks, and over other paths.
 
-The ledger records these second looks like all other observations, so the verdict explains both by the smallest set of parts.
+The log records these second looks like all other observations, so the verdict explains both by the smallest set of parts.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mgpu_check.acceptance.ledger import Call, Ledger
 from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
 from mgpu_check.devices.observations import Observation
 
 __all__ = ["Look", "look_again"]
@@ -46,22 +46,22 @@ class Look:
     follows_rank: bool = False
 
 
-def look_again(node: Node, ledger: Ledger) -> list[Look]:
-    """Repeat the cases that failed in groups, up to the number for the level, and record the results in the ledger."""
-    calls: dict[str, Call] = {}
-    for entry, call in ledger.failed_calls():
+def look_again(node: Node, log: RunLog) -> list[Look]:
+    """Repeat the cases that failed in groups, up to the number for the level, and record the results in the log."""
+    calls: dict[str, RepeatableCall] = {}
+    for entry, call in log.failed_calls():
         if entry.subject.kind == "group" and len(call.gpus) > 1:
             calls.setdefault(call.case, call)
     looks = []
     for call in itertools.islice(calls.values(), _CASES[node.level]):
-        page = ledger.open(call.check, f"second look at {call.case}")
+        section = log.begin(call.check, f"second look at {call.case}")
         looks.append(_Second(node, call).look())
-        page.ended = ledger.now()
+        section.ended = log.now()
     return looks
 
 
 class _Second:
-    def __init__(self, node: Node, call: Call) -> None:
+    def __init__(self, node: Node, call: RepeatableCall) -> None:
         self.node = node
         self.call = call
         self.repeats = _REPEATS[node.level]

@@ -28,7 +28,7 @@ class Trouble:
         lost: GPUs that no longer answer.
     """
 
-    entries: list[Observation] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
 
 
@@ -64,7 +64,7 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     if account.hung is not None:
         for rank in account.interrupted if alone else [NODE]:
             _add(trouble, check, rank, gpus, f"{what} did not end within {account.hung:g} s", lost=alone)
-    if not trouble.entries:
+    if not trouble.observations:
         _add(trouble, check, NODE, gpus, f"{what} could not run: {str(error).splitlines()[0]}", outcome="unknown")
     return trouble
 
@@ -97,4 +97,4 @@ def _add(
     else:
         subjects = [Subject("gpu", (number,)) for number in gpus]
     for subject in subjects:
-        trouble.entries.append(Observation(check, subject, outcome, seen))
+        trouble.observations.append(Observation(check, subject, outcome, seen))

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from mgpu_check.devices.observations import Entry, Observation, Subject, Work
+from mgpu_check.devices.observations import Observation, Subject, SubjectResult, Work
 from mgpu_check.suite.common.contents import CHUNK, HOST, Mismatch, bytes_of_content, compare, fill, tag_of
 
 __all__ = ["BORDERS", "Copies", "Path", "examine_copies", "examine_host_copies"]
@@ -70,13 +70,13 @@ class _Way:
         return " -> ".join(names)
 
 
-def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[Entry]:
+def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
     """Copy between all ordered pairs of `devices`; return an observation for each, by the positions of its devices."""
     pairs = itertools.permutations(range(len(devices)), 2)
     return _examine([_Way(Subject("copy", pair), *pair) for pair in pairs], devices, case)
 
 
-def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[Entry]:
+def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
     """Copy from the host to each of `devices` and back; return an observation for each way, by the position of the device."""
     ways = []
     for index in range(len(devices)):
@@ -84,7 +84,7 @@ def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[E
     return _examine(ways, devices, case)
 
 
-def _examine(ways: Sequence[_Way], devices: Sequence[torch.device], case: Copies) -> list[Entry]:
+def _examine(ways: Sequence[_Way], devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
     names = {}
     for way in ways:
         names[way.tag(case.seed)] = f"the data of the copy {way}"

@@ -16,7 +16,7 @@ import mgpu_check.suite.devices.computing.layers
 import mgpu_check.suite.devices.computing.ordering
 import mgpu_check.suite.devices.computing.products
 import mgpu_check.suite.devices.computing.reductions  # noqa: F401  # each of them registers its operations
-from mgpu_check.devices.observations import Entry, Observation, Outcome, Subject, Work
+from mgpu_check.devices.observations import Observation, Outcome, Subject, SubjectResult, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.digests import digest
 from mgpu_check.suite.common.timing import Stopwatch, measured
@@ -39,13 +39,13 @@ _BATCH_BYTES = 1 << 29
 _ELEMENTS = 1 << 16
 
 
-def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[Entry | Ballot]:
+def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[SubjectResult | Ballot]:
     """Run each case on the device of `rank`, judge its results, and cast a ballot with the digest of the first one.
 
     An oracle judges the first result, if the operation has one. All other results must have the same bits. Each batch also
     compares a copy with one changed bit: a comparison that misses the change is a failure too.
     """
-    found: list[Entry | Ballot] = []
+    found: list[SubjectResult | Ballot] = []
     with torch.cuda.device(rank.device), torch.no_grad():
         for case in cases:
             found += examine_case(case, rank.device, Subject("gpu", (rank.index,)))
@@ -94,7 +94,7 @@ class _Seen:
     laps: list[float] = field(default_factory=list)
 
 
-def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> list[Entry | Ballot]:
+def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> list[SubjectResult | Ballot]:
     """Run one case on a device; see `examine_arithmetic`."""
     with precision.repeatable(tf32=case.dtype == "tf32"):
         try:
@@ -110,7 +110,7 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     work = Work(operations=seen.done, seconds=seen.seconds)
     outcome: Outcome = "failed" if seen.wrong else "passed"
     entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)
-    rate: list[Entry] = []
+    rate: list[SubjectResult] = []
     if len(seen.laps) >= _LEAST_LAPS:
         name = f"{case.operation}, {case.dtype}"
         rate += measured("compute", subject, name, "FLOP/s", prepared.operations, seen.laps, case.size)

@@ -1,4 +1,4 @@
-"""The account of one acceptance run as plain values: the basis of its verdict and the content of every report."""
+"""The report of one acceptance run as plain values. The writers in `report` make files and lines from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mgpu_check.devices.observations import Measurement, Number, Observation, Ou
 from mgpu_check.devices.telemetry.values import TelemetrySample, Values
 from mgpu_check.option_values import Level
 
-__all__ = ["EXIT_CODES", "Account", "Accusation", "CheckRun", "Gpu", "Host", "Verdict"]
+__all__ = ["EXIT_CODES", "Accusation", "CheckRun", "Gpu", "Host", "RunReport", "Verdict"]
 
 _NONE = Work()
 
@@ -68,7 +68,7 @@ class CheckRun:
         floor: the least work for each subject; below it the check proves nothing.
         least: the work on the subject with the least.
         why: why the check is unknown or skipped, in one line.
-        host: number of the host, if the account joins several runs; None if the entry covers all hosts.
+        host: number of the host, if the report joins several runs; None if it covers all hosts.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Accusation:
 
     Attributes:
         because: the evidence in lines, the strongest first.
-        observations: indices into `Account.observations` of the failed observations that the part explains.
+        observations: indices into the observations of the report, of the failed ones that the part explains.
         arm: result of the second look: "follows the device", "follows the rank", "only over the direct path", ... or "".
         advice: what to do, in one line.
         repeat: the command that repeats the failed checks.
@@ -120,7 +120,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Account:
+class RunReport:
     """All results of one run, or of several runs joined.
 
     Attributes:

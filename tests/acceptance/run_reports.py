@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 
-from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Verdict
+from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, Subject, Work
 from mgpu_check.devices.telemetry.values import TelemetrySample
 
@@ -105,11 +105,11 @@ def checks(seconds: float) -> tuple[CheckRun, ...]:
     return tuple(found)
 
 
-def good(count: int = 8, seconds: float = 300.0) -> Account:
+def good(count: int = 8, seconds: float = 300.0) -> RunReport:
     """A node on which all is right."""
     numbers = tuple(range(count))
     accepted = Verdict("ACCEPTED")
-    return Account(
+    return RunReport(
         started="2026-11-22T15:00:00+00:00",
         seconds=seconds,
         command=COMMAND.replace("8", str(count)),
@@ -126,12 +126,12 @@ def good(count: int = 8, seconds: float = 300.0) -> Account:
     )
 
 
-def one_gpu() -> Account:
+def one_gpu() -> RunReport:
     """A node with one GPU, which has no pairs and no groups."""
     return good(1, 40.0)
 
 
-def bad() -> Account:
+def bad() -> RunReport:
     """Eight GPUs: one that computes wrong results and grows hot, a link that gives zeros, and what could not be checked."""
     right = good()
     wrong = [
@@ -259,7 +259,7 @@ def bad() -> Account:
     )
 
 
-def two_hosts() -> Account:
+def two_hosts() -> RunReport:
     """Four simulated GPUs on each of two hosts; a GPU of the second has a wrong memory."""
     first, second = tuple(range(4)), tuple(range(4, 8))
     across = [
@@ -289,7 +289,7 @@ def two_hosts() -> Account:
     for one, other in itertools.product(first, second):
         for pair in ((one, other), (other, one)):
             speeds.append(Measurement("links", Subject("copy", pair), "copy bandwidth", "B/s", 21e9, 7, 256 * MIB))
-    return Account(
+    return RunReport(
         started="2026-11-22T15:00:00+00:00",
         seconds=61.0,
         command="mgpu-check accept --gpus=8 --simulate --hypothesis-seed=3",
@@ -308,7 +308,7 @@ def two_hosts() -> Account:
     )
 
 
-def inconclusive() -> Account:
+def inconclusive() -> RunReport:
     """Two checks of all, one of which did less than its floor."""
     verdict = Verdict("INCONCLUSIVE", (), ("compute: GPU 1: 3 operations of 40",), (), ("compute", "memory"))
     right = good(2, 20.0)
