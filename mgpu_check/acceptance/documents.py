@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -126,8 +127,7 @@ class Form(Generic[Content]):
         """Return the JSON schema of the file. The docstrings of the dataclasses are its descriptions."""
         (_,), kinds = msgspec.json.schema_components((self.content,), schema_hook=_schema_of_number)
         for kind in kinds.values():
-            if "description" in kind:
-                kind["description"] = inspect.cleandoc(kind["description"])
+            _describe(kind)
         whole = kinds.pop(self.content.__name__)
         head = {"format": {"const": self.name}, "version": {"const": self.version}}
         return {
@@ -138,6 +138,15 @@ class Form(Generic[Content]):
             "required": [*head, *whole["required"]],
             "$defs": kinds,
         }
+
+
+def _describe(kind: dict[str, Any]) -> None:
+    """Give the properties of a class the descriptions that its docstring has under "Attributes:"."""
+    text, _, attributes = inspect.cleandoc(kind["description"]).partition("\n\nAttributes:\n")
+    kind["description"] = text
+    for names, words in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+        for name in names.split(", "):
+            kind["properties"][name]["description"] = " ".join(words.split())
 
 
 def _head(form: Form[Any], document: Any) -> str:

@@ -63,6 +63,12 @@ def test_json_follows_the_schema_and_is_read_back(name, tmp_path):
 def test_the_published_schema_is_that_of_the_account():
     jsonschema.Draft202012Validator.check_schema(schema())
     assert values.schema() == SCHEMA.read_text(), f"python -m {values.__name__} writes it"
+    measurement, gpu = (schema()["$defs"][name] for name in ("Measurement", "Gpu"))
+    assert measurement["description"] == "The speed of one subject."
+    assert measurement["properties"]["spread"]["description"].startswith(
+        "median absolute deviation of the repeats from"
+    )
+    assert gpu["properties"]["serial"]["description"] == gpu["properties"]["pci"]["description"] == "empty if unknown."
 
 
 def test_numbers_that_are_not_finite_and_values_that_json_lacks_are_kept(tmp_path):
