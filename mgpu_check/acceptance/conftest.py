@@ -33,7 +33,7 @@ def _check_of(item: pytest.Item) -> str:
 
 
 def _ours(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    return [item for item in items if item.path.parent == _HERE]
+    return [item for item in items if _HERE in item.path.parents]
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     order = {f"test_{check}": place for place, check in enumerate(CHECKS)}
-    items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == _HERE else 0)
+    items.sort(key=lambda item: order.get(item.path.stem, 0) if _HERE in item.path.parents else 0)
 
 
 def _seed(config: pytest.Config) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance import floors
 from mgpu_check.acceptance.checklist import CHECKS
+from mgpu_check.acceptance.faults import PLANTER, hardware_text
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 
 from mgpu_check.acceptance.run_report import Gpu
+from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
 from mgpu_check.acceptance.soak.rounds import Rate, Soak, slower
+from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 MODEL = dict.fromkeys(range(4), "G")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.acceptance import watch
+from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.telemetry.simulated import LAG, Override, SimulatedTelemetry
