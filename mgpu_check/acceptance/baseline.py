@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.comparison import UNUSABLE, Comparison, least_shortfall, models, same_memory
-from mgpu_check.acceptance.documents import Count, Form, Positive, Text, read_document
+from mgpu_check.acceptance.documents import Count, DocumentType, Positive, Text, read_document
 from mgpu_check.acceptance.robust import DEVIATIONS, NORMAL, shortfall
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
@@ -181,7 +181,7 @@ class Baseline:
         return Comparison("baseline", outcome, reference, missing, limit, why, numbers)
 
 
-FORM = Form("mgpu-check baseline", 1, Baseline, "`mgpu-check accept --record-baseline=FILE` writes such a file")
+FORM = DocumentType("mgpu-check baseline", 1, Baseline, "`mgpu-check accept --record-baseline=FILE` writes such a file")
 
 
 def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ import msgspec
 
 from mgpu_check.devices.observations import Number
 
-__all__ = ["Count", "Form", "Positive", "Text", "Texts", "convert", "read_document", "write_whole"]
+__all__ = ["Count", "DocumentType", "Positive", "Text", "Texts", "convert", "read_document", "write_whole"]
 
 Text = Annotated[str, msgspec.Meta(min_length=1, description="a text that is not empty")]
 Texts = Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, description="a list of at least one text")]
@@ -93,7 +93,7 @@ def _umask() -> int:
 
 
 @dataclass(frozen=True)
-class Form(Generic[Content]):
+class DocumentType(Generic[Content]):
     """A kind of JSON file. Its content is an instance of a dataclass, so the annotations of the dataclass are the format.
 
     Attributes:
@@ -149,7 +149,7 @@ def _describe(kind: dict[str, Any]) -> None:
             kind["properties"][name]["description"] = " ".join(words.split())
 
 
-def _head(form: Form[Any], document: Any) -> str:
+def _head(form: DocumentType[Any], document: Any) -> str:
     if not isinstance(document, dict):
         return f"the whole is {_short(document)}; give an object"
     for key, right in (("format", form.name), ("version", form.version)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.comparison import Comparison
-from mgpu_check.acceptance.documents import Count, Form, Positive, Text, Texts, read_document
+from mgpu_check.acceptance.documents import Count, DocumentType, Positive, Text, Texts, read_document
 from mgpu_check.acceptance.robust import shortfall
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
@@ -160,7 +160,7 @@ class Floors:
         return None
 
 
-FORM = Form("mgpu-check floors", 1, Floors, f"{TABLE} in the package is such a file")
+FORM = DocumentType("mgpu-check floors", 1, Floors, f"{TABLE} in the package is such a file")
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.acceptance.load import keep_busy
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.devices.telemetry.sampler import Sampler
+from mgpu_check.devices.telemetry.sampler import TelemetrySampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 from mgpu_check.devices.telemetry.visit import Visit, visit
@@ -61,7 +61,7 @@ class Watch:
             self._of.setdefault(gpu.host, []).append((gpu.number, gpu.uuid))
         self.hosts = {host: [number for number, _ in here] for host, here in self._of.items()}
         first = self._of.pop(0, [])
-        self._sampler = Sampler.start(first, simulated, interval, epoch=epoch)
+        self._sampler = TelemetrySampler.start(first, simulated, interval, epoch=epoch)
         self._visited: dict[int, float] = {}
         self._answering: set[int] = set()
         self._samples: list[TelemetrySample] = []

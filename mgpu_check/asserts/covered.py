@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_check.asserts.hearing import Channel
+from mgpu_check.asserts.hearing import Hearing
 
 __all__ = ["covered", "heard_by"]
 
-_facts = Channel[Mapping[str, Any]]()
+_facts = Hearing[Mapping[str, Any]]()
 
 heard_by = _facts.heard_by
 """Call a function with the facts that checks in this process report, for the time of the context."""

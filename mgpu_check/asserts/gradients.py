@@ -9,7 +9,7 @@ import torch
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.numerics.diagnosis import diagnose
-from mgpu_check.numerics.steps import Measurement
+from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["assert_gradients_agree", "assert_same", "gradient_or_zeros"]
@@ -19,7 +19,7 @@ _SHOWN = 4
 
 def assert_gradients_agree(
     got: Mapping[str, torch.Tensor],
-    expected: Mapping[str, torch.Tensor] | Measurement[str],
+    expected: Mapping[str, torch.Tensor] | MeasuredStep[str],
     *,
     tolerance: Mapping[str, torch.Tensor | float] | None = None,
     rank: int | None = None,
@@ -35,7 +35,7 @@ def assert_gradients_agree(
 
     Args:
         got: gradients (or parameters, buffers, outputs) by name, on any device.
-        expected: the same names and shapes, in float64 if the values are exact; or a `Measurement`.
+        expected: the same names and shapes, in float64 if the values are exact; or a `MeasuredStep`.
         tolerance: for each name the largest error of an element: a number, or a tensor of the shape of the result. 0 means
             that the values must be equal.
         rank: the rank that holds `got`, for the message.
@@ -50,7 +50,7 @@ def assert_gradients_agree(
         ValueError: the tolerance is missing, or lacks a name.
     """
     __tracebackhide__ = True
-    if isinstance(expected, Measurement):
+    if isinstance(expected, MeasuredStep):
         if tolerance is not None:
             raise ValueError("assert_gradients_agree: tolerance is part of a Measurement; give one of them")
         measured = expected

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Channel"]
+__all__ = ["Hearing"]
 
 T = TypeVar("T")
 
 
-class Channel(Generic[T]):
+class Hearing(Generic[T]):
     """A channel from checks to at most one listener, the one whose context was entered last."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_check.asserts.hearing import Channel
+from mgpu_check.asserts.hearing import Hearing
 from mgpu_check.version import torch_version
 
 __all__ = ["KNOWN_DEFECTS", "KnownDefect", "Met", "is_known", "known_defect", "report", "reported_to"]
@@ -118,7 +118,7 @@ class Met:
     failed: bool
 
 
-_met = Channel[Met]()
+_met = Hearing[Met]()
 
 reported_to = _met.heard_by
 """Call a function with each known defect that this process meets, for the time of the context.

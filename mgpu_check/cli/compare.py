@@ -222,13 +222,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> int:
-    from mgpu_check.compare.comparison import Plan, compare
+    from mgpu_check.compare.comparison import ComparisonPlan, compare
     from mgpu_check.compare.page import write_page
     from mgpu_check.compare.result import write_json
 
     simulated = f"SIMULATED {given.simulate}" if given.simulate else ""
     single, several = _environments(given.gpus, given.simulate)
-    plan = Plan(
+    plan = ComparisonPlan(
         command,
         shlex.join(program),
         given.gpus,

@@ -83,7 +83,7 @@ class _Found(BaseException):
         self.settings = settings
 
 
-class _Question:
+class _LaunchQuestion:
     @pytest.hookimpl(tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> None:
         given = early_config.known_args_namespace
@@ -106,7 +106,7 @@ def settings_of(arguments: Sequence[str]) -> Settings:
         words = ["-c", str(Path(mgpu_check.suite.__file__).with_name("pytest.ini")), *arguments]
     try:
         with _quietly(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            pytest.main(["-p", "mgpu_check", *words], plugins=[_Question()])
+            pytest.main(["-p", "mgpu_check", *words], plugins=[_LaunchQuestion()])
     except _Found as found:
         return found.settings
     except ValueError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mgpu_check.suite.common.faults.registry import Fault
 
-__all__ = ["ALONE", "CAUGHT", "ERROR", "PASSED", "SKIPPED", "Matrix", "of_properties"]
+__all__ = ["ALONE", "CAUGHT", "ERROR", "PASSED", "SKIPPED", "PropertyMatrix", "of_properties"]
 
 CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
 ALONE = "X"
@@ -17,7 +17,7 @@ _OF_SEEDS = 19, 20
 
 
 @dataclass
-class Matrix:
+class PropertyMatrix:
     """The faults and checks of one property, and the outcomes of each pair that was tried.
 
     Attributes:
@@ -113,11 +113,11 @@ class Matrix:
 
 def of_properties(
     names: Sequence[str], faults: Mapping[str, Fault], chosen: set[str], *, all_pairs: bool = False
-) -> dict[str, Matrix]:
+) -> dict[str, PropertyMatrix]:
     """Return an empty matrix for each property, with its faults that are in `chosen`."""
     found = {}
     for name in names:
         all_of_it = [fault for fault in faults.values() if fault.property == name]
         some = [fault for fault in all_of_it if fault.name in chosen]
-        found[name] = Matrix(name, some, complete=len(some) == len(all_of_it), all_pairs=all_pairs)
+        found[name] = PropertyMatrix(name, some, complete=len(some) == len(all_of_it), all_pairs=all_pairs)
     return found

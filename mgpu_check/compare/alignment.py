@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mgpu_check.compare.trace import Parameter, Step, Summary, Trace, chunk_sizes, positions
+from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes, positions
 
 __all__ = ["Aligned", "Deviation", "Kind", "Samples", "deviation", "of_kind"]
 
@@ -22,7 +22,7 @@ class Deviation:
     """The deviation of a tensor from the expected one.
 
     Attributes:
-        size: the largest deviation of a number of the summary, relative to the tensor (see `Summary.entries`).
+        size: the largest deviation of a number of the summary, relative to the tensor (see `TensorSummary.entries`).
         what: name of the number: "norm", "sum of elements 0 to 9", "element [3, 1]".
         got, expected: its two values.
     """
@@ -38,7 +38,7 @@ class Deviation:
         return f"{self.what}: {self.got:.7g} instead of {self.expected:.7g}"
 
 
-def deviation(got: Summary | None, expected: Summary | None, shape: Sequence[int]) -> Deviation:
+def deviation(got: TensorSummary | None, expected: TensorSummary | None, shape: Sequence[int]) -> Deviation:
     """Return the deviation of `got` from `expected`; infinite if only one of them exists, or only one is finite."""
     if got is None or expected is None:
         return Deviation(0.0 if got is expected else math.inf)
@@ -77,7 +77,7 @@ def _index(position: int, shape: Sequence[int]) -> list[int]:
     return index[::-1]
 
 
-def of_kind(step: Step, kind: Kind) -> dict[str, Summary | None]:
+def of_kind(step: Step, kind: Kind) -> dict[str, TensorSummary | None]:
     """Return the tensors of one kind in a step, by parameter."""
     if kind == "gradient":
         return step.gradients
@@ -211,7 +211,7 @@ class Aligned:
         """Return the names of the tensors of one kind that both runs have."""
         return self.states if kind == "state" else self.names
 
-    def found(self, step: int, kind: Kind, name: str) -> tuple[Summary | None, dict[int, Summary | None]]:
+    def found(self, step: int, kind: Kind, name: str) -> tuple[TensorSummary | None, dict[int, TensorSummary | None]]:
         """Return a tensor of a step on one device, and by rank on each rank that has it with the same shape."""
         expected = of_kind(self.one.steps[step], kind).get(name)
         shape = self.parameter(name).shape

@@ -13,11 +13,11 @@ from mgpu_check.compare.alignment import Kind, of_kind
 from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, prefixes
 from mgpu_check.compare.partial import is_partial, together, why_not_together
 from mgpu_check.compare.trace import (
-    Held,
+    HeldSlice,
     Parameter,
     State,
     Step,
-    Summary,
+    TensorSummary,
     Trace,
     named_state,
     positions,
@@ -56,12 +56,12 @@ class Assembly:
 
 
 @dataclass
-class _Piece:
+class _LabelledSlice:
     """A slice of a whole tensor on a rank; `label` is its name there."""
 
     rank: int
     label: str
-    held: Held
+    held: HeldSlice
 
     @property
     def place(self) -> tuple[tuple[int, int], str]:
@@ -73,7 +73,7 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     """Assemble the traces of ranks."""
     names = [matched(one, trace) for trace in ranks]
     reasons: dict[str, str] = {}
-    pieces: dict[str, list[_Piece]] = defaultdict(list)
+    pieces: dict[str, list[_LabelledSlice]] = defaultdict(list)
     made = [Trace(trace.rank, trace.world, events=trace.events) for trace in ranks]
     pieces_of: list[dict[str, str]] = [{} for _ in ranks]
     unmatched = False
@@ -81,7 +81,7 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
         for label, parameter in trace.parameters.items():
             name = own[label]
             if parameter.held is not None and parameter.held.whole in one.parameters:
-                pieces[parameter.held.whole].append(_Piece(index, label, parameter.held))
+                pieces[parameter.held.whole].append(_LabelledSlice(index, label, parameter.held))
                 pieces_of[index][label] = parameter.held.whole
                 continue
             shown = name or _free(label, parameter, trace.rank, one, own)
@@ -144,7 +144,7 @@ def _add_states(
     names: dict[str, str | None],
     pieces_of: dict[str, str],
     made: Trace,
-    pieces: dict[str, list[_Piece]],
+    pieces: dict[str, list[_LabelledSlice]],
     reasons: dict[str, str],
 ) -> bool:
     """Add the states and buffers of a rank under the names of their parameters and modules on one device.
@@ -155,7 +155,7 @@ def _add_states(
     modules = prefixes({**names, **pieces_of})
     for label, state in trace.states.items():
         if state.held is not None and state.held.whole in one.states:
-            pieces[state.held.whole].append(_Piece(index, label, state.held))
+            pieces[state.held.whole].append(_LabelledSlice(index, label, state.held))
             pieces_of[label] = state.held.whole
             continue
         if state.key:
@@ -199,7 +199,7 @@ def _free(label: str, parameter: Parameter, rank: int, one: Trace, own: Mapping[
     return f"{label} of rank {rank}" if taken else label
 
 
-def _gap(name: str, one: Trace, some: Sequence[_Piece], reasons: dict[str, str]) -> bool:
+def _gap(name: str, one: Trace, some: Sequence[_LabelledSlice], reasons: dict[str, str]) -> bool:
     """Return whether slices fail to cover a whole tensor exactly once, and record the reason."""
     distinct = {piece.held.key: piece.held for piece in some}
     count = sum(held.count for held in distinct.values())
@@ -214,7 +214,7 @@ def _gap(name: str, one: Trace, some: Sequence[_Piece], reasons: dict[str, str])
     return True
 
 
-def _apart(name: str, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
+def _apart(name: str, some: Sequence[_LabelledSlice], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
     """Return whether ranks hold the same slice with different initial values, and record it: the tensors may be different ones."""
     starts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for piece in some:
@@ -227,11 +227,11 @@ def _apart(name: str, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: d
     return True
 
 
-def _first(some: Sequence[_Piece], ranks: Sequence[Trace]) -> tuple[int, list[tuple[Held, Summary]]]:
+def _first(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> tuple[int, list[tuple[HeldSlice, TensorSummary]]]:
     """Return the first step with a value of each part of a statistic, and these values; no values if there is no such step."""
     wanted = {piece.place for piece in some}
     for number in range(min(len(ranks[piece.rank].steps) for piece in some)):
-        found: dict[object, tuple[Held, Summary]] = {}
+        found: dict[object, tuple[HeldSlice, TensorSummary]] = {}
         for piece in some:
             value = ranks[piece.rank].steps[number].states.get(piece.label)
             if value is not None:
@@ -241,7 +241,9 @@ def _first(some: Sequence[_Piece], ranks: Sequence[Trace]) -> tuple[int, list[tu
     return 0, []
 
 
-def _unlike(name: str, one: Trace, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
+def _unlike(
+    name: str, one: Trace, some: Sequence[_LabelledSlice], ranks: Sequence[Trace], reasons: dict[str, str]
+) -> bool:
     """Return whether statistics of slices cannot be put together, and record the reason."""
     if not any(piece.held.covers for piece in some):
         return False
@@ -253,7 +255,7 @@ def _unlike(name: str, one: Trace, some: Sequence[_Piece], ranks: Sequence[Trace
     return bool(reason)
 
 
-def _own_parts(some: Sequence[_Piece], ranks: Sequence[Trace]) -> str:
+def _own_parts(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> str:
     """Describe the parts of a parameter that ranks compute a statistic from; "" if all ranks have the same value of it."""
     if not any(piece.held.covers for piece in some) or not is_partial(_first(some, ranks)[1]):
         return ""
@@ -294,12 +296,12 @@ def _take_unused(users: Mapping[str, set[int]], made: Sequence[Trace]) -> None:
 
 
 def _views(
-    complete: Mapping[str, Sequence[_Piece]], at: Sequence[Step | None], one: Step | None, kind: Kind
-) -> dict[str, dict[int, Summary | None]]:
+    complete: Mapping[str, Sequence[_LabelledSlice]], at: Sequence[Step | None], one: Step | None, kind: Kind
+) -> dict[str, dict[int, TensorSummary | None]]:
     """Return the whole tensors from the view of each rank: its own slices, completed with slices of other ranks."""
-    found: dict[str, dict[int, Summary | None]] = {}
+    found: dict[str, dict[int, TensorSummary | None]] = {}
     for name, some in complete.items():
-        values: list[tuple[_Piece, Summary | None]] = []
+        values: list[tuple[_LabelledSlice, TensorSummary | None]] = []
         for piece in some:
             step = at[piece.rank]
             here = {} if step is None else of_kind(step, kind)
@@ -323,9 +325,9 @@ def _step(
     pieces: Mapping[str, str],
     users: Mapping[str, set[int]],
     index: int,
-    views: Mapping[Kind, Mapping[str, Mapping[int, Summary | None]]],
+    views: Mapping[Kind, Mapping[str, Mapping[int, TensorSummary | None]]],
 ) -> Step:
-    def renamed(kind: Kind) -> Iterator[tuple[str, Summary | None]]:
+    def renamed(kind: Kind) -> Iterator[tuple[str, TensorSummary | None]]:
         for label, value in of_kind(step, kind).items():
             name = names.get(label)
             if name is not None and index in users.get(name, (index,)):
@@ -339,7 +341,7 @@ def _step(
         own, found = step.gradients.get(label), views["gradient"].get(pieces.get(label, ""), {}).get(index)
         return found.norm / own.norm if found is not None and own is not None and own.norm else 1.0
 
-    def there(kind: Kind) -> dict[str, Summary]:
+    def there(kind: Kind) -> dict[str, TensorSummary]:
         return {name: value for name, value in renamed(kind) if value is not None}
 
     return replace(
@@ -359,7 +361,7 @@ def _step(
     )
 
 
-def _placement(some: Sequence[_Piece], ranks: Sequence[Trace]) -> str:
+def _placement(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> str:
     return _told((piece.held.told, ranks[piece.rank].rank) for piece in some)
 
 
@@ -370,7 +372,7 @@ def _told(parts: Iterable[tuple[str, int]]) -> str:
     return "; ".join(f"{what} on {named(sorted(set(where)))}" for what, where in told.items())
 
 
-def _holders(one: Trace, name: str, some: Sequence[_Piece], ranks: Sequence[Trace]) -> list[tuple[int, ...]]:
+def _holders(one: Trace, name: str, some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> list[tuple[int, ...]]:
     whole = one.entry(name)
     found: list[set[int]] = [set() for _ in positions(whole.count if whole else 0)]
     for piece in some:
@@ -382,7 +384,7 @@ def _holders(one: Trace, name: str, some: Sequence[_Piece], ranks: Sequence[Trac
     return [tuple(sorted(where)) for where in found]
 
 
-def _parts(some: Sequence[_Piece], ranks: Sequence[Trace]) -> dict[int, frozenset[tuple[int, int]]]:
+def _parts(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> dict[int, frozenset[tuple[int, int]]]:
     found: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for piece in some:
         found[ranks[piece.rank].rank].add(piece.held.key)

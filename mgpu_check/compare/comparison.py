@@ -18,21 +18,21 @@ from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.directories import fresh_directory
 from mgpu_check.compare.obstacles import SNAPSHOT, standing
-from mgpu_check.compare.processes import Run, run
+from mgpu_check.compare.processes import ScriptRun, run
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.verdict import Verdict, of_failure, refused, starts_its_own, verdict_of, without_steps
+from mgpu_check.compare.verdict import ComparisonVerdict, of_failure, refused, starts_its_own, verdict_of, without_steps
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.record import relative
 
-__all__ = ["Comparison", "Plan", "compare"]
+__all__ = ["ComparisonPlan", "ScriptComparison", "compare"]
 
 _SEED = 1  # any fixed seed of the perturbations, so that a comparison can be repeated
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """The settings of a comparison.
 
     Attributes:
@@ -62,23 +62,23 @@ class Plan:
 
 
 @dataclass
-class Comparison:
+class ScriptComparison:
     """The runs of a comparison, in order, and the verdict."""
 
-    plan: Plan
-    runs: list[Run] = field(default_factory=list)
+    plan: ComparisonPlan
+    runs: list[ScriptRun] = field(default_factory=list)
     aligned: Aligned | None = None
     rounding: Rounding | None = None
-    verdict: Verdict = field(default_factory=lambda: refused("nothing was run"))
+    verdict: ComparisonVerdict = field(default_factory=lambda: refused("nothing was run"))
 
 
-def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
+def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparison:
     """Compare the script on one device with the script on several ranks, in as many runs as that needs.
 
     Args:
         tell: called with a line about each run after it has ended.
     """
-    made = Comparison(plan)
+    made = ScriptComparison(plan)
     verdict = _verdict(made, tell)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *_crashes_at_exit(made.runs)]
     if plan.without_gpus and any(run.failed for run in made.runs):
@@ -87,7 +87,7 @@ def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
     return made
 
 
-def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
+def _verdict(made: ScriptComparison, tell: Callable[[str], None]) -> ComparisonVerdict:
     plan = made.plan
     one = _run(made, tell, "one device", 1)
     if one.has("starts"):
@@ -125,7 +125,9 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     return verdict_of(aligned, made.rounding, repeat, plan.unjudged)
 
 
-def _again(made: Comparison, tell: Callable[[str], None], divided: bool) -> tuple[Run, Verdict | None]:
+def _again(
+    made: ScriptComparison, tell: Callable[[str], None], divided: bool
+) -> tuple[ScriptRun, ComparisonVerdict | None]:
     """Run on one device again. Return the run, and the verdict if the comparison ends here.
 
     Args:
@@ -151,7 +153,7 @@ def _again(made: Comparison, tell: Callable[[str], None], divided: bool) -> tupl
     return again, _found_what_was_left(made.runs)
 
 
-def _moved_apart(made: Comparison, tell: Callable[[str], None], files: Mapping[str, int]) -> Run | None:
+def _moved_apart(made: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int]) -> ScriptRun | None:
     """Find the places of constants in runs with distinct values, and run the ranks with these places; None if a run fails."""
     world = made.plan.world
     with contextlib.ExitStack() as undo:
@@ -167,7 +169,7 @@ def _moved_apart(made: Comparison, tell: Callable[[str], None], files: Mapping[s
     return None if several.failed else several
 
 
-def _aligned(one: Run, found: Assembly, world: int) -> Aligned:
+def _aligned(one: ScriptRun, found: Assembly, world: int) -> Aligned:
     return Aligned(
         one.traces[0],
         found.ranks,
@@ -181,7 +183,7 @@ def _aligned(one: Run, found: Assembly, world: int) -> Aligned:
     )
 
 
-def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
+def _several(made: ScriptComparison, tell: Callable[[str], None]) -> ScriptRun:
     """Return the run on several devices: one rank per device, or one process if the script divides work within a process.
 
     A script that never makes a process group trains the same model on each rank. That is a mistake unless one process uses
@@ -205,7 +207,7 @@ def _on_several(trace: Trace) -> bool:
 
 
 def _run(
-    made: Comparison,
+    made: ScriptComparison,
     tell: Callable[[str], None],
     label: str,
     world: int,
@@ -213,7 +215,7 @@ def _run(
     environment: Mapping[str, str] | None = None,
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
     apart: bool = False,
-) -> Run:
+) -> ScriptRun:
     plan = made.plan
     environment = environment or (plan.single if world == 1 else plan.several)
     with fresh_directory() if plan.fresh else nullcontext() as directory:
@@ -236,7 +238,7 @@ def _run(
     return done
 
 
-def _led(runs: Sequence[Run]) -> Iterator[str]:
+def _led(runs: Sequence[ScriptRun]) -> Iterator[str]:
     """Report the line that gave the ranks another address than the store of the comparison."""
     for one in runs:
         for event in [event for trace in one.traces for event in trace.of("led")][:1]:
@@ -249,7 +251,7 @@ def _led(runs: Sequence[Run]) -> Iterator[str]:
             return
 
 
-def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:
+def _crashes_at_exit(runs: Sequence[ScriptRun]) -> Iterator[str]:
     for one in runs:
         crashed = [ended for ended in one.ranks if ended.crashed_at_exit]
         if crashed:
@@ -260,7 +262,7 @@ def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:
             )
 
 
-def _also(made: Comparison, verdict: Verdict) -> Iterator[str]:
+def _also(made: ScriptComparison, verdict: ComparisonVerdict) -> Iterator[str]:
     """Return the other obstacles of runs that could not be compared."""
     if verdict.kind != "not comparable" or not made.runs or (one := made.runs[0].traces[0]).steps == []:
         return
@@ -271,7 +273,7 @@ def _also(made: Comparison, verdict: Verdict) -> Iterator[str]:
             yield line
 
 
-def _found_what_was_left(runs: Sequence[Run]) -> Verdict | None:
+def _found_what_was_left(runs: Sequence[ScriptRun]) -> ComparisonVerdict | None:
     """Return the refusal if the last run loaded a file of an earlier run, and therefore started from another state."""
     written = {event["file"] for earlier in runs[:-1] for trace in earlier.traces for event in trace.of("save")}
     last = runs[-1]

@@ -28,7 +28,7 @@ __all__ = ["install"]
 
 def install() -> None:
     """Make constant parameters and buffers distinct when a module registers them, and after each time they are filled."""
-    apart = _Apart()
+    apart = _MovedApart()
     register_module_parameter_registration_hook(apart.registered)
     register_module_buffer_registration_hook(apart.registered)
     patches = Patches()
@@ -36,7 +36,7 @@ def install() -> None:
         patches.wrap(torch.Tensor, name, apart.filling)
 
 
-class _Apart:
+class _MovedApart:
     def __init__(self) -> None:
         self._known: list[weakref.ref[torch.Tensor]] = []
         self._shapes: set[torch.Size] = set()

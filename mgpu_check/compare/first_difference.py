@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from mgpu_check.compare.alignment import Aligned, Deviation, Kind, Samples, deviation, of_kind
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.trace import Summary
+from mgpu_check.compare.trace import TensorSummary
 from mgpu_check.diagnosis.report import Finding, Observable
 
-__all__ = ["KINDS", "Diagnosis", "FirstDifference", "Wrong", "first_difference", "ratio_of", "updates"]
+__all__ = ["KINDS", "Diagnosis", "FirstDifference", "WrongTensor", "first_difference", "ratio_of", "updates"]
 
 KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
@@ -20,7 +20,7 @@ _SHOWN: dict[Kind, str] = {"before": "before: ", "gradient": "gradient: ", "para
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongTensor:
     """A tensor that differs from one device: the ranks, and the deviation on the worst rank."""
 
     kind: Kind
@@ -42,7 +42,7 @@ class FirstDifference:
     aligned: Aligned
     rounding: Rounding
     step: int
-    wrong: dict[Kind, list[Wrong]]
+    wrong: dict[Kind, list[WrongTensor]]
     apart: dict[Kind, list[str]]
 
     @property
@@ -51,7 +51,7 @@ class FirstDifference:
         return next((kind for kind in KINDS if self.wrong[kind] or self.apart[kind]), None)
 
     @property
-    def main(self) -> Wrong | None:
+    def main(self) -> WrongTensor | None:
         """The tensor of the first wrong kind with the largest deviation; among equals, the first in the model."""
         kind = self.kind
         if kind is None or not self.wrong[kind]:
@@ -119,7 +119,7 @@ class Diagnosis:
     of_slices: str = ""
 
 
-def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
+def ratio_of(got: TensorSummary | None, expected: TensorSummary | None) -> float | None:
     """Return the norm of a tensor relative to the expected norm; None if the ratio is undefined."""
     if got is None or expected is None or not expected.norm or not math.isfinite(got.norm / expected.norm):
         return None
@@ -139,7 +139,7 @@ def first_difference(aligned: Aligned, rounding: Rounding) -> FirstDifference | 
 
 
 def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDifference:
-    wrong: dict[Kind, list[Wrong]] = {kind: [] for kind in KINDS}
+    wrong: dict[Kind, list[WrongTensor]] = {kind: [] for kind in KINDS}
     apart: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
         for name in aligned.named(kind):
@@ -151,7 +151,9 @@ def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDiff
     return FirstDifference(aligned, rounding, step, wrong, apart)
 
 
-def _compared(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str) -> tuple[Wrong | None, bool]:
+def _compared(
+    aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str
+) -> tuple[WrongTensor | None, bool]:
     """Return the difference of a tensor from one device, if any, and whether the tensor differs between ranks."""
     expected, here = aligned.found(step, kind, name)
     tolerance = rounding.tolerance(step, kind, name)
@@ -168,12 +170,14 @@ def _compared(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name:
     worst = None
     if rank is not None:
         at_fault = _at_fault(aligned, name, expected, here[rank], tolerance) & off.keys()
-        worst = Wrong(kind, name, tuple(r for r in off if not at_fault or r in at_fault), off[rank], rank)
+        worst = WrongTensor(kind, name, tuple(r for r in off if not at_fault or r in at_fault), off[rank], rank)
     first = next(iter(here.values()), None)
     return worst, any(value != first and deviation(value, first, shape).size > tolerance for value in here.values())
 
 
-def _at_fault(aligned: Aligned, name: str, expected: Summary | None, got: Summary | None, tolerance: float) -> set[int]:
+def _at_fault(
+    aligned: Aligned, name: str, expected: TensorSummary | None, got: TensorSummary | None, tolerance: float
+) -> set[int]:
     """Return the ranks that hold the wrong elements of a sliced parameter; empty if unknown."""
     holders = aligned.holders.get(name)
     if holders is None or expected is None or got is None:

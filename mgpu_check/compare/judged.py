@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from mgpu_check.compare.alignment import Aligned, Kind, of_kind
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.trace import Summary, Trace
+from mgpu_check.compare.trace import TensorSummary, Trace
 from mgpu_check.processes.rank_lists import few, named
 
 __all__ = ["account", "left_over", "not_compared", "trained"]
@@ -162,7 +162,7 @@ def _tells(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: st
     return math.isfinite(width) and width <= _WIDE * max(own, _SMALL * largest)
 
 
-def _size(summary: Summary | None, count: int) -> float:
+def _size(summary: TensorSummary | None, count: int) -> float:
     """Return the root mean square of a tensor's elements."""
     return summary.norm / math.sqrt(max(count, 1)) if summary is not None and summary.finite else 0.0
 

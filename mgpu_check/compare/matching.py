@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from mgpu_check.compare.alignment import deviation
-from mgpu_check.compare.trace import Parameter, Summary, Trace
+from mgpu_check.compare.trace import Parameter, TensorSummary, Trace
 
 __all__ = ["AMBIGUOUS", "beside", "matched", "prefixes"]
 
@@ -74,8 +74,8 @@ def _by_gradient(label: str, names: Sequence[str], one: Trace, rank: Trace) -> s
     return None
 
 
-def _starts(trace: Trace) -> dict[str, Summary]:
-    found: dict[str, Summary] = {}
+def _starts(trace: Trace) -> dict[str, TensorSummary]:
+    found: dict[str, TensorSummary] = {}
     for step in trace.steps:
         for name, summary in step.before.items():
             found.setdefault(name, summary)

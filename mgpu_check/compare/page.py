@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mgpu_check import pages
-from mgpu_check.compare.comparison import Comparison
+from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.compare.picture import Curve, draw
 from mgpu_check.compare.result import curves
 from mgpu_check.diagnosis.catalogue import CLASSES
@@ -18,7 +18,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _RANKS = 16  # more curves of single ranks would not be readable
 
 
-def write_page(path: Path, done: Comparison) -> None:
+def write_page(path: Path, done: ScriptComparison) -> None:
     """Write the verdict, its likely causes, the curves and the compared tensors. Requires the extra, see `pages.require`."""
     report = done.verdict.report
     page = pages.render(
@@ -40,7 +40,7 @@ def _columns(report: Report) -> list[str]:
     return list(report.observables[0].relations) if report.observables else []
 
 
-def _pictures(done: Comparison) -> list[dict[str, str]]:
+def _pictures(done: ScriptComparison) -> list[dict[str, str]]:
     found = curves(done)
     if not found["one"]:
         return []
@@ -66,7 +66,7 @@ def _pictures(done: Comparison) -> list[dict[str, str]]:
     return pictures
 
 
-def _runs(done: Comparison) -> list[dict[str, object]]:
+def _runs(done: ScriptComparison) -> list[dict[str, object]]:
     rows = []
     for run in done.runs:
         steps = sorted({ended.steps for ended in run.ranks})

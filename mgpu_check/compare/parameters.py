@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_check.compare.naming import Names
-from mgpu_check.compare.placing import Part, Placing
+from mgpu_check.compare.placing import Placing, TracePart
 from mgpu_check.compare.summaries import over
 from mgpu_check.compare.trace import Writer
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["Numbered", "Parameters", "parameters_of"]
+__all__ = ["NumberedPart", "Parameters", "parameters_of"]
 
 
-class Numbered(NamedTuple):
+class NumberedPart(NamedTuple):
     """A part of a parameter, with its number in the trace."""
 
     number: int
     parameter: torch.Tensor
-    part: Part
+    part: TracePart
 
 
 class Parameters:
@@ -31,11 +31,11 @@ class Parameters:
         self.placing = Placing(names, None)
         self._writer, self._names = writer, names
         self._number = 0
-        self._parts: dict[int, list[Numbered]] = {}  # by the id of a parameter
+        self._parts: dict[int, list[NumberedPart]] = {}  # by the id of a parameter
         self._held: list[torch.Tensor] = []  # keeps objects alive whose ids are keys
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
-    def parts(self, optimizer: Any, number: int) -> list[Numbered]:
+    def parts(self, optimizer: Any, number: int) -> list[NumberedPart]:
         """Return the parts of an optimizer's parameters.
 
         Args:
@@ -55,7 +55,7 @@ class Parameters:
             self._names.look_around()  # releases the references to all modules
         return [one for parameter in parameters_of(optimizer) for one in self._parts[id(parameter)]]
 
-    def _numbered(self, parameter: torch.Tensor, part: Part) -> Numbered:
+    def _numbered(self, parameter: torch.Tensor, part: TracePart) -> NumberedPart:
         self._writer.write(
             "parameter",
             name=part.label,
@@ -70,7 +70,7 @@ class Parameters:
             over=over(parameter),
         )
         self._number += 1
-        return Numbered(self._number - 1, parameter, part)
+        return NumberedPart(self._number - 1, parameter, part)
 
     def note_groups(self, optimizer: Any, number: int) -> None:
         """Record learning rates and other options of each group, if any has changed since the last step."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from mgpu_check.compare.alignment import deviation
-from mgpu_check.compare.trace import Held, Summary, joined
+from mgpu_check.compare.trace import HeldSlice, TensorSummary, joined
 
 __all__ = ["is_partial", "together", "why_not_together"]
 
@@ -22,7 +22,9 @@ _SHARE = 1e-6
 """Deviation of a sum of shares from 1: more than floating-point numbers cause, and less than one of a million rows."""
 
 
-def together(parts: Collection[tuple[Held, Summary]], expected: Summary | None) -> Summary | None:
+def together(
+    parts: Collection[tuple[HeldSlice, TensorSummary]], expected: TensorSummary | None
+) -> TensorSummary | None:
     """Return the whole tensor from all of its parts; None without parts.
 
     Args:
@@ -34,12 +36,14 @@ def together(parts: Collection[tuple[Held, Summary]], expected: Summary | None) 
     return replace(found, norm=expected.norm) if math.isnan(found.norm) and expected is not None else found
 
 
-def is_partial(parts: Iterable[tuple[Held, Summary]]) -> bool:
+def is_partial(parts: Iterable[tuple[HeldSlice, TensorSummary]]) -> bool:
     """Return whether ranks have different values of a statistic for the same place."""
     return any(_is_mean(own) for own in _by_place(parts))
 
 
-def why_not_together(parts: Collection[tuple[Held, Summary]], expected: Summary | None, shape: Sequence[int]) -> str:
+def why_not_together(
+    parts: Collection[tuple[HeldSlice, TensorSummary]], expected: TensorSummary | None, shape: Sequence[int]
+) -> str:
     """Return why parts of a statistic are not the statistic of one device; "" if they are."""
     told = "; ".join(dict.fromkeys(held.covers for held, _ in parts))
     if any(abs(math.fsum(held.share for held, _ in own) - 1) > _SHARE for own in _by_place(parts)):
@@ -49,18 +53,18 @@ def why_not_together(parts: Collection[tuple[Held, Summary]], expected: Summary 
     return f"each rank may keep a statistic of its own slice ({told}), and their mean is not that of one device"
 
 
-def _by_place(parts: Iterable[tuple[Held, Summary]]) -> list[list[tuple[Held, Summary]]]:
-    found: dict[tuple[int, int], list[tuple[Held, Summary]]] = defaultdict(list)
+def _by_place(parts: Iterable[tuple[HeldSlice, TensorSummary]]) -> list[list[tuple[HeldSlice, TensorSummary]]]:
+    found: dict[tuple[int, int], list[tuple[HeldSlice, TensorSummary]]] = defaultdict(list)
     for held, value in parts:
         found[held.key].append((held, value))
     return list(found.values())
 
 
-def _is_mean(parts: Sequence[tuple[Held, Summary]]) -> bool:
+def _is_mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> bool:
     return any(value != parts[0][1] for _, value in parts)
 
 
-def _mean(parts: Sequence[tuple[Held, Summary]]) -> Summary:
+def _mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> TensorSummary:
     """Return the mean of partial statistics; its norm is not a number, since it is unknown. Equal parts are the mean themselves."""
     first = parts[0][1]
     if not _is_mean(parts):
@@ -73,7 +77,7 @@ def _mean(parts: Sequence[tuple[Held, Summary]]) -> Summary:
     def mean(some: Sequence[float]) -> float:
         return sum(share * value for share, value in zip(shares, some, strict=True))
 
-    return Summary(
+    return TensorSummary(
         0,
         math.nan if finite else math.inf,
         tuple(map(mean, sums)),

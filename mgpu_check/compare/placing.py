@@ -24,11 +24,11 @@ from mgpu_check.numerics.placement.neighbours import beside
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["Part", "Placing"]
+__all__ = ["Placing", "TracePart"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TracePart:
     """A tensor of the trace: a whole parameter, or the part of it that is a slice of one whole tensor.
 
     Attributes:
@@ -68,7 +68,7 @@ class Placing:
         self._found: dict[str, list[tuple[torch.Size, Slice]]] = {}
         self._open: set[str] = set()
 
-    def parts(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> list[list[Part]]:
+    def parts(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> list[list[TracePart]]:
         """Return the parts of each parameter, before it is trained.
 
         Args:
@@ -81,9 +81,9 @@ class Placing:
                 found[index] = [self._beside(parameter, found[index][0])]
         return found
 
-    def buffer(self, name: str, order: int, first: torch.Tensor) -> Part:
+    def buffer(self, name: str, order: int, first: torch.Tensor) -> TracePart:
         """Return the part of a buffer, from its values before the first call of its model. Call it after `parts`."""
-        whole = Part(name, order, shape_of(first))
+        whole = TracePart(name, order, shape_of(first))
         if self._buffers is None or self._buffers.shape(name) == tuple(first.shape):
             return whole
         found = self._find(self._buffers, first, name, named_state("", name), trusted=False)
@@ -105,7 +105,7 @@ class Placing:
             write_placement(self._note, key, found)
         return found
 
-    def _parts(self, parameter: torch.Tensor, otherwise: str) -> list[Part]:
+    def _parts(self, parameter: torch.Tensor, otherwise: str) -> list[TracePart]:
         ranges = flat_ranges(parameter)
         if ranges is not None:
             names = [self._names.of_key(module, key) for module, key in ranges.owners]
@@ -121,7 +121,7 @@ class Placing:
             if here is not None:
                 at, shape = here
                 return [_part(name, order, parameter, Slice(name, shape, at))] if len(at) else []
-        whole = Part(name, order, shape_of(parameter))
+        whole = TracePart(name, order, shape_of(parameter))
         if self._wholes is None or hasattr(parameter, "full_tensor") or parameter.layout is not torch.strided:
             return [whole]
         declared = self._declared(parameter, name)
@@ -142,7 +142,7 @@ class Placing:
     def _note_found(self, label: str, shape: torch.Size, part: Slice) -> None:
         self._found.setdefault(label.rpartition(".")[0], []).append((shape, part))
 
-    def _by_content(self, parameter: torch.Tensor, whole: Part) -> Iterator[Part]:
+    def _by_content(self, parameter: torch.Tensor, whole: TracePart) -> Iterator[TracePart]:
         assert self._wholes is not None
         found = self._find(self._wholes, copied(parameter), whole.label, whole.label, trusted=True)
         # A tensor with a known name and shape may be whole: it started from other values, or is constant.
@@ -163,11 +163,11 @@ class Placing:
             label = whole.label if len(found) == 1 else f"{whole.label}[{index}]"
             yield _part(label, whole.order, parameter, part)
 
-    def _beside(self, parameter: torch.Tensor, part: Part) -> Part:
+    def _beside(self, parameter: torch.Tensor, part: TracePart) -> TracePart:
         assert self._wholes is not None
         return self._near(part.label, part.order, copied(parameter), self._wholes) or part
 
-    def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> Part | None:
+    def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> TracePart | None:
         """Place a constant from other placed tensors: neighbours in its module, or tensors divided along an axis of a mesh."""
         if not value.dim():
             return None
@@ -180,10 +180,10 @@ class Placing:
         return None if along is None else replace(_part(name, order, value, along), same_elsewhere=True)
 
 
-def _unplaced(whole: Part, why: Unplaced) -> Part:
+def _unplaced(whole: TracePart, why: Unplaced) -> TracePart:
     return replace(whole, unplaced=str(why), same_elsewhere=why is Unplaced.AMBIGUOUS)
 
 
-def _part(label: str, order: int, parameter: torch.Tensor, part: Slice) -> Part:
+def _part(label: str, order: int, parameter: torch.Tensor, part: Slice) -> TracePart:
     cut = Cut(part, parameter.is_complex())
-    return Part(label, order, cut.shape, None if cut.is_whole and part.within is None else cut)
+    return TracePart(label, order, cut.shape, None if cut.is_whole and part.within is None else cut)

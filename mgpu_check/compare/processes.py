@@ -37,7 +37,7 @@ from mgpu_check.processes.record import fewest
 from mgpu_check.processes.signals import STACKS_SIGNAL, held_back
 from mgpu_check.processes.stacks import Location, location_of
 
-__all__ = ["Ended", "Run", "run"]
+__all__ = ["Ended", "ScriptRun", "run"]
 
 _INTERVAL = 0.02  # seconds between two checks of the processes
 _GRACE = 5.0  # seconds for the other ranks after a failure: their own errors may explain it
@@ -94,7 +94,7 @@ class Ended:
 
 
 @dataclass
-class Run:
+class ScriptRun:
     """All processes of a run, in rank order.
 
     Attributes:
@@ -126,7 +126,7 @@ class Run:
         return [ended.trace or Trace(ended.rank, len(self.ranks)) for ended in self.ranks]
 
 
-class _Process:
+class _RecordedProcess:
     """A recorded process and the files that it writes."""
 
     def __init__(
@@ -240,7 +240,7 @@ def run(
     directory: Path | None = None,
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
     apart: bool = False,
-) -> Run:
+) -> ScriptRun:
     """Run `command` in `world` processes, and wait for all of them.
 
     Args:
@@ -258,7 +258,7 @@ def run(
         "moved": moved,
         "apart": apart,
     }
-    processes: list[_Process] = []
+    processes: list[_RecordedProcess] = []
     before = adopt()
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
@@ -267,7 +267,7 @@ def run(
             for rank in range(world):
                 variables = _variables(environment, rank, world, listener.getsockname()[1])
                 own = {name: fd if isinstance(fd, int) else fd[rank] for name, fd in files.items()}
-                processes.append(_Process(rank, command, variables, told, directory, own))
+                processes.append(_RecordedProcess(rank, command, variables, told, directory, own))
             # The processes can already connect; the store serves them from now on.
             undo.enter_context(_store(listener, world))
             first, hung = _wait(processes, timeout)
@@ -280,7 +280,7 @@ def run(
             ended = [process.ended(hung) for process in processes] if sys.exc_info()[0] is None else []
             for process in processes:
                 process.files.close()
-    return Run(label, ended, time.monotonic() - began, first, directory)
+    return ScriptRun(label, ended, time.monotonic() - began, first, directory)
 
 
 @contextlib.contextmanager
@@ -323,7 +323,7 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int)
     return made
 
 
-def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bool]:
+def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | None, bool]:
     """Wait until all processes have ended or hang. Return the rank that failed first, and whether it hung."""
     sizes = [0] * len(processes)
     moved_at = time.monotonic()
@@ -344,7 +344,7 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
         time.sleep(_INTERVAL)
 
 
-def _slowest(processes: Sequence[_Process]) -> int:
+def _slowest(processes: Sequence[_RecordedProcess]) -> int:
     """Return the rank that the others wait for: a rank outside collectives, or the rank that entered the fewest."""
     alone = [p for p in processes if p.location is None or p.location.collective is None]
     # On real devices collectives return at once, so every rank may be outside.
@@ -352,7 +352,7 @@ def _slowest(processes: Sequence[_Process]) -> int:
     return fewest(counts)[0]
 
 
-def _look(processes: Sequence[_Process]) -> None:
+def _look(processes: Sequence[_RecordedProcess]) -> None:
     """Set the location of each process from its stacks."""
     waiting = {process: process.held_back() for process in processes}
     for process in processes:

@@ -23,7 +23,7 @@ from mgpu_check.compare import constants, meeting, meshes, started, watched
 from mgpu_check.compare.described import described, forward_of
 from mgpu_check.compare.flow import Flow
 from mgpu_check.compare.naming import Names
-from mgpu_check.compare.parameters import Numbered, Parameters, parameters_of
+from mgpu_check.compare.parameters import NumberedPart, Parameters, parameters_of
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.placements import Files, read_placements
 from mgpu_check.compare.placing import Placing
@@ -68,7 +68,7 @@ def install(
     # Defaults that the script may change: TF32 and similar modes round too coarsely, and would mask differences.
     precision.exact()
     torch.backends.cudnn.deterministic = True
-    recorder = Recorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
+    recorder = ScriptRecorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
     recorder.keep = files.keep
     if files.wholes is not None:
         placed = {} if files.placed is None else read_placements(files.placed)
@@ -99,7 +99,7 @@ def install(
     atexit.register(recorder.at_exit)
 
 
-class Recorder:
+class ScriptRecorder:
     """Records the events and tensors of a script, step by step."""
 
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
@@ -290,7 +290,7 @@ class Recorder:
     def _number_of(self, optimizer: Any) -> int:
         return self._optimizers.get(id(optimizer), len(self._optimizers))
 
-    def _start_of(self, one: Numbered) -> Numbers | None:
+    def _start_of(self, one: NumberedPart) -> Numbers | None:
         """Return the numbers of a part before the first step of its optimizer; call it before the part changes."""
         if self.keep is not None:
             value = whole(one.parameter.detach())
@@ -299,7 +299,7 @@ class Recorder:
             return self._start.get(id(one.parameter))
         return summaries([one.parameter], [one.part.cut])[0]
 
-    def _is_called(self, one: Numbered) -> bool:
+    def _is_called(self, one: NumberedPart) -> bool:
         owner = self.names.owner(one.parameter)
         return owner is not None and owner in self._called
 
@@ -333,7 +333,7 @@ class Recorder:
         if self.done == self.last:
             self.wait("stopped")
 
-    def _calls_of(self, parts: list[Numbered]) -> dict[str, object]:
+    def _calls_of(self, parts: list[NumberedPart]) -> dict[str, object]:
         """Return the recorded calls that led to the gradients of this step; empty if there are none."""
         single = {
             id(one.parameter): one.number for one in parts if one.part.cut is None or one.part.cut.part.within is None
@@ -384,6 +384,6 @@ class Recorder:
         self._losses, self._samples, self._columns, self._waiting = [], [], [], True
 
     @staticmethod
-    def _taken(parts: list[Numbered]) -> dict[int, Numbers]:
+    def _taken(parts: list[NumberedPart]) -> dict[int, Numbers]:
         found = summaries([one.parameter for one in parts], [one.part.cut for one in parts])
         return {one.number: numbers for one, numbers in zip(parts, found, strict=True) if numbers is not None}

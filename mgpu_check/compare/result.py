@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.compare.alignment import Aligned, Kind, deviation
-from mgpu_check.compare.comparison import Comparison
+from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.version import __version__
 
 __all__ = ["curves", "write_json"]
@@ -16,7 +16,7 @@ __all__ = ["curves", "write_json"]
 _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 
 
-def curves(done: Comparison) -> dict[str, list[Any]]:
+def curves(done: ScriptComparison) -> dict[str, list[Any]]:
     """Return losses and largest deviations of gradients and parameters, with one entry per step.
 
     "one" is the loss on one device, "ranks" the mean over the ranks, and "each" has the loss of each rank. "deviation" is
@@ -38,7 +38,7 @@ def curves(done: Comparison) -> dict[str, list[Any]]:
     return found
 
 
-def _largest(done: Comparison, aligned: Aligned, step: int) -> tuple[float, float | None]:
+def _largest(done: ScriptComparison, aligned: Aligned, step: int) -> tuple[float, float | None]:
     largest, excess = 0.0, None if done.rounding is None else 0.0
     for kind in _KINDS:
         for name in aligned.names:
@@ -51,7 +51,7 @@ def _largest(done: Comparison, aligned: Aligned, step: int) -> tuple[float, floa
     return largest, excess
 
 
-def write_json(path: Path, done: Comparison) -> None:
+def write_json(path: Path, done: ScriptComparison) -> None:
     """Write the outcome as JSON. Numbers that are not finite become null, because JSON cannot represent them."""
     verdict = done.verdict
     report = verdict.report

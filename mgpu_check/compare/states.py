@@ -19,8 +19,8 @@ from torch import nn
 
 from mgpu_check.compare.factored import entries, flat_parts, statistic
 from mgpu_check.compare.naming import Names
-from mgpu_check.compare.parameters import Numbered, Parameters, parameters_of
-from mgpu_check.compare.placing import Part
+from mgpu_check.compare.parameters import NumberedPart, Parameters, parameters_of
+from mgpu_check.compare.placing import TracePart
 from mgpu_check.compare.summaries import Cut, Numbers, over, shape_of, summaries, whole
 from mgpu_check.compare.trace import Writer, named_state
 from mgpu_check.compare.wholes import write_buffer, write_shape
@@ -60,7 +60,7 @@ class States:
                 if value is not None and _is_read(value) and not value.is_meta:
                     self._buffers.append((weakref.ref(module), key, copied(whole(value.detach()))))
 
-    def after(self, optimizers: Sequence[Any], parts: Iterable[Numbered], called: Any) -> dict[int, Numbers]:
+    def after(self, optimizers: Sequence[Any], parts: Iterable[NumberedPart], called: Any) -> dict[int, Numbers]:
         """Return the numbers of each state and buffer after a step.
 
         Args:
@@ -72,9 +72,9 @@ class States:
         return {number: own for (number, _, _), own in zip(found, numbers, strict=True) if own is not None}
 
     def _of_optimizers(
-        self, optimizers: Sequence[Any], parts: Iterable[Numbered]
+        self, optimizers: Sequence[Any], parts: Iterable[NumberedPart]
     ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
-        of: dict[int, list[Numbered]] = {}
+        of: dict[int, list[NumberedPart]] = {}
         for one in parts:
             of.setdefault(id(one.parameter), []).append(one)
         for own in of.values():
@@ -93,7 +93,7 @@ class States:
                     yield from self._of(of.get(id(owner), ()), key, some)
 
     def _of(
-        self, parts: Iterable[Numbered], key: str, value: torch.Tensor
+        self, parts: Iterable[NumberedPart], key: str, value: torch.Tensor
     ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
         for one in parts:
             if (one.number, key) not in self._entries:
@@ -108,7 +108,7 @@ class States:
             self._unread.add(name)
             self._writer.write("unread", after=0, name=name, of=of, type=type(value).__name__)
 
-    def _state(self, one: Numbered, key: str, value: torch.Tensor) -> tuple[int, Cut | None]:
+    def _state(self, one: NumberedPart, key: str, value: torch.Tensor) -> tuple[int, Cut | None]:
         part = one.part
         known = None if part.cut is None else self.shapes.get(named_state(key, part.cut.held.whole))
         like = value.shape == one.parameter.shape and known in (None, part.shape)
@@ -120,10 +120,10 @@ class States:
             shape = shape if cut is None else cut.shape
         if not like and shape and cut is None and (part.cut is not None or part.unplaced):
             unplaced = f"its shape {list(value.shape)} is not that of the slice that the rank trains"
-        return self._note(part.label, key, Part("", part.order, shape, cut, unplaced), value)
+        return self._note(part.label, key, TracePart("", part.order, shape, cut, unplaced), value)
 
     def _note(
-        self, of: str, key: str, part: Part, value: torch.Tensor, start: Numbers | None = None
+        self, of: str, key: str, part: TracePart, value: torch.Tensor, start: Numbers | None = None
     ) -> tuple[int, Cut | None]:
         held = None if part.cut is None or (part.cut.is_whole and not part.cut.held.covers) else part.cut.held
         if key and (keep := self._keep()) is not None:

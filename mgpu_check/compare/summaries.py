@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.compare.trace import CHUNKS, Held, chunk_sizes, positions
+from mgpu_check.compare.trace import CHUNKS, HeldSlice, chunk_sizes, positions
 from mgpu_check.numerics.placement.slices import Slice
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 
@@ -43,7 +43,7 @@ class Cut:
         self._samples = [_index_of(at, position) for position in positions(count)]
         self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_whole = torch.equal(at, torch.arange(count, device="cpu"))
-        self.held = Held(part.whole, len(at), _mark(at), _mark(torch.arange(count, device="cpu")), str(part))
+        self.held = HeldSlice(part.whole, len(at), _mark(at), _mark(torch.arange(count, device="cpu")), str(part))
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return the elements of a local tensor, flattened."""

@@ -9,7 +9,7 @@ from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.first_difference import KINDS, Diagnosis, FirstDifference
 from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.options import other_options
-from mgpu_check.compare.processes import Ended, Run
+from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few, named
@@ -44,7 +44,7 @@ def refusal(why: str, todo: Sequence[str] = ()) -> Report:
     return Report(f"not comparable: {why}", remarks=_todo(todo))
 
 
-def failed_run(run: Run, failed: Ended, one_device: bool) -> Report:
+def failed_run(run: ScriptRun, failed: Ended, one_device: bool) -> Report:
     """Return the report of a run that failed or hung."""
     where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
     kind = "not comparable" if one_device else "differs"
@@ -53,7 +53,7 @@ def failed_run(run: Run, failed: Ended, one_device: bool) -> Report:
     return Report(f"{kind}: {where} the script {verb}: {failed}", remarks=remarks)
 
 
-def no_steps(run: Run, silent: Sequence[Ended]) -> Report:
+def no_steps(run: ScriptRun, silent: Sequence[Ended]) -> Report:
     """Return the report of a run in which the processes `silent` ended without an optimizer step."""
     where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [

@@ -1,7 +1,7 @@
 """Read and write the trace of a script's run: a file of JSON lines for each rank, one line for each event.
 
 The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. In the line of another event, ``"after"`` is
-the number of optimizer steps before it. A tensor is stored as a *summary*, a list of numbers: see `Summary`.
+the number of optimizer steps before it. A tensor is stored as a *summary*, a list of numbers: see `TensorSummary`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 __all__ = [
     "FORMAT",
     "VERSION",
-    "Held",
+    "HeldSlice",
     "Parameter",
     "State",
     "Step",
-    "Summary",
+    "TensorSummary",
     "Trace",
     "TraceError",
     "Writer",
@@ -55,7 +55,7 @@ def chunk_sizes(count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Summary:
+class TensorSummary:
     """The numbers that a trace stores for a tensor.
 
     Attributes:
@@ -80,7 +80,7 @@ class Summary:
         return math.isfinite(self.norm)
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Summary:
+    def of(cls, numbers: Sequence[float]) -> TensorSummary:
         """Make a summary from its numbers in the file: bits, norm, sums, samples."""
         parts = _parts(len(numbers) - 2)
         return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + parts]), tuple(numbers[2 + parts :]))
@@ -97,7 +97,7 @@ class Summary:
         return [(value, max(abs(value), size)) for value, size in zip(values, sizes, strict=True)]
 
 
-def joined(parts: Sequence[Summary]) -> Summary:
+def joined(parts: Sequence[TensorSummary]) -> TensorSummary:
     """Return the summary of a whole tensor from the summaries of slices that cover it exactly once."""
     bits = (sum(part.bits for part in parts) + 2**63) % 2**64 - 2**63
     sums = tuple(
@@ -105,7 +105,7 @@ def joined(parts: Sequence[Summary]) -> Summary:
         for some in zip(*(p.sums for p in parts), strict=True)
     )
     samples = (next((x for x in some if x is not None), 0.0) for some in zip(*(p.samples for p in parts), strict=True))
-    return Summary(bits, math.hypot(*(part.norm for part in parts)), sums, tuple(samples))
+    return TensorSummary(bits, math.hypot(*(part.norm for part in parts)), sums, tuple(samples))
 
 
 def _parts(numbers: int) -> int:
@@ -117,7 +117,7 @@ def _parts(numbers: int) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSlice:
     """The slice of a whole tensor that a rank holds.
 
     Attributes:
@@ -163,7 +163,7 @@ class Parameter:
     device: str
     order: int
     sharded: bool = False
-    held: Held | None = None
+    held: HeldSlice | None = None
     unplaced: str = ""
     same_elsewhere: bool = False
     over: tuple[str, ...] = ()
@@ -220,12 +220,12 @@ class Step:
     losses: list[float]
     samples: list[list[int]]
     columns: list[list[int]]
-    before: dict[str, Summary]
-    gradients: dict[str, Summary | None]
-    parameters: dict[str, Summary]
+    before: dict[str, TensorSummary]
+    gradients: dict[str, TensorSummary | None]
+    parameters: dict[str, TensorSummary]
     idle: frozenset[str] = frozenset()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    states: dict[str, Summary] = field(default_factory=dict)
+    states: dict[str, TensorSummary] = field(default_factory=dict)
     calls: Sequence[tuple[str, Mapping[str, float]]] = ()
 
     @property
@@ -305,7 +305,7 @@ def read(data: bytes) -> Trace:
         raise TraceError(f"the {FORMAT} has version {head['version']}, but only version {VERSION} can be read")
     trace = Trace(head["rank"], head["world"])
     names: list[str] = []
-    states = _States(trace)
+    states = _StateReader(trace)
     options: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines[1:]:
         event = json.loads(line)
@@ -329,25 +329,25 @@ def read(data: bytes) -> Trace:
     return trace
 
 
-class _States:
+class _StateReader:
     """Collects the states and buffers of a trace while it is read."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._names: list[str] = []
-        self._starts: dict[str, Summary | None] = {}
-        self._buffers: dict[str, Summary] = {}
+        self._starts: dict[str, TensorSummary | None] = {}
+        self._buffers: dict[str, TensorSummary] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
         made = State(**_described(event), of=event["of"], key=event["key"])
         self._trace.states[made.name] = made
         self._names.append(made.name)
         if not made.key:
-            self._starts[made.name] = event["start"] and Summary.of(event["start"])
+            self._starts[made.name] = event["start"] and TensorSummary.of(event["start"])
 
-    def after(self, numbers: Mapping[str, Any]) -> dict[str, Summary]:
+    def after(self, numbers: Mapping[str, Any]) -> dict[str, TensorSummary]:
         """Return states and buffers after a step. A buffer that is missing in `numbers` has not changed."""
-        found = {self._names[int(index)]: Summary.of(own) for index, own in numbers.items()}
+        found = {self._names[int(index)]: TensorSummary.of(own) for index, own in numbers.items()}
         self._buffers.update((name, summary) for name, summary in found.items() if name in self._starts)
         return found | self._buffers
 
@@ -362,7 +362,7 @@ class _States:
 def _described(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Parameter` from an event."""
     keys = "name", "dtype", "device", "order", "sharded", "unplaced", "same_elsewhere"
-    held = Held(**event["held"]) if event["held"] else None
+    held = HeldSlice(**event["held"]) if event["held"] else None
     return {
         **{key: event[key] for key in keys},
         "shape": tuple(event["shape"]),
@@ -375,10 +375,10 @@ def _step(
     event: Mapping[str, Any],
     names: Sequence[str],
     options: Mapping[str, Mapping[str, Any]],
-    states: dict[str, Summary],
+    states: dict[str, TensorSummary],
 ) -> Step:
     def named(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {names[int(index)]: numbers and Summary.of(numbers) for index, numbers in part.items()}
+        return {names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in part.items()}
 
     return Step(
         event["optimizer"],

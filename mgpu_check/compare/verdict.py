@@ -12,17 +12,17 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.first_difference import FirstDifference, first_difference
 from mgpu_check.compare.judged import account, left_over, not_compared
-from mgpu_check.compare.processes import Ended, Run
+from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
 
-__all__ = ["Kind", "Verdict", "of_failure", "refused", "starts_its_own", "verdict_of", "without_steps"]
+__all__ = ["ComparisonVerdict", "Kind", "of_failure", "refused", "starts_its_own", "verdict_of", "without_steps"]
 
 Kind = Literal["equal", "differs", "not comparable", "undecided"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ComparisonVerdict:
     """The outcome of a comparison.
 
     Attributes:
@@ -46,30 +46,30 @@ class Verdict:
     not_compared: Mapping[str, str] = field(default_factory=dict)
 
 
-def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> Verdict:
+def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> ComparisonVerdict:
     """Return the verdict "not comparable" for a reason outside of a step."""
     return _refused(telling.refusal(why, todo), compared)
 
 
-def _refused(report: Report, compared: int = 0) -> Verdict:
-    return Verdict("not comparable", report, compared=compared)
+def _refused(report: Report, compared: int = 0) -> ComparisonVerdict:
+    return ComparisonVerdict("not comparable", report, compared=compared)
 
 
-def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
+def of_failure(run: ScriptRun, failed: Ended, one_device: bool) -> ComparisonVerdict:
     """Return the verdict on a run that failed or hung."""
     reached = min(ended.steps for ended in run.ranks)
     report = telling.failed_run(run, failed, one_device)
     if one_device:
         return _refused(report, reached)
-    return Verdict("differs", report, step=reached + 1, ranks=(failed.rank,), compared=reached)
+    return ComparisonVerdict("differs", report, step=reached + 1, ranks=(failed.rank,), compared=reached)
 
 
-def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
+def without_steps(run: ScriptRun, silent: Sequence[Ended]) -> ComparisonVerdict:
     """Return the verdict on a run in which the processes `silent` ended without an optimizer step."""
     return _refused(telling.no_steps(run, silent))
 
 
-def starts_its_own(one_device: bool) -> Verdict:
+def starts_its_own(one_device: bool) -> ComparisonVerdict:
     """Return the verdict on a script that starts ranks itself, although each process already is a rank."""
     return _refused(telling.starts_ranks_itself(one_device))
 
@@ -79,7 +79,7 @@ def verdict_of(
     rounding: Rounding | None,
     repeat: Repeat | None,
     unjudged: Mapping[str, str] = MappingProxyType({}),
-) -> Verdict:
+) -> ComparisonVerdict:
     """Judge runs that all reached their ends.
 
     Args:
@@ -105,11 +105,11 @@ def verdict_of(
     counts = [len(trace.steps) for trace in aligned.ranks]
     if any(count != len(aligned.one.steps) for count in counts):
         report = telling.step_counts_apart(aligned, counts)
-        return Verdict("differs", report, step=aligned.steps + 1, compared=steps)
+        return ComparisonVerdict("differs", report, step=aligned.steps + 1, compared=steps)
     return _of_equal(aligned, rounding, unjudged)
 
 
-def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> Verdict:
+def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> ComparisonVerdict:
     """Judge runs without a difference: whether the comparison was significant, and complete."""
     steps = aligned.compared
     if not aligned.held:
@@ -124,12 +124,12 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
     left, lines, idle = account(missed, unjudged)
     if left or idle:
         report = telling.undecided(aligned, rounding, useful, lines, left_over(aligned, left) if left else "", idle)
-        return Verdict("undecided", report, compared=steps, not_compared=missed)
+        return ComparisonVerdict("undecided", report, compared=steps, not_compared=missed)
     report = telling.equal(aligned, rounding, compared, useful, lines)
-    return Verdict("equal", report, compared=steps, not_compared=missed)
+    return ComparisonVerdict("equal", report, compared=steps, not_compared=missed)
 
 
-def _says_nothing(aligned: Aligned) -> Verdict | None:
+def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:
     """Return a refusal if the agreement proves nothing, because all gradients are zero or the samples differ; else None."""
     steps = range(aligned.compared)
     gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
@@ -143,12 +143,12 @@ def _says_nothing(aligned: Aligned) -> Verdict | None:
     return None
 
 
-def _of_difference(difference: FirstDifference) -> Verdict:
+def _of_difference(difference: FirstDifference) -> ComparisonVerdict:
     found = diagnose(difference)
     main = difference.main
     ratio = difference.ratio(main.kind, main.name) if main else None
     apart = difference.apart[difference.kind] if difference.kind else []
-    return Verdict(
+    return ComparisonVerdict(
         "differs" if found.comparable else "not comparable",
         telling.differs(difference, found, ratio),
         step=difference.step + 1,

@@ -15,7 +15,7 @@ from mgpu_check.processes.record import Entered
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["ByRank", "Calls", "Evidence", "Factor", "HashSeeds", "Restored", "Sampler", "Start"]
+__all__ = ["ByRank", "Evidence", "Factor", "HashSeeds", "Restored", "Sampler", "Start", "UnfinishedCall"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Calls:
+class UnfinishedCall:
     """How a call ended that did not return on all ranks.
 
     Attributes:

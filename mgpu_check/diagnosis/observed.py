@@ -27,23 +27,23 @@ __all__ = [
     "PARITY",
     "REPEATS",
     "Alternative",
+    "CallEvent",
     "Change",
     "Division",
-    "Event",
     "Expected",
+    "HeldPiece",
     "Hypotheses",
     "Labels",
-    "Observation",
+    "ObservedRun",
     "Other",
-    "Piece",
+    "RankTrace",
     "Relations",
     "Term",
-    "Trace",
 ]
 
 
 @dataclass(frozen=True)
-class Piece:
+class HeldPiece:
     """A slice of a result that a rank holds.
 
     Attributes:
@@ -58,7 +58,7 @@ class Piece:
 
 
 @dataclass
-class Observation:
+class ObservedRun:
     """The results of one run on one rank. Tensors are on the CPU.
 
     Attributes:
@@ -107,12 +107,12 @@ class Observation:
     normalized: list[str] = field(default_factory=list)
     snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
     stepped: dict[str, tuple[str, str]] = field(default_factory=dict)
-    built: list[Event] = field(default_factory=list)
+    built: list[CallEvent] = field(default_factory=list)
     trained: set[str] = field(default_factory=set)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: int = 0
-    pieces: list[Piece] = field(default_factory=list)
-    pieces_of_steps: list[list[Piece]] = field(default_factory=list)
+    pieces: list[HeldPiece] = field(default_factory=list)
+    pieces_of_steps: list[list[HeldPiece]] = field(default_factory=list)
     unplaced: dict[str, Unplaced] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
@@ -144,8 +144,8 @@ class Expected:
         widened: `tolerance` includes the rounding within operators.
     """
 
-    single: Observation
-    own: Observation | None
+    single: ObservedRun
+    own: ObservedRun | None
     by_reference: bool = False
     exact: dict[Result, torch.Tensor] = field(default_factory=dict)
     tolerance: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class Relations:
 
 
 @dataclass
-class Event:
+class CallEvent:
     """One call.
 
     Attributes:
@@ -256,7 +256,7 @@ class Labels:
 
 
 @dataclass
-class Trace:
+class RankTrace:
     """All events of one rank, in order, and its random draws.
 
     Attributes:
@@ -267,7 +267,7 @@ class Trace:
         outputs, gradients: name of a module -> its first output, and the gradient of this output.
     """
 
-    events: list[Event] = field(default_factory=list)
+    events: list[CallEvent] = field(default_factory=list)
     drawn: tuple[tuple[int, ...], ...] = ()
     numbers: tuple[float | None, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
@@ -275,7 +275,7 @@ class Trace:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     labels: list[Labels] = field(default_factory=list)
 
-    def of(self, *kinds: str) -> list[Event]:
+    def of(self, *kinds: str) -> list[CallEvent]:
         return [event for event in self.events if event.kind in kinds]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.diagnosis.left import Left, is_left
-from mgpu_check.diagnosis.observed import Event
+from mgpu_check.diagnosis.observed import CallEvent
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +116,7 @@ def _divided(tensors: Tensors) -> bool:
     return bool(skipped) and not any(name.of in skipped for name in tensors.relations.split)
 
 
-def _at(event: Event, found: Found) -> Parting:
+def _at(event: CallEvent, found: Found) -> Parting:
     what, values = found
     return Parting(event.site, f"{event.name}, {what}", values)
 
@@ -125,20 +125,20 @@ Found = tuple[str, list[str]]
 """The name of the value that differs, and the values by rank."""
 
 
-def _line(known: Sequence[Event]) -> str:
+def _line(known: Sequence[CallEvent]) -> str:
     return next((event.site for event in known if event.site), "")
 
 
-def _called(event: Event | None) -> str:
+def _called(event: CallEvent | None) -> str:
     if event is None:
         return "nothing more"
     return event.where if event.site else event.name
 
 
-def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
+def _detail(key: str, what: str) -> Callable[[Sequence[CallEvent]], Found | None]:
     """Return a function that compares one detail of a call, a number or a tuple, between ranks."""
 
-    def look(same: Sequence[Event]) -> Found | None:
+    def look(same: Sequence[CallEvent]) -> Found | None:
         values = [event.details.get(key) for event in same]
         if any(value is None for value in values) or _same(values):
             return None
@@ -147,10 +147,10 @@ def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
     return look
 
 
-def _by_name(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
+def _by_name(key: str, what: str) -> Callable[[Sequence[CallEvent]], Found | None]:
     """Return a function that compares a detail of a call, a value for each of several names, between ranks."""
 
-    def look(same: Sequence[Event]) -> Found | None:
+    def look(same: Sequence[CallEvent]) -> Found | None:
         given = [event.details.get(key, {}) for event in same]
         for name in given[0]:
             values = [one.get(name) for one in given]
@@ -164,13 +164,13 @@ def _by_name(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
 _sums = _by_name("parameters", "the sum of {}")
 
 
-def _parameters(same: Sequence[Event]) -> Found | None:
+def _parameters(same: Sequence[CallEvent]) -> Found | None:
     if len({event.details.get("owns") for event in same}) > 1:
         return None  # ranks call different parts of the model, so their sums are not comparable
     return _sums(same)
 
 
-def _operands(same: Sequence[Event]) -> Found | None:
+def _operands(same: Sequence[CallEvent]) -> Found | None:
     """Compare the operands of a collective: operation, root, and the dtypes, shapes and memory formats of its tensors."""
     for key, what in (("op", "its operation"), ("src", "its source"), ("dst", "its destination")):
         if (found := _detail(key, what)(same)) is not None:
@@ -188,7 +188,7 @@ def _operands(same: Sequence[Event]) -> Found | None:
     return None
 
 
-def _results(same: Sequence[Event]) -> Found | None:
+def _results(same: Sequence[CallEvent]) -> Found | None:
     """Compare the results of a collective that gives all ranks the same values."""
     if same[0].name not in _GIVES_ALL or len({event.details.get("group") for event in same}) > 1:
         return None
@@ -215,7 +215,7 @@ def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 _of_seeds = _detail("seed", "the seed that it is given")
 
-_LOOKS: dict[str, tuple[Callable[[Sequence[Event]], Found | None], ...]] = {
+_LOOKS: dict[str, tuple[Callable[[Sequence[CallEvent]], Found | None], ...]] = {
     "backward": (_detail("trained", "which parameters require gradients"), _parameters),
     "model": (_by_name("training", "whether {} is in training mode"), _parameters),
     "collective": (_operands, _results),
@@ -288,7 +288,7 @@ def _last_backward(tensors: Tensors) -> int:
     )
 
 
-def _of_last_backward(tensors: Tensors, same: Sequence[Event]) -> Found | None:
+def _of_last_backward(tensors: Tensors, same: Sequence[CallEvent]) -> Found | None:
     """Compare the gradients that the last backward pass left and that no later call changed."""
     left = [event.details.get("left", {}) for event in same]
     for name in tensors.relations.split:

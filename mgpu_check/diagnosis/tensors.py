@@ -12,14 +12,14 @@ from mgpu_check.diagnosis.changes import CLOSE, factor_of_change, has_shapes_of,
 from mgpu_check.diagnosis.left import Left, is_left
 from mgpu_check.diagnosis.observed import (
     Alternative,
+    CallEvent,
     Change,
     Division,
-    Event,
     Expected,
     Hypotheses,
-    Observation,
+    ObservedRun,
+    RankTrace,
     Relations,
-    Trace,
 )
 from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.diagnosis.weights import COMBINED, LOOSE, fitted, spanned
@@ -63,15 +63,15 @@ class Tensors:
     steps: int
     expected: Expected
     relations: Relations
-    seen: Sequence[Observation]
-    traces: Sequence[Trace]
+    seen: Sequence[ObservedRun]
+    traces: Sequence[RankTrace]
     hypotheses: Hypotheses
     wrong_alone: bool = False
     right_when_small: bool | None = None
     further: Sequence[Tensors] = ()
-    elsewhere: tuple[int, Observation] | None = None
+    elsewhere: tuple[int, ObservedRun] | None = None
     shardwise: bool = False
-    alone: Trace | None = None
+    alone: RankTrace | None = None
     tried: Sequence[Change] = ()
 
     def wrong(self, *kinds: Kind) -> list[Result]:
@@ -117,12 +117,12 @@ class Tensors:
         divided = {result.of for one in self.seen for result in one.own if result.kind == "params"}
         return name not in divided and (not divided or name in self.expected.single.initial)
 
-    def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
+    def events(self, *kinds: str) -> Iterator[tuple[int, CallEvent]]:
         for rank, trace in enumerate(self.traces):
             for event in trace.of(*kinds):
                 yield rank, event
 
-    def first(self, *kinds: str) -> Event | None:
+    def first(self, *kinds: str) -> CallEvent | None:
         return next((event for _, event in self.events(*kinds)), None)
 
     def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mgpu_check.engine.failures import Who, raised_at
 from mgpu_check.errors import RankFailure
-from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Flow, Group, Run
+from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Group, PeerTransfers, TensorRun
 from mgpu_check.processes.record import relative
 
 __all__ = ["Unmatched", "imbalance", "unmatched"]
@@ -28,8 +28,8 @@ class Unmatched:
     sender: int
     receiver: int
     tag: int
-    given: Run | None
-    taken: Run | None
+    given: TensorRun | None
+    taken: TensorRun | None
 
     def text(self, who: Who) -> str:
         """Describe the transfer: "rank 0 of 4 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not
@@ -50,23 +50,23 @@ class Unmatched:
         return f"{given}, where {receiver} has received {_shown(self.taken)} in {_site(self.taken)}"
 
 
-def _shown(run: Run | None) -> str:
+def _shown(run: TensorRun | None) -> str:
     return "nothing" if run is None else "a tensor" if run.what == MANY else run.what
 
 
-def _site(run: Run | None) -> str:
+def _site(run: TensorRun | None) -> str:
     return "" if run is None else f"{run.name} ({relative(run.file)}:{run.line})"
 
 
-def unmatched(flows: Mapping[int, Sequence[Flow]]) -> list[Unmatched]:
+def unmatched(flows: Mapping[int, Sequence[PeerTransfers]]) -> list[Unmatched]:
     """Return the first difference for each pair of ranks, group and tag.
 
     Args:
         flows: rank -> what it has sent and received.
     """
     # Keys: group, tag, sender, receiver.
-    given: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
-    taken: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
+    given: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
+    taken: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
     for rank, some in flows.items():
         for flow in some:
             if flow.given:
@@ -84,8 +84,8 @@ def unmatched(flows: Mapping[int, Sequence[Flow]]) -> list[Unmatched]:
 
 
 def _from_any(
-    given: dict[tuple[Group, int, int, int], Sequence[Run]],
-    taken: dict[tuple[Group, int, int, int], Sequence[Run]],
+    given: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
+    taken: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
     group: Group,
     tag: int,
     receiver: int,
@@ -98,7 +98,7 @@ def _from_any(
     sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
     whole = any(run.what == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent)))
 
-    def kind(run: Run) -> str:
+    def kind(run: TensorRun) -> str:
         return MANY if whole else run.what  # if one side recorded only a count, only counts can be compared
 
     left: Counter[str] = Counter()
@@ -115,7 +115,9 @@ def _from_any(
     return found
 
 
-def _difference(given: Sequence[Run], taken: Sequence[Run]) -> tuple[Run | None, Run | None] | None:
+def _difference(
+    given: Sequence[TensorRun], taken: Sequence[TensorRun]
+) -> tuple[TensorRun | None, TensorRun | None] | None:
     """Return the first two tensors that differ, None on a side that has ended; None if the sequences are equal."""
     ours = [(run.count, run) for run in reversed(given)]
     theirs = [(run.count, run) for run in reversed(taken)]

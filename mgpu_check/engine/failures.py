@@ -8,10 +8,10 @@ import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mgpu_check.engine.hanging import Places
+from mgpu_check.engine.hanging import RankPlaces
 from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
 from mgpu_check.processes import pickling
-from mgpu_check.processes.protocol import Failure
+from mgpu_check.processes.protocol import RaisedInRank
 from mgpu_check.processes.rank_lists import grouped, intervals, named
 from mgpu_check.processes.record import Entered, Record, fewest, parting
 from mgpu_check.processes.stacks import HALTED, location_of
@@ -51,7 +51,7 @@ class Finished:
 class Raised:
     """The rank raised an exception and is still alive."""
 
-    failure: Failure
+    failure: RaisedInRank
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,9 @@ class Account:
         return {rank: entered for rank, entered in lasts.items() if entered is not None and entered.number}
 
     @property
-    def places(self) -> Places:
+    def places(self) -> RankPlaces:
         """The places of ranks that hang; empty unless `hung`."""
-        return Places() if self.hung is None else Places.of(self.interrupted, self.records)
+        return RankPlaces() if self.hung is None else RankPlaces.of(self.interrupted, self.records)
 
     def _in_another(self, rank: int) -> bool:
         """Return whether a rank hangs in an unrecorded collective."""
@@ -337,7 +337,7 @@ def last_collectives(records: Mapping[int, Record], who: Who) -> list[str]:
     return [f"last collective of {who(ranks)}: {text}" for text, ranks in grouped(texts)]
 
 
-def _exception(failure: Failure) -> BaseException | None:
+def _exception(failure: RaisedInRank) -> BaseException | None:
     if failure.pickled is None:
         return None
     try:
@@ -351,7 +351,7 @@ def _hang_headlines(
     interrupted: Mapping[int, Interrupted], who: Who, doing: str, timeout: float, records: Mapping[int, Record]
 ) -> list[str]:
     """Describe which ranks did not finish and where each was, the ranks that the others wait for first."""
-    places = Places.of(interrupted, records)
+    places = RankPlaces.of(interrupted, records)
     behind = [*(places.elsewhere or places.waiting)]
     if places.elsewhere and not places.waiting:
         # A collective on devices returns at once and finishes later, so the ranks that entered the fewest are behind.

@@ -13,11 +13,11 @@ from mgpu_check.processes.stacks import HALTED, location_of
 if TYPE_CHECKING:
     from mgpu_check.engine.failures import Interrupted
 
-__all__ = ["Places"]
+__all__ = ["RankPlaces"]
 
 
 @dataclass(frozen=True)
-class Places:
+class RankPlaces:
     """The places of ranks that did not finish, in words such as "in all_reduce #1 (train.py:40), float32[4], sum".
 
     Attributes:
@@ -33,7 +33,7 @@ class Places:
         return [group for some in (self.elsewhere, self.waiting) for group in grouped((t, r) for r, t in some.items())]
 
     @classmethod
-    def of(cls, interrupted: Mapping[int, Interrupted], records: Mapping[int, Record]) -> Places:
+    def of(cls, interrupted: Mapping[int, Interrupted], records: Mapping[int, Record]) -> RankPlaces:
         """Derive the place of each rank from its record and its stacks."""
         places = cls()
         for rank, end in interrupted.items():

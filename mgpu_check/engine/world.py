@@ -55,7 +55,7 @@ class Function:
 class Abandoned(Exception):
     """All ranks abandoned the test ("skip", "xfail") or the example ("reject") in the same way."""
 
-    def __init__(self, failure: protocol.Failure) -> None:
+    def __init__(self, failure: protocol.RaisedInRank) -> None:
         super().__init__(failure.headline)
         self.failure = failure
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mgpu_check.diagnosis.observed import Observation, Piece
+from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.numerics.placement.slices import Slice, indexed
 from mgpu_check.numerics.placement.slices import assembled as joined
@@ -35,7 +35,7 @@ class _Whole:
     gap: str
 
 
-def holders_of(seen: Sequence[Observation]) -> dict[str, set[int]]:
+def holders_of(seen: Sequence[ObservedRun]) -> dict[str, set[int]]:
     """Return, for each parameter and buffer that some rank leaves unused, the ranks that use it or that train nothing."""
     found: dict[str, set[int]] = defaultdict(set)
     for name in set().union(*(one.unused for one in seen)):
@@ -44,10 +44,10 @@ def holders_of(seen: Sequence[Observation]) -> dict[str, set[int]]:
 
 
 def assembled(
-    seen: Sequence[Observation],
+    seen: Sequence[ObservedRun],
     holders: Mapping[str, set[int]] | None = None,
     returns: Callable[[int], bool] | None = None,
-) -> list[Observation]:
+) -> list[ObservedRun]:
     """Return the observations of ranks, with every divided result assembled on every rank.
 
     Args:
@@ -88,18 +88,18 @@ def assembled(
     return _alike(found)
 
 
-def _trains(one: Observation) -> bool:
+def _trains(one: ObservedRun) -> bool:
     return bool(one.trained or one.pieces)
 
 
-def _names_differ(seen: Sequence[Observation]) -> bool:
+def _names_differ(seen: Sequence[ObservedRun]) -> bool:
     """Return whether ranks have results of different names, except returned ones; ranks without digests do not count."""
     names = [one.digests.keys() for one in seen if one.digests]
     return any(name.kind != "returned" for one in names for name in one ^ names[0])
 
 
 def _take_returned(
-    found: Sequence[Observation], values: Sequence[Mapping[Result, torch.Tensor]], returns: Callable[[int], bool]
+    found: Sequence[ObservedRun], values: Sequence[Mapping[Result, torch.Tensor]], returns: Callable[[int], bool]
 ) -> None:
     """Replace the returned values of ranks that do not count by the values of the first rank that counts."""
     telling = [rank for rank in range(len(found)) if returns(rank)] or list(range(len(found)))
@@ -120,7 +120,7 @@ def _take_returned(
 
 def _wholes(
     values: Sequence[Mapping[Result, torch.Tensor]],
-    pieces: Sequence[Sequence[Piece]],
+    pieces: Sequence[Sequence[HeldPiece]],
     held: Mapping[str, set[int]],
     idle: Sequence[set[str]],
 ) -> Iterator[tuple[Result, _Whole]]:
@@ -250,7 +250,7 @@ def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one - other).abs() <= _CLOSE * other.abs().max()).all()) if one.numel() else True
 
 
-def _alike(found: list[Observation]) -> list[Observation]:
+def _alike(found: list[ObservedRun]) -> list[ObservedRun]:
     """Give each rank the touched and trained names of all ranks, since parts of one model are trained together."""
     touched, trained = set().union(*(one.touched for one in found)), set().union(*(one.trained for one in found))
     unplaced = {label: why for one in found for label, why in one.unplaced.items()}

@@ -12,12 +12,12 @@ from mgpu_check.gates.meshes import Mesh, where_is
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 
-__all__ = ["Coverage", "check_unjudged"]
+__all__ = ["ParameterCoverage", "check_unjudged"]
 
 _SHOWN = 12
 
 
-class Coverage:
+class ParameterCoverage:
     """The trained parameters that were compared with one device in some case, by world size or mesh."""
 
     def __init__(self, program: Program, name: str) -> None:

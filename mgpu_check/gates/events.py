@@ -27,7 +27,7 @@ from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_check.diagnosis.observed import Event, Trace
+from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.operands import Rows, arrived, contents, facts, in_function, layout, site, sums_of
@@ -43,13 +43,13 @@ __all__ = ["traced"]
 
 
 @contextlib.contextmanager
-def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
+def traced(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:
     """Write the calls of the code under test to `trace`, in this thread and in threads that it starts."""
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
         line = site(sys._getframe())
-        trace.events.append(Event("step", type(optimizer).__name__, line, {"rates": rates}))
+        trace.events.append(CallEvent("step", type(optimizer).__name__, line, {"rates": rates}))
 
     recorder = _EventRecorder(model, trace, rows)
     hook = register_optimizer_step_post_hook(stepped)
@@ -69,19 +69,19 @@ def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
         hook.remove()
 
 
-class _Nested(threading.local):
+class _NestedCall(threading.local):
     depth: int = 0
 
 
 class _EventRecorder:
     """Profile function that records the events of one rank."""
 
-    def __init__(self, model: Any, trace: Trace, rows: Rows) -> None:
+    def __init__(self, model: Any, trace: RankTrace, rows: Rows) -> None:
         self._trace, self._rows = trace, rows
         self.on = True
         self._modules = list(modules_of(model).values())
-        self._asynchronous: list[tuple[Any, Event, list[tuple[torch.Tensor, int]]]] = []
-        self._nested = _Nested()
+        self._asynchronous: list[tuple[Any, CallEvent, list[tuple[torch.Tensor, int]]]] = []
+        self._nested = _NestedCall()
         self._following: list[list[RemovableHandle]] = []  # hooks of each running backward pass
 
     def __call__(self, frame: types.FrameType, what: str, result: Any) -> None:
@@ -111,9 +111,9 @@ class _EventRecorder:
         elif what == "call" and (watched := _WATCHED.get(code)) is not None:
             kind, name, read = watched
             with contextlib.suppress(Exception):  # missing evidence must not fail the run
-                self._trace.events.append(Event(kind, name, site(frame), read(frame.f_locals, self)))
+                self._trace.events.append(CallEvent(kind, name, site(frame), read(frame.f_locals, self)))
 
-    def last(self, kind: str) -> Event:
+    def last(self, kind: str) -> CallEvent:
         """Return the latest event of this kind."""
         return next(event for event in reversed(self._trace.events) if event.kind == kind)
 
@@ -142,7 +142,7 @@ class _EventRecorder:
                 "owns": self.names_in(module),
                 "training": {name: part.training for name, part in module.named_modules()},
             }
-            self._trace.events.append(Event("model", type(module).__name__, site(frame), said))
+            self._trace.events.append(CallEvent("model", type(module).__name__, site(frame), said))
 
     def _follow(self, roots: Sequence[Any]) -> list[RemovableHandle]:
         """Watch the threads that run the backward pass from `roots`; autograd has a thread for each GPU.
@@ -184,7 +184,7 @@ class _EventRecorder:
             return
         with contextlib.suppress(Exception):
             details = self._operands(frame, form, args, kwargs)
-            self._trace.events.append(Event("collective", form.name, site(frame), details))
+            self._trace.events.append(CallEvent("collective", form.name, site(frame), details))
 
     def _operands(
         self, frame: types.FrameType, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -255,7 +255,7 @@ def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, A
     }
 
 
-def _note_results(event: Event, tensors: Sequence[torch.Tensor]) -> None:
+def _note_results(event: CallEvent, tensors: Sequence[torch.Tensor]) -> None:
     with contextlib.suppress(Exception):
         event.details["after"] = [contents(tensor) for tensor in tensors]
 

@@ -8,8 +8,8 @@ import signal
 from collections.abc import Sequence
 
 from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
-from mgpu_check.diagnosis.observed import Event, Trace
+from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Sampler, Start, UnfinishedCall
+from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenario import Scenario
@@ -47,14 +47,14 @@ def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
     )
 
 
-def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> Calls:
+def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> UnfinishedCall:
     """Return the evidence on a call that did not return on all ranks.
 
     Args:
         account: how each rank ended; None if only the error is known.
         lines: a description of the failure, line by line.
     """
-    calls = Calls(scenario.world_size, scenario.samples, " ".join(lines), hung=lines[0] if hung else "")
+    calls = UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines), hung=lines[0] if hung else "")
     if account is None:
         return calls
     raised = [(account.raised[ranks[0]].failure.headline, line) for ranks, line in account.told_of_raised()]
@@ -150,7 +150,7 @@ def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
     return [], ""
 
 
-def _first_calls(trace: Trace) -> list[Event]:
+def _first_calls(trace: RankTrace) -> list[CallEvent]:
     """Return the calls of models before the first backward pass, or step of an optimizer."""
     before = itertools.takewhile(lambda event: event.kind not in ("backward", "step"), trace.events)
     return [event for event in before if event.kind == "model"]
@@ -280,7 +280,7 @@ def _may_draw(tensors: Tensors) -> str:
     return _MAY_DRAW if tensors.expected.single.draws or tensors.seen[0].draws else ""
 
 
-def _drawn(trace: Trace) -> tuple[tuple[int, ...], ...]:
+def _drawn(trace: RankTrace) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of random numbers, without the seed that a DataLoader draws for its workers."""
     shapes = list(trace.drawn)
     for _ in trace.of("loader"):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mgpu_check.diagnosis.observed import Change, Event, Expected, Relations, Trace
+from mgpu_check.diagnosis.observed import CallEvent, Change, Expected, RankTrace, Relations
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.errors import CheckFailure, RankHang
 from mgpu_check.gates.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
@@ -29,7 +29,9 @@ _TIMES = 20.0
 """Timeout as a multiple of the latest unchanged run, so that a right change is not taken for a hang on a busy machine."""
 
 
-def changes_tried(trials: Trials, scenario: Scenario, traces: Sequence[Trace], relations: Relations) -> list[Change]:
+def changes_tried(
+    trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations
+) -> list[Change]:
     """Return the changes that were tried, one at a time, until the step was right with one of them.
 
     Only the last change can hold. It holds if the step is right with it, with this seed and with another one.
@@ -82,7 +84,7 @@ def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Resu
     return [name for name, held in relations.held.items() if name not in shown and False in held.values()]
 
 
-def _changes(trials: Trials, scenario: Scenario, traces: Sequence[Trace], relations: Relations) -> Iterator[Change]:
+def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
     """Yield changes, the likeliest first: other groups, positions, orders, factors, terms of the loss, groups of one rank,
     operations, calls left out.
 
@@ -115,11 +117,11 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[Trace], relati
             yield Change("new", name, line, calls, size=size)
 
 
-def _op(events: Sequence[Event]) -> str:
+def _op(events: Sequence[CallEvent]) -> str:
     return str(events[0].details.get("op", "sum")).lower()
 
 
-def _size(events: Sequence[Event]) -> int:
+def _size(events: Sequence[CallEvent]) -> int:
     return max((len(event.details.get("group", ())) for event in events), default=0)
 
 
@@ -128,7 +130,7 @@ def _reduces(name: str) -> bool:
     return _kind(name) == "reduction" or name.startswith("reduce_scatter")
 
 
-def _in_groups(lines: Sequence[tuple[tuple[str, str], list[Event]]], groups: Sequence[_Group]) -> Iterator[Change]:
+def _in_groups(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], groups: Sequence[_Group]) -> Iterator[Change]:
     for (name, line), events in lines:
         was = tuple(dict.fromkeys(event.details.get("group", ()) for event in events))
         for index, now in groups:
@@ -140,7 +142,7 @@ def _kind(name: str) -> str:
     return COLLECTIVES[name].kind if name in COLLECTIVES else ""
 
 
-def _lines(traces: Sequence[Trace]) -> list[tuple[tuple[str, str], list[Event]]]:
+def _lines(traces: Sequence[RankTrace]) -> list[tuple[tuple[str, str], list[CallEvent]]]:
     """Return the lines that call collectives, equally often on each rank: a change there leaves no rank waiting."""
     counts = [Counter((event.name, event.site) for event in trace.of("collective") if event.site) for trace in traces]
     if not counts:
@@ -152,7 +154,7 @@ def _lines(traces: Sequence[Trace]) -> list[tuple[tuple[str, str], list[Event]]]
     ]
 
 
-def _groups(traces: Sequence[Trace], size: int) -> list[_Group]:
+def _groups(traces: Sequence[RankTrace], size: int) -> list[_Group]:
     """Return the groups that exist: the index among the groups of a rank, and the ranks of each group with this index.
 
     Index 0 is the world. An index counts if every rank has a group with it.
@@ -166,7 +168,7 @@ def _groups(traces: Sequence[Trace], size: int) -> list[_Group]:
     return found
 
 
-def _orders(lines: Sequence[tuple[tuple[str, str], list[Event]]]) -> Iterator[Change]:
+def _orders(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]]) -> Iterator[Change]:
     """Yield other orders of gathered rows: by pieces of each rank's rows instead of by rank."""
     for (name, line), events in lines:
         shapes = {tensor["shape"] for event in events for tensor in event.details.get("tensors", ())[-1:]}
@@ -179,7 +181,7 @@ def _orders(lines: Sequence[tuple[tuple[str, str], list[Event]]]) -> Iterator[Ch
                 yield Change("reorder", name, line, pieces, size=size)
 
 
-def _terms(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> Iterator[Change]:
+def _terms(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
     """Yield factors of terms of the loss, and of whole losses if there are several."""
     try:
         ranks = trials.ranks.run(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from mgpu_check.diagnosis.observed import Change, Observation, Term
+from mgpu_check.diagnosis.observed import Change, ObservedRun, Term
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.operands import site
@@ -36,7 +36,7 @@ _OUTPUTS = ("output", "output_tensor", "tensor_list", "output_tensor_list", "gat
 _ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
-def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> Observation:
+def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> ObservedRun:
     """Return the step on this rank, with one call of it changed."""
     with full_precision():
         return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.evidence import Calls
+from mgpu_check.diagnosis.evidence import UnfinishedCall
 from mgpu_check.diagnosis.modules import first_wrong_module
 from mgpu_check.diagnosis.parting import first_parting
 from mgpu_check.diagnosis.rules.order import findings_of, findings_of_calls
@@ -77,7 +77,7 @@ def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang) -
     lines = str(error).splitlines() if account is None else account.headlines(name if hung else None)
     calls = attempts.of(
         "the evidence of the calls",
-        Calls(scenario.world_size, scenario.samples, " ".join(lines)),
+        UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines)),
         functools.partial(calls_of, hung=hung),
         account,
         scenario,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mgpu_check.diagnosis.observed import PARITY, Expected, Observation, Relations
+from mgpu_check.diagnosis.observed import PARITY, Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.results import Result
 
 __all__ = ["unjudged"]
@@ -22,7 +22,7 @@ _ENOUGH = 4096
 def unjudged(
     relations: Relations,
     expected: Expected,
-    seen: Sequence[Observation],
+    seen: Sequence[ObservedRun],
     kinds: Collection[str],
     tolerance: float | Mapping[str, float] | None,
 ) -> dict[str, str]:

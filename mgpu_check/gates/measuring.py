@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mgpu_check.diagnosis.observed import Expected, Observation
+from mgpu_check.diagnosis.observed import Expected, ObservedRun
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import Notes, entered
@@ -20,11 +20,11 @@ from mgpu_check.gates.rounding import (
     measured_provisionally,
     slightly_moved,
 )
-from mgpu_check.gates.runs import Part, Provisional
+from mgpu_check.gates.runs import Provisional, RunPart
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.envelopes import root_mean_square
-from mgpu_check.numerics.steps import Measurement, full_precision
+from mgpu_check.numerics.steps import MeasuredStep, full_precision
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
 
@@ -113,13 +113,13 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
 
 def measure_in_parts(
     rank: Rank, program: Program, scenario: Scenario, runs: Sequence[int], elements: int
-) -> list[Part]:
+) -> list[RunPart]:
     """Do this rank's share of the runs of `measure_provisionally`; see `rounding.measured_in_part`."""
     with full_precision(), one_thread():
         return [measured_in_part(rank, program, scenario, program.reference is not None, run, elements) for run in runs]
 
 
-def of_parts(program: Program, parts: Sequence[Part], elements: int) -> Expected | None:
+def of_parts(program: Program, parts: Sequence[RunPart], elements: int) -> Expected | None:
     """Join one part for each of `rounding.RUNS` to the result of `measure_provisionally`; None if it is inconclusive."""
     main = joined(parts, elements)
     return None if main is None else _provisional(program, main, None, parts[0].drawn, parts[0].narrow)
@@ -128,7 +128,7 @@ def of_parts(program: Program, parts: Sequence[Part], elements: int) -> Expected
 def _provisional(
     program: Program,
     main: Provisional,
-    own: Observation | None,
+    own: ObservedRun | None,
     drawn: Iterable[tuple[int, ...]],
     narrow: Iterable[torch.dtype],
 ) -> Expected:
@@ -144,7 +144,7 @@ def _provisional(
     )
 
 
-def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> Observation:
+def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> ObservedRun:
     """Run the reference, or else the step, once more; see `rounding.slightly_moved`.
 
     The difference from the first run shows rounding inside operators, which a perturbation of their results cannot show.
@@ -172,7 +172,7 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
     return None
 
 
-def _with_room_for(stage: Measurement[Result], narrower: Iterable[torch.dtype]) -> Measurement[Result]:
+def _with_room_for(stage: MeasuredStep[Result], narrower: Iterable[torch.dtype]) -> MeasuredStep[Result]:
     """Return the stage with tolerances for rounding to dtypes that only the step uses, not the reference.
 
     The tolerances follow from the dtypes, not from the results of the step. Whole numbers, such as counts, must be exact.
@@ -184,4 +184,4 @@ def _with_room_for(stage: Measurement[Result], narrower: Iterable[torch.dtype]) 
     for name, exact in stage.reference.items():
         if not torch.equal(exact, exact.round()):
             tolerance[name] = tolerance[name] + _ROUNDINGS * roundoff * (exact.abs() + root_mean_square(exact))
-    return Measurement(stage.reference, tolerance, stage.amplification)
+    return MeasuredStep(stage.reference, tolerance, stage.amplification)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from mgpu_check.diagnosis.observed import Trace
+from mgpu_check.diagnosis.observed import RankTrace
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import copied
 
@@ -21,7 +21,7 @@ _MOST = 1 << 16
 
 
 @contextlib.contextmanager
-def noting_outputs(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
+def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> Iterator[None]:
     """Write the first output of each module to `trace`, in the order of calls, with its gradient."""
     names = {
         id(part): prefix + name
@@ -47,7 +47,7 @@ def noting_outputs(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[N
         hook.remove()
 
 
-def _came_back(trace: Trace, name: str, gradient: torch.Tensor) -> None:
+def _came_back(trace: RankTrace, name: str, gradient: torch.Tensor) -> None:
     if name not in trace.gradients and _is_usable(gradient):
         trace.gradients[name] = copied(gradient)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_check.diagnosis.observed import Event, Observation
+from mgpu_check.diagnosis.observed import CallEvent, ObservedRun
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.after_step import after_step
@@ -51,7 +51,7 @@ def observe(
     nudge: Nudge | None = None,
     alter: Callable[[Any], Any] | None = None,
     around: Around = lambda model, batches: contextlib.nullcontext(),
-) -> Observation:
+) -> ObservedRun:
     """Build the model, make the batches, and run the step (or the reference) on each batch in turn.
 
     Args:
@@ -70,7 +70,7 @@ def observe(
     if scenario.mesh:
         rank = dataclasses.replace(rank, mesh=mesh_of(rank, scenario.mesh))
     seed_everything(scenario.seed)
-    seeds: list[Event] = []
+    seeds: list[CallEvent] = []
     with noting_seeds(seeds) if traced else contextlib.nullcontext():
         model = _built(program, scenario)
     modules = modules_of(model)
@@ -85,7 +85,7 @@ def observe(
     )
     if alter is not None:
         batches = [alter(batch) for batch in batches]
-    seen = Observation(batch=_digest_of_all(batches), built=seeds)
+    seen = ObservedRun(batch=_digest_of_all(batches), built=seeds)
     if initial:
         for _, name, value, _, _ in named_tensors(modules):
             seen.initial[name] = plain_copy(value)
@@ -162,7 +162,7 @@ def _widen(modules: Mapping[str, nn.Module]) -> None:
             value.data = value.data.to(torch.complex128)
 
 
-def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Sequence[Held]) -> None:
+def _take_state(seen: ObservedRun, modules: Mapping[str, nn.Module], held: Sequence[Held]) -> None:
     shared = iter(least_anywhere([(one.tensor, int(one.tensor.grad is not None)) for one in held if not one.local]))
     for one in held:
         has_gradient = one.tensor.grad is not None if one.local else bool(next(shared))
@@ -206,7 +206,7 @@ def _normalizes(module: nn.Module) -> bool:
     return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
-def _take(seen: Observation, name: Result, value: Any) -> None:
+def _take(seen: ObservedRun, name: Result, value: Any) -> None:
     """Record a returned value, part by part."""
     if (parts := entries(value)) is not None:
         for key, part in parts:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, REPEATS, Expected, Observation, Relations
+from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, REPEATS, Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.gates.judged import unjudged
 from mgpu_check.numerics.compare import Difference, difference, show
@@ -23,7 +23,7 @@ _DIVIDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
 
 def relations_of(
     expected: Expected,
-    seen: Sequence[Observation],
+    seen: Sequence[ObservedRun],
     kinds: Collection[str],
     tolerance: float | Mapping[str, float] | None,
 ) -> Relations:
@@ -69,8 +69,8 @@ def relations_of(
 def repeats(
     relations: Relations,
     expected: Expected,
-    seen: Sequence[Observation],
-    again: Sequence[Observation],
+    seen: Sequence[ObservedRun],
+    again: Sequence[ObservedRun],
     tolerance: float | Mapping[str, float] | None,
 ) -> None:
     """Add to `relations` whether a second run gives the same results."""
@@ -103,7 +103,7 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.T
     return difference(one, other, allowed) is None
 
 
-def _take_texts(relations: Relations, expected: Expected, seen: Sequence[Observation]) -> None:
+def _take_texts(relations: Relations, expected: Expected, seen: Sequence[ObservedRun]) -> None:
     """Compare returned values that are not numbers, for equality."""
     for name in {**expected.single.others, **seen[0].others}:
         text = expected.single.others.get(name)
@@ -114,7 +114,7 @@ def _take_texts(relations: Relations, expected: Expected, seen: Sequence[Observa
             relations.wrong[name] = wrong
 
 
-def _take_starts(relations: Relations, seen: Sequence[Observation]) -> None:
+def _take_starts(relations: Relations, seen: Sequence[ObservedRun]) -> None:
     """Compare the initial values of parameters that are not compared otherwise.
 
     Parameters that get the same gradient on all ranks are copies of each other, so their values must be equal.
@@ -131,7 +131,7 @@ def _take_starts(relations: Relations, seen: Sequence[Observation]) -> None:
             relations.details[result] = "ranks apply the same gradient to different values, so they are not copies"
 
 
-def _take_random_state(relations: Relations, seen: Sequence[Observation]) -> None:
+def _take_random_state(relations: Relations, seen: Sequence[ObservedRun]) -> None:
     """Group ranks by the state of their random numbers.
 
     Ranks may use different streams on purpose, so differences are only reported. A second run must repeat them.
@@ -140,7 +140,7 @@ def _take_random_state(relations: Relations, seen: Sequence[Observation]) -> Non
     relations.held[RANDOM] = {}
 
 
-def _not_placed(expected: Expected, seen: Sequence[Observation], name: Result) -> str:
+def _not_placed(expected: Expected, seen: Sequence[ObservedRun], name: Result) -> str:
     """Return why the ranks' parts of a result cannot be assembled; "" if they can."""
     right = expected.single.values.get(name)
     if right is None or name.kind not in _DIVIDED:
@@ -157,7 +157,7 @@ def _not_placed(expected: Expected, seen: Sequence[Observation], name: Result) -
     return "" if not apart or name.kind != "optimizer" else "it is divided in a way that is not known"
 
 
-def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
+def _left_out(expected: Expected, first: ObservedRun) -> dict[str, str]:
     """Return the kinds that are not compared with one device, with the reasons."""
     out: dict[str, str] = {}
     told = _account(first)
@@ -182,7 +182,7 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
     return out
 
 
-def _returns_gradients(reference: Observation) -> bool:
+def _returns_gradients(reference: ObservedRun) -> bool:
     """Return whether the reference returns a tensor that equals a gradient of its model bit for bit."""
     held = {
         kind: [value for name, value in reference.values.items() if name.kind == kind and value.numel() > 1]
@@ -193,7 +193,7 @@ def _returns_gradients(reference: Observation) -> bool:
     )
 
 
-def _account(first: Observation) -> dict[str, torch.Tensor]:
+def _account(first: ObservedRun) -> dict[str, torch.Tensor]:
     """Return the gradients or parameters that the step returns, by parameter; empty if it returns neither.
 
     The step returns tensors under the names of parameters, or one flat tensor of all parameters in order.
@@ -237,7 +237,7 @@ def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, fl
 
 
 def _parity(
-    relations: Relations, expected: Expected, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
+    relations: Relations, expected: Expected, seen: Sequence[ObservedRun], name: Result, allowed: torch.Tensor | float
 ) -> bool | None:
     first = seen[0]
     if name not in expected.single.values or name in expected.undetermined:
@@ -276,7 +276,7 @@ def _parity(
 
 
 def _agreement(
-    relations: Relations, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
+    relations: Relations, seen: Sequence[ObservedRun], name: Result, allowed: torch.Tensor | float
 ) -> bool | None:
     if len(seen) == 1:
         return None
@@ -294,7 +294,7 @@ def _agreement(
     return False
 
 
-def _finite(expected: Expected, seen: Sequence[Observation], name: Result) -> bool | None:
+def _finite(expected: Expected, seen: Sequence[ObservedRun], name: Result) -> bool | None:
     value = expected.exact.get(name)
     if value is None:
         return None

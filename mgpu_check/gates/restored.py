@@ -13,7 +13,7 @@ from mgpu_check.diagnosis.rules.order import findings_of_checkpoint
 from mgpu_check.processes.rank_lists import by_ranks, named
 
 if TYPE_CHECKING:
-    from mgpu_check.gates.states import Entry, Row
+    from mgpu_check.gates.states import StateEntry, StateRow
 
 __all__ = ["Entries", "explained"]
 
@@ -24,9 +24,9 @@ _LOADED = "loaded as saved"
 class Entries:
     """The entries of the state, as compared on each rank."""
 
-    def __init__(self, rows: Sequence[Sequence[Row]]) -> None:
+    def __init__(self, rows: Sequence[Sequence[StateRow]]) -> None:
         self.size = len(rows)
-        self.by_name: dict[Entry, dict[int, Row]] = {}
+        self.by_name: dict[StateEntry, dict[int, StateRow]] = {}
         for rank, of_rank in enumerate(rows):
             for row in of_rank:
                 self.by_name.setdefault(row.entry, {})[rank] = row
@@ -54,12 +54,12 @@ class Entries:
         )
 
     @cached_property
-    def wrong(self) -> dict[Entry, list[int]]:
+    def wrong(self) -> dict[StateEntry, list[int]]:
         """The wrong entries, except generators, with the ranks where they are wrong."""
         return {name: self.ranks_wrong(name) for name in self.by_name if not name.generator and self.ranks_wrong(name)}
 
     @property
-    def wrong_generators(self) -> dict[Entry, list[int]]:
+    def wrong_generators(self) -> dict[StateEntry, list[int]]:
         """The wrong generators, with the ranks where they are wrong."""
         return {name: self.ranks_wrong(name) for name in self.by_name if name.generator and self.ranks_wrong(name)}
 
@@ -68,24 +68,24 @@ class Entries:
         return sorted({rank for ranks in self.wrong.values() for rank in ranks})
 
     @property
-    def first_wrong(self) -> tuple[Entry, str, list[int]]:
+    def first_wrong(self) -> tuple[StateEntry, str, list[int]]:
         """The first wrong entry: its name, a description of the difference, and the ranks."""
         name, ranks = next(iter(self.wrong.items()))
         return name, self.by_name[name][ranks[0]].detail, ranks
 
-    def ranks_wrong(self, name: Entry) -> list[int]:
+    def ranks_wrong(self, name: StateEntry) -> list[int]:
         return [rank for rank, row in self.by_name.get(name, {}).items() if row.same is False]
 
-    def drawn(self, name: Entry) -> bool:
+    def drawn(self, name: StateEntry) -> bool:
         """Return whether the later steps draw from this generator on any rank."""
         return any(row.moved for row in self.by_name[name].values())
 
-    def parted(self, name: Entry) -> bool:
+    def parted(self, name: StateEntry) -> bool:
         """Return whether ranks differ that should agree."""
         rows = self.by_name[name].values()
         return len({row.expected for row in rows}) == 1 and len({row.got for row in rows}) > 1
 
-    def is_rank_0s(self, name: Entry) -> bool:
+    def is_rank_0s(self, name: StateEntry) -> bool:
         """Return whether the wrong ranks have the value that is right for rank 0."""
         rows = self.by_name[name]
         wrong = self.ranks_wrong(name)
@@ -133,7 +133,7 @@ def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
     return ""
 
 
-def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[Entry], epochs: str) -> Restored:
+def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[StateEntry], epochs: str) -> Restored:
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
     lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _holds(ends, n) is not None}
     if loaded is not None and (lost or lost_numbers):
@@ -157,12 +157,12 @@ def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[Entry], epo
     )
 
 
-def _holds(entries: Entries, name: Entry) -> bool | None:
+def _holds(entries: Entries, name: StateEntry) -> bool | None:
     found = [row.same for row in entries.by_name.get(name, {}).values()]
     return False if False in found else None if None in found or not found else True
 
 
-def _detail(entries: Entries, name: Entry, when: str = "") -> str:
+def _detail(entries: Entries, name: StateEntry, when: str = "") -> str:
     wrong = entries.ranks_wrong(name)
     if not wrong:
         return next((row.detail for row in entries.by_name.get(name, {}).values() if row.same is None), "")

@@ -103,11 +103,11 @@ def _check(
     ranks: RanksFixture, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path
 ) -> None:
     __tracebackhide__ = True
-    from mgpu_check.gates.states import Part, compare, epochs_of, train_and_keep
+    from mgpu_check.gates.states import TrainingPart, compare, epochs_of, train_and_keep
 
     def run(start: int, stop: int, name: str, directory: str, seed: int, **how: Any) -> Path:
         (root / directory).mkdir(exist_ok=True)
-        part = Part(start, stop, root / directory, seed, **how)
+        part = TrainingPart(start, stop, root / directory, seed, **how)
         with noting(f"steps {start} to {stop} at world size {size}"):
             problems = ranks.run(train_and_keep, train, part, root / name, size=size)
         for problem in filter(None, problems):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mgpu_check.diagnosis.observed import Observation
+from mgpu_check.diagnosis.observed import ObservedRun
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.perturbing import ROUNDOFF
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.runs import Measured, Part, Provisional, Runs, alike, left_alike, wide
+from mgpu_check.gates.runs import Measured, Provisional, RunPart, Runs, alike, left_alike, wide
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.steps import PAIRS, deviations, errors_seen, granted_at_least
 
@@ -47,7 +47,7 @@ def measured_provisionally(
 
 def measured_in_part(
     rank: Rank, program: Program, scenario: Scenario, of_reference: bool, run: int, elements: int
-) -> Part:
+) -> RunPart:
     """Do one run of `measured_provisionally` with one thread, for a step that is known to be simple.
 
     Args:
@@ -57,7 +57,7 @@ def measured_in_part(
     return Runs(rank, program, scenario, of_reference, 1).part(run, elements)
 
 
-def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
+def joined(parts: Sequence[RunPart], elements: int) -> Provisional | None:
     """Join the parts for all `RUNS`, in their order, to the result of `measured_provisionally`; None if inconclusive.
 
     Args:
@@ -71,12 +71,12 @@ def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
     return Provisional(single, granted)
 
 
-def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> Observation:
+def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> ObservedRun:
     """Run the step, or the reference, unperturbed on a batch moved by one roundoff, so that sums round differently."""
     return Runs(rank, program, scenario, of_reference, threads).slightly_moved()
 
 
-def rounding_seen(single: Observation, again: Observation) -> dict[Result, float] | None:
+def rounding_seen(single: ObservedRun, again: ObservedRun) -> dict[Result, float] | None:
     """Return the errors of an unperturbed run, from the results of `slightly_moved`; see `numerics.steps.errors_seen`.
 
     None if the two runs left results of other names or shapes, are finite in other places, or took other steps.

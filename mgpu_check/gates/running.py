@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from mgpu_check.diagnosis.observed import Observation, Trace
+from mgpu_check.diagnosis.observed import ObservedRun, RankTrace
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.events import traced
 from mgpu_check.gates.module_outputs import noting_outputs
@@ -24,7 +24,7 @@ _SMALL = 100_000
 """Most elements whose values every rank sends; above, only rank 0 does, and the others send checksums."""
 
 
-def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = False) -> Observation:
+def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = False) -> ObservedRun:
     """Run the step on this rank and return its results; with `whole`, every rank sends all values."""
     with full_precision():
         seen = observe(_placed(rank, program, scenario), program, scenario)
@@ -35,18 +35,18 @@ def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = Fal
     return seen
 
 
-def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[Observation, Trace]:
+def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[ObservedRun, RankTrace]:
     """Run the step on this rank, and return its results (also after each optimizer step) with the calls it made."""
     return _traced(_placed(rank, program, scenario), program, scenario, of_reference=False)
 
 
-def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> Trace:
+def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> RankTrace:
     """Return the calls of the reference; without a reference, the calls of the step at world size 1."""
     return _traced(rank, program, scenario, of_reference=program.reference is not None)[1]
 
 
-def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[Observation, Trace]:
-    trace = Trace()
+def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[ObservedRun, RankTrace]:
+    trace = RankTrace()
     with full_precision():
         seen = observe(
             rank,
@@ -61,7 +61,7 @@ def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool
 
 
 @contextlib.contextmanager
-def _noting(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
+def _noting(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:
     with NotingLabels(trace.labels), noting_outputs(modules_of(model), trace), traced(model, trace, rows):
         yield
 

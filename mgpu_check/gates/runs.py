@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.diagnosis.observed import Observation
+from mgpu_check.diagnosis.observed import ObservedRun
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
@@ -19,11 +19,11 @@ from mgpu_check.gates.perturbing import ROUNDOFF, generator_of, moved, perturbed
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.step_recorder import Nudge
-from mgpu_check.numerics.steps import Measurement, assess, deviations, granted_at_least
+from mgpu_check.numerics.steps import MeasuredStep, assess, deviations, granted_at_least
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 
-__all__ = ["LARGE", "Measured", "Part", "Provisional", "Runs", "alike", "left_alike", "wide"]
+__all__ = ["LARGE", "Measured", "Provisional", "RunPart", "Runs", "alike", "left_alike", "wide"]
 
 LARGE = 1_000_000
 """Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
@@ -43,8 +43,8 @@ class Measured:
         remarks: measurements that failed, for the report.
     """
 
-    single: Observation
-    stages: list[Measurement[Result]]
+    single: ObservedRun
+    stages: list[MeasuredStep[Result]]
     undetermined: set[Result]
     precise: bool
     remarks: list[str]
@@ -54,12 +54,12 @@ class Measured:
 class Provisional:
     """The unperturbed run of one program on one device, with a tolerance within which a result is surely right."""
 
-    single: Observation
+    single: ObservedRun
     tolerance: dict[Result, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """One of the runs of a provisional measurement.
 
     Attributes:
@@ -69,7 +69,7 @@ class Part:
         drawn, narrow: `Notes.drawn` and `Notes.seen`; empty for perturbed runs.
     """
 
-    seen: Observation | None
+    seen: ObservedRun | None
     simple: bool
     drawn: tuple[tuple[int, ...], ...] = ()
     narrow: frozenset[torch.dtype] = frozenset()
@@ -85,8 +85,8 @@ class Runs:
     def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> None:
         self._observe = functools.partial(observe, rank, program, scenario, of_reference=of_reference)
         self._threads = threads
-        self._singles: list[Observation] = []
-        self._moved: list[Observation] = []
+        self._singles: list[ObservedRun] = []
+        self._moved: list[ObservedRun] = []
         self._failure: Exception | None = None
         self._deep: bool | str = False
         self._drew: list[str] = []
@@ -102,7 +102,7 @@ class Runs:
         digests: bool = False,
         initial: bool = False,
         **how: Any,
-    ) -> Observation:
+    ) -> ObservedRun:
         @contextlib.contextmanager
         def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
             elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
@@ -142,7 +142,7 @@ class Runs:
         single.snapshots = []
         return Provisional(single, tolerance)
 
-    def part(self, run: int, elements: int) -> Part:
+    def part(self, run: int, elements: int) -> RunPart:
         """Do one run; see `measured_in_part`."""
         notes = Notes()
         if run:
@@ -154,9 +154,9 @@ class Runs:
         if seen is not None and not all(map(all_finite, seen.values.values())):
             seen = None
         simple = not self._fused and not (seen is not None and seen.nonlinear)
-        return Part(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
+        return RunPart(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
 
-    def slightly_moved(self) -> Observation:
+    def slightly_moved(self) -> ObservedRun:
         """Run unperturbed on a batch that is moved by one roundoff; see `rounding.slightly_moved`."""
         return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
@@ -176,7 +176,7 @@ class Runs:
     def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
         """Return tolerances within which results are surely right, at the end (None) or at an optimizer step."""
 
-        def of(seen: Observation) -> dict[Result, torch.Tensor]:
+        def of(seen: ObservedRun) -> dict[Result, torch.Tensor]:
             return seen.values if index is None else seen.snapshots[index]
 
         return granted_at_least(wide(of(self._exact)), [wide(of(one)) for one in self._moved], ROUNDOFF, self._spread)
@@ -190,7 +190,7 @@ class Runs:
         self._singles = [single, self.slightly_moved()]
         self._spread = deviations(self.elements)
 
-    def _once(self, notes: Notes, digests: bool) -> Observation:
+    def _once(self, notes: Notes, digests: bool) -> ObservedRun:
         own = Notes()
         single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(own))
         self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
@@ -234,7 +234,7 @@ class Runs:
 
     def _perturbed(
         self, pair: int, direction: int, nudge: Nudge | None = None, coherent: bool = False
-    ) -> Observation | None:
+    ) -> ObservedRun | None:
         """Run perturbed; None if the run raises an error."""
         generator, by = generator_of(pair + 1), direction * self._spread
         try:
@@ -302,16 +302,16 @@ class Runs:
         stages = [self._assess(index) for index in indices]
         return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
 
-    def _assess(self, index: int | None) -> Measurement[Result]:
+    def _assess(self, index: int | None) -> MeasuredStep[Result]:
         """Assess the results at the end (None), or after an optimizer step."""
 
-        def stage(seen: Observation) -> Mapping[Result, torch.Tensor]:
+        def stage(seen: ObservedRun) -> Mapping[Result, torch.Tensor]:
             return seen.values if index is None else seen.snapshots[index]
 
         names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
         reference = {name: stage(self._exact)[name].double() for name in names}
 
-        def usable(several: Sequence[Observation]) -> list[dict[Result, torch.Tensor]]:
+        def usable(several: Sequence[ObservedRun]) -> list[dict[Result, torch.Tensor]]:
             # Infinities and NaN on one device are compared as such; they are measured as zeros.
             held = [stage(one) for one in several if index is None or index < len(one.snapshots)]
             return [
@@ -326,7 +326,7 @@ class Runs:
         assessed = assess(exact, usable(self._singles), usable(self._moved), ROUNDOFF, self._spread)
         room = _OF_PARTS if self.narrow else 1.0
         tolerance = {name: room * value for name, value in assessed.tolerance.items()}
-        return Measurement(reference, tolerance, assessed.amplification)
+        return MeasuredStep(reference, tolerance, assessed.amplification)
 
 
 def _nudge_by(
@@ -355,14 +355,14 @@ def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
     return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
 
 
-def alike(one: Observation, other: Observation) -> bool:
+def alike(one: ObservedRun, other: ObservedRun) -> bool:
     """Return whether two runs left results of the same names and shapes, finite in the same places, after as many steps."""
     return left_alike(one, other) and all(
         _finite_alike(value, other.values[name]) for name, value in one.values.items()
     )
 
 
-def left_alike(one: Observation, other: Observation) -> bool:
+def left_alike(one: ObservedRun, other: ObservedRun) -> bool:
     """Return whether two runs left results of the same names and shapes after as many optimizer steps."""
     if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
         return False

@@ -252,19 +252,19 @@ def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: in
             return
         if trial is not None:
             found.append(trial)
-            raise _Failed
+            raise _ScenarioFailed
 
     with with_reporter(lambda text: None):  # the gate reports the failing example in more detail
         try:
             try_one()
         except Unsatisfiable:
             return None
-        except (_Failed, Flaky):  # an intermittent failure is a failure
+        except (_ScenarioFailed, Flaky):  # an intermittent failure is a failure
             if not found:
                 raise
             return found[-1]
     return None
 
 
-class _Failed(AssertionError):
+class _ScenarioFailed(AssertionError):
     """A scenario failed; Hypothesis then searches for a smaller one."""

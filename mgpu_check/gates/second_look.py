@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.observed import Expected, Hypotheses, Observation, Relations, Trace
+from mgpu_check.diagnosis.observed import Expected, Hypotheses, ObservedRun, RankTrace, Relations
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.errors import CheckFailure, RankHang
@@ -54,7 +54,7 @@ class SecondLook:
             "measuring each optimizer step", failed.expected, trials.expected, failed.scenario, deep=True
         )
         self._seen, self._relations = failed.seen, failed.relations
-        self._traces: Sequence[Trace] = ()
+        self._traces: Sequence[RankTrace] = ()
         self.repeated = True
 
     def taken(self) -> Tensors:
@@ -105,10 +105,10 @@ class SecondLook:
         if not relations.holds:
             self._seen, self._relations = seen, relations
 
-    def _trace_alone(self) -> Trace | None:
+    def _trace_alone(self) -> RankTrace | None:
         """Return the calls of one device, to compare the ranks with."""
         try:
-            alone: Trace = self._trials.ranks.run(run_traced_alone, self._trials.program, self._scenario, size=1)[0]
+            alone: RankTrace = self._trials.ranks.run(run_traced_alone, self._trials.program, self._scenario, size=1)[0]
         except _ENDS:
             return None
         return alone
@@ -171,14 +171,14 @@ class SecondLook:
             return
         repeats(self._relations, self._expected, self._seen, again, self._trials.tolerance)
 
-    def _at_another_size(self) -> tuple[int, Observation] | None:
+    def _at_another_size(self) -> tuple[int, ObservedRun] | None:
         """Return the results of rank 0 at the smallest other world size; note for each result whether it is the same."""
         case = self._scenario
         other = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
         if other is None:
             return None
         try:
-            there: Observation = self._trials.on_ranks(replace(case, world_size=other), whole=True)[0]
+            there: ObservedRun = self._trials.on_ranks(replace(case, world_size=other), whole=True)[0]
         except _ENDS:
             return None
         low, high = sorted((other, case.world_size))

@@ -27,10 +27,10 @@ from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, digest_of
 
 __all__ = [
-    "Entry",
-    "Part",
-    "Row",
+    "StateEntry",
+    "StateRow",
     "Train",
+    "TrainingPart",
     "compare",
     "digest_of_value",
     "epochs_of",
@@ -55,7 +55,7 @@ _EXPLAINED, _ROUNDOFFS = 2.0**-10, 16.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """An entry of the state: a value that `train` returned under a name, or the state of a generator."""
 
     name: str
@@ -66,7 +66,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Row:
+class StateRow:
     """The comparison of one entry of the state, on one rank.
 
     Attributes:
@@ -76,7 +76,7 @@ class Row:
         moved: whether the entry has changed since the earlier step.
     """
 
-    entry: Entry
+    entry: StateEntry
     same: bool | None
     detail: str
     got: str
@@ -86,7 +86,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainingPart:
     """A part of the training: its steps, seed, checkpoint directory and perturbation.
 
     Attributes:
@@ -105,7 +105,7 @@ class Part:
     signs: int = 0
 
 
-def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
+def train_and_keep(train: Train, part: TrainingPart, file: Path, rank: Rank) -> str:
     """Run a part of the training, and save the state that it returns.
 
     Returns why that state cannot be used, or "" if it can.
@@ -159,11 +159,11 @@ def kept(directory: Path, rank: Rank) -> Path:
     return directory / f"{rank.index}.pt"
 
 
-def load(directory: Path, rank: Rank) -> dict[Entry, Any]:
+def load(directory: Path, rank: Rank) -> dict[StateEntry, Any]:
     """Load the saved state of a rank."""
     state: dict[str, dict[str, Any]] = torch.load(kept(directory, rank), weights_only=False)
     return {
-        Entry(name, kind == _GENERATORS): value
+        StateEntry(name, kind == _GENERATORS): value
         for kind in (_ENTRIES, _GENERATORS)
         for name, value in state[kind].items()
     }
@@ -188,7 +188,7 @@ def _digest(text: str) -> str:
 
 def compare(
     got: Path, runs: list[Path], earlier: Path, perturbed: list[Path], tolerance: float | None, rank: Rank
-) -> list[Row]:
+) -> list[StateRow]:
     """Compare the state saved in `got` with the states of `runs`, which should all be equal, entry by entry.
 
     Args:
@@ -217,7 +217,7 @@ def compare(
             same = not detail
         moved = entry not in old or bool(_difference(first.get(entry), old[entry], 0.0, None))
         digests = digest_of_value(new.get(entry)), digest_of_value(first.get(entry))
-        rows.append(Row(entry, same, detail, *digests, moved, repeats))
+        rows.append(StateRow(entry, same, detail, *digests, moved, repeats))
     return rows
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.diagnosis.observed import Observation, Piece
+from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun
 from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.gates.captured_steps import CapturedSteps
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
@@ -28,7 +28,7 @@ Nudge = Callable[[int, Result, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _TensorCopy:
     """A copy of the gradient or value of a parameter at an optimizer step."""
 
     kind: Kind
@@ -48,7 +48,7 @@ class StepRecorder:
         self,
         holdings: Holdings,
         modules: dict[str, nn.Module],
-        seen: Observation,
+        seen: ObservedRun,
         deep: bool | str,
         nudge: Nudge | None,
         several: bool,
@@ -59,8 +59,8 @@ class StepRecorder:
         self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizers: dict[int, Optimizer] = {}
         self._stack = contextlib.ExitStack()
-        self._gradients: list[_Copy] = []
-        self._steps: list[list[_Copy]] = []
+        self._gradients: list[_TensorCopy] = []
+        self._steps: list[list[_TensorCopy]] = []
         self._captured = CapturedSteps(self._after_replay)
         self._under_way = 0  # steps of optimizers, one within the other
 
@@ -99,7 +99,7 @@ class StepRecorder:
         self._gradients = []
         if self._deep and (_is_nonlinear(optimizer) or self._deep != "nonlinear"):
             self._gradients = [
-                _Copy("grads", one, plain_copy(torch.zeros_like(one) if one.grad is None else one.grad))
+                _TensorCopy("grads", one, plain_copy(torch.zeros_like(one) if one.grad is None else one.grad))
                 for one in self._holdings.now()
             ]
 
@@ -130,7 +130,7 @@ class StepRecorder:
         self._before_nudge.clear()
         if self._deep:
             rest = self._holdings.now() if self._deep is True else ()
-            self._steps.append([*self._gradients, *(_Copy("params", one, plain_copy(one)) for one in rest)])
+            self._steps.append([*self._gradients, *(_TensorCopy("params", one, plain_copy(one)) for one in rest)])
 
     def _take_first_step(self, optimizer: Optimizer) -> None:
         """Record the values and gradients at an optimizer's first step, if the gradients can distinguish ranks."""
@@ -162,7 +162,7 @@ class StepRecorder:
         """
         for copies in self._steps:
             whole: dict[Result, torch.Tensor] = {}
-            pieces: list[Piece] = []
+            pieces: list[HeldPiece] = []
             for copy in copies:
                 one = held.get(id(copy.of))
                 if one is not None:
@@ -210,7 +210,7 @@ class StepRecorder:
 
 
 def put(
-    values: dict[Result, torch.Tensor], pieces: list[Piece], kind: Kind, text: str, one: Held, value: torch.Tensor
+    values: dict[Result, torch.Tensor], pieces: list[HeldPiece], kind: Kind, text: str, one: Held, value: torch.Tensor
 ) -> None:
     """Add a result of a tensor that a rank holds to the whole results, or to the pieces.
 
@@ -226,7 +226,7 @@ def put(
     for part in one.slices:
         name = Result(kind, text.format(part.whole))
         if value.shape == one.shape:
-            pieces.append(Piece(name, part, value))
+            pieces.append(HeldPiece(name, part, value))
         else:
             values[name] = value
 

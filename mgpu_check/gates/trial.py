@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mgpu_check.diagnosis.observed import Expected, Observation, Relations
+from mgpu_check.diagnosis.observed import Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.gates.assembly import assembled, holders_of
-from mgpu_check.gates.comparability import Coverage
+from mgpu_check.gates.comparability import ParameterCoverage
 from mgpu_check.gates.expectations import Effort, Expectations, key_of
 from mgpu_check.gates.measuring import largest_factor
 from mgpu_check.gates.meshes import Mesh, place_in, where_is
@@ -46,7 +46,7 @@ class Trial:
     scenario: Scenario
     expected: Expected
     relations: Relations | None
-    seen: Sequence[Observation] = ()
+    seen: Sequence[ObservedRun] = ()
     error: RankFailure | None = None
 
     @property
@@ -99,7 +99,7 @@ class Trials:
         self._score = 0
         self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
         self._apart = False
-        self.coverage = Coverage(program, name)
+        self.coverage = ParameterCoverage(program, name)
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
@@ -120,7 +120,7 @@ class Trials:
         return self._outcomes[key]
 
     def _run(self, scenario: Scenario) -> Trial | None:
-        runs: list[Sequence[Observation]] = []
+        runs: list[Sequence[ObservedRun]] = []
         for effort in Effort:
             try:
                 expected = self._suitable(scenario, effort)
@@ -160,7 +160,7 @@ class Trials:
         self.trains |= "params" in (expected.own or expected.single).touched
         return expected
 
-    def _tried(self, scenario: Scenario, expected: Expected, runs: list[Sequence[Observation]]) -> Relations:
+    def _tried(self, scenario: Scenario, expected: Expected, runs: list[Sequence[ObservedRun]]) -> Relations:
         """Compare the results of the ranks with one device, and with a second run.
 
         Args:
@@ -186,7 +186,7 @@ class Trials:
         return relations
 
     def _repeat(
-        self, scenario: Scenario, expected: Expected, runs: list[Sequence[Observation]], relations: Relations
+        self, scenario: Scenario, expected: Expected, runs: list[Sequence[ObservedRun]], relations: Relations
     ) -> bool:
         if len(runs) == 1:
             runs.append(self.on_ranks(scenario))
@@ -200,7 +200,7 @@ class Trials:
     def _refuse(self, scenario: Scenario, why: str) -> None:
         self._refusals.setdefault(scenario.place, why)
 
-    def _check(self, expected: Expected, seen: Sequence[Observation]) -> None:
+    def _check(self, expected: Expected, seen: Sequence[ObservedRun]) -> None:
         """Check that there are results to compare, and that all come from the same batch.
 
         Raises:
@@ -249,19 +249,19 @@ class Trials:
             return False
         return expected.own is None or self.compared(expected, [expected.own]).holds
 
-    def compared(self, expected: Expected, seen: Sequence[Observation]) -> Relations:
+    def compared(self, expected: Expected, seen: Sequence[ObservedRun]) -> Relations:
         """Return the relations between the results of ranks and of one device."""
         return relations_of(expected, seen, self.kinds, self.tolerance)
 
-    def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[Observation]:
+    def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[ObservedRun]:
         """Run the step at the scenario's world size."""
         size = 1 if self.program.single_process else scenario.world_size
         started = time.monotonic()
-        seen: list[Observation] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
+        seen: list[ObservedRun] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
         self.latest = time.monotonic() - started
         return self.assembled(scenario, seen)
 
-    def assembled(self, scenario: Scenario, seen: Sequence[Observation]) -> list[Observation]:
+    def assembled(self, scenario: Scenario, seen: Sequence[ObservedRun]) -> list[ObservedRun]:
         """Return the results of ranks, with divided results assembled from their pieces.
 
         A rank that used a parameter in some case of this world size or mesh counts as a holder of it in all of them.
@@ -332,11 +332,11 @@ def _returns(returned_by: Callable[[Mapping[str, int]], bool] | str, scenario: S
     return place_in(scenario.mesh, rank)["pp"] == axis - 1 if axis else rank == scenario.world_size - 1
 
 
-def _have_values(runs: Sequence[Sequence[Observation]]) -> bool:
+def _have_values(runs: Sequence[Sequence[ObservedRun]]) -> bool:
     return all(one.values for run in runs for one in run)
 
 
-def _returned(seen: Observation) -> set[str]:
+def _returned(seen: ObservedRun) -> set[str]:
     return {name.label for name in (*seen.values, *seen.others) if name.kind == "returned"}
 
 

@@ -60,7 +60,7 @@ def diagnose(
     count = int(wrong.sum())
     if not count:
         return []
-    seen = _Seen(got_, wide[wrong], right[wrong], allowed[wrong], count)
+    seen = _Differing(got_, wide[wrong], right[wrong], allowed[wrong], count)
     found = _bits(got_, expected_, wrong, count) or seen.rounding()
     if found:
         return found
@@ -90,7 +90,7 @@ def _bits(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, count:
     return [f"looks like a flipped bit: element {list(index)} is {value} with bit {bit} inverted"]
 
 
-class _Seen:
+class _Differing:
     """The elements that differ, with their expected values and tolerances."""
 
     def __init__(

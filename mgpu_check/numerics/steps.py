@@ -35,7 +35,7 @@ from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = [
     "PAIRS",
-    "Measurement",
+    "MeasuredStep",
     "Step",
     "assess",
     "deviations",
@@ -62,7 +62,7 @@ _SURE = 0.8
 
 
 @dataclass(frozen=True)
-class Measurement(Generic[Key]):
+class MeasuredStep(Generic[Key]):
     """The results that a step must give, and how far rounding may move them, by name of result."""
 
     reference: dict[Key, torch.Tensor]
@@ -72,21 +72,21 @@ class Measurement(Generic[Key]):
     amplification: dict[Key, float]
     """How many times the errors of the float32 step may exceed the effect of the perturbations; at least 1."""
 
-    def without(self, names: Iterable[Key]) -> Measurement[Key]:
+    def without(self, names: Iterable[Key]) -> MeasuredStep[Key]:
         """Return this measurement without some of the results."""
         left_out = set(names)
         kept = [name for name in self.reference if name not in left_out]
-        return Measurement(
+        return MeasuredStep(
             {name: self.reference[name] for name in kept},
             {name: self.tolerance[name] for name in kept},
             {name: self.amplification[name] for name in kept},
         )
 
-    def wider(self, other: Measurement[Key]) -> Measurement[Key]:
+    def wider(self, other: MeasuredStep[Key]) -> MeasuredStep[Key]:
         """Return this measurement with the larger tolerances of it and another measurement of the same step."""
         tolerance = {name: torch.maximum(value, other.tolerance[name]) for name, value in self.tolerance.items()}
         amplification = {name: max(value, other.amplification[name]) for name, value in self.amplification.items()}
-        return Measurement(self.reference, tolerance, amplification)
+        return MeasuredStep(self.reference, tolerance, amplification)
 
 
 def deviations(comparisons: int, false_alarm: float = 1e-9) -> float:
@@ -102,7 +102,7 @@ def measure_step(
     pairs: int = PAIRS,
     seed: int = 0,
     magnified: float = 1.0,
-) -> Measurement[str]:
+) -> MeasuredStep[str]:
     """Measure the results of `step` for `inputs`, and how far rounding in their dtype may move them.
 
     Args:
@@ -137,7 +137,7 @@ def measure_step_provisionally(
     single: Mapping[str, torch.Tensor],
     *,
     seed: int = 0,
-) -> Measurement[str]:
+) -> MeasuredStep[str]:
     """Measure a distance from single-device results within which `measure_step` would accept a result.
 
     Results further off may be right, too: measure them with `measure_step`. `step` is called only twice, in the dtype of
@@ -156,7 +156,7 @@ def measure_step_provisionally(
     moved = _moved(step, narrow, 1, seed, spread, roundoff)
     for one in moved:
         _check_names(held, one)
-    return Measurement(held, granted_at_least(held, moved, roundoff, spread), dict.fromkeys(held, 1.0))
+    return MeasuredStep(held, granted_at_least(held, moved, roundoff, spread), dict.fromkeys(held, 1.0))
 
 
 def _narrow(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
@@ -201,7 +201,7 @@ def assess(
     moved: Sequence[Mapping[Key, torch.Tensor]],
     roundoff: float,
     spread: float,
-) -> Measurement[Key]:
+) -> MeasuredStep[Key]:
     """Return the results that a step must give, and how far rounding may move them, from measured runs.
 
     Args:
@@ -223,7 +223,7 @@ def assess(
         name: torch.maximum(amplification[name] * value, rounding[name]) + _anywhere(errors[name], exact[name])
         for name, value in envelope.items()
     }
-    return Measurement(exact, tolerance, amplification)
+    return MeasuredStep(exact, tolerance, amplification)
 
 
 def granted_at_least(

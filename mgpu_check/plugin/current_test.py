@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mgpu_check.asserts.known_defects import Met
     from mgpu_check.plugin.report.drawn import Drawn
-    from mgpu_check.plugin.report.suspects import Seen
+    from mgpu_check.plugin.report.suspects import Reruns
     from mgpu_check.plugin.second_look import Failed
 
 __all__ = ["CurrentTest"]
@@ -30,7 +30,7 @@ class CurrentTest:
 
     examples: int = 0
     failing: Failed | None = None
-    seen: Seen | None = None
+    seen: Reruns | None = None
     values: Drawn | None = None
     met: list[Met] = field(default_factory=list)
     drawn: bool = False

@@ -15,7 +15,7 @@ from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.plugin.packaged import SUITE, package_of
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.report.example import draws_on
-from mgpu_check.plugin.report.suspects import Seen, Trial
+from mgpu_check.plugin.report.suspects import Rerun, Reruns
 from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes import protocol
@@ -43,13 +43,13 @@ def is_packaged(item: pytest.Item) -> bool:
     return package_of(item) == SUITE
 
 
-def look_again(body: Callable[..., Any], failed: Failed, needs: Needs, session: GpuSession, error: object) -> Seen:
+def look_again(body: Callable[..., Any], failed: Failed, needs: Needs, session: GpuSession, error: object) -> Reruns:
     """Rerun the failed example, and return the results.
 
-    Return an empty `Seen` if ranks hang or fail to start, or if the example draws while it runs: it cannot draw again.
+    Return an empty `Reruns` if ranks hang or fail to start, or if the example draws while it runs: it cannot draw again.
     """
     if any(map(draws_on, failed.kwargs.values())) or isinstance(error, (RankHang, StartupFailure)):
-        return Seen()
+        return Reruns()
     return _Second(body, failed, needs, session, error).look()
 
 
@@ -90,8 +90,8 @@ class _Second:
         self._until = time.monotonic() + min(budget, left)
         self._began = time.monotonic()
 
-    def look(self) -> Seen:
-        seen = Seen()
+    def look(self) -> Reruns:
+        seen = Reruns()
         size = self._failed.kwargs[self._count] if self._count else self._takes_part()
         usual = self._all[:size] if self._count else self._all
         try:
@@ -110,12 +110,12 @@ class _Second:
             self._session.looked += time.monotonic() - self._began
         return seen
 
-    def _as_it_was(self, usual: tuple[int, ...]) -> Trial:
+    def _as_it_was(self, usual: tuple[int, ...]) -> Rerun:
         """Run the example on its original devices. It can run there, so any error is a failure."""
         trial = self._try(usual)
         return dataclasses.replace(trial, failed=trial.failed or trial.refused, refused=False)
 
-    def _try_until_it_fails(self, devices: tuple[int, ...], most: int) -> Trial:
+    def _try_until_it_fails(self, devices: tuple[int, ...], most: int) -> Rerun:
         """Run the example on these devices, up to `most` times until it fails: a flaky example may pass at first."""
         trial = self._try(devices)
         for _ in range(most - 1):
@@ -150,7 +150,7 @@ class _Second:
             found += [tuple(other for other in self._all if other != one) for one in self._all]
         return list(dict.fromkeys(devices for devices in found if devices != usual))
 
-    def _try(self, devices: tuple[int, ...]) -> Trial:
+    def _try(self, devices: tuple[int, ...]) -> Rerun:
         if time.monotonic() > self._until:
             raise _OutOfTime
         kwargs = dict(self._failed.kwargs)
@@ -168,14 +168,14 @@ class _Second:
             self._body(*self._failed.args, **kwargs)
         except RankHang:
             self._until = 0.0  # stop, because each further trial could hang as long
-            return Trial(took, True)
+            return Rerun(took, True)
         except Exception as error:
             if not self._is_finding(error):
-                return Trial(took, False, refused=True)
+                return Rerun(took, False, refused=True)
             ranks = tuple(rank for rank in getattr(error, "ranks", ()) if isinstance(rank, int))
             cause = getattr(error.__cause__, "ranks", ()) if isinstance(error, RankFailure) else ()
-            return Trial(took, True, ranks if "ranks" in kwargs else tuple(cause))
-        return Trial(took, False)
+            return Rerun(took, True, ranks if "ranks" in kwargs else tuple(cause))
+        return Rerun(took, False)
 
     def _is_finding(self, error: Exception) -> bool:
         """Return whether an error is a failure of the check, not a sign that the check cannot run on these devices."""

@@ -66,7 +66,7 @@ def _code(filename: str, make: Callable[..., types.CodeType], arguments: tuple[A
     return make(*arguments).replace(co_filename=filename)
 
 
-class _Pickler(Pickler):
+class _CallPickler(Pickler):
     """Sends tensors of any device as CPU tensors: the pytest process has no devices, real or simulated."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -126,7 +126,7 @@ def _dumped(value: object, stays: Callable[[pickle.PickleBuffer], bool] | None) 
     if _SLOW is not None:
         setattr(_cloudpickle, _FIND, _find_imported_submodules)
     try:
-        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=stays).dump(value)
+        _CallPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=stays).dump(value)
     finally:
         if _SLOW is not None:
             setattr(_cloudpickle, _FIND, _SLOW)

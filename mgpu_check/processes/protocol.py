@@ -21,19 +21,19 @@ __all__ = [
     "CallContext",
     "EndTest",
     "Explain",
-    "Failure",
-    "Flow",
     "Group",
     "Meet",
     "Outcome",
     "Paused",
+    "PeerTransfers",
     "Placeholder",
+    "RaisedInRank",
     "RankSpec",
     "Ready",
     "Rested",
     "Resume",
-    "Run",
     "Settle",
+    "TensorRun",
 ]
 
 SEED = 0
@@ -142,7 +142,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RaisedInRank:
     """An exception in a rank, in a form that the parent can show.
 
     Attributes:
@@ -191,7 +191,7 @@ MANY = "many"
 
 
 @dataclass(frozen=True)
-class Run:
+class TensorRun:
     """Consecutive tensors of the same kind.
 
     Attributes:
@@ -209,7 +209,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Flow:
+class PeerTransfers:
     """The tensors that a rank has sent to one peer, or received from it, in one group and with one tag.
 
     Attributes:
@@ -224,7 +224,7 @@ class Flow:
     given: bool
     peer: int
     tag: int
-    runs: tuple[Run, ...]
+    runs: tuple[TensorRun, ...]
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,11 @@ class Outcome:
 
     number: int
     value: Pickled | None
-    failure: Failure | None
+    failure: RaisedInRank | None
     lockstep: tuple[int, ...]
     agreement: tuple[tuple[Group, int, int], ...]
     told: tuple[tuple[str, Any], ...] = ()
-    flows: tuple[Flow, ...] = ()
+    flows: tuple[PeerTransfers, ...] = ()
     settled: bool = True
     reusable: bool = True
 
@@ -273,7 +273,7 @@ class Paused:
 
     done: str
     agreement: tuple[tuple[Group, int, int], ...]
-    flows: tuple[Flow, ...]
+    flows: tuple[PeerTransfers, ...]
     last: bool
     operations: tuple[tuple[Group, int], ...] = ()
     described: tuple[tuple[str, str], ...] = ()
@@ -325,4 +325,4 @@ class Rested:
 class Ready:
     """Sent by a new process once it is ready, or with the `failure` that kept it from starting."""
 
-    failure: Failure | None = None
+    failure: RaisedInRank | None = None

@@ -44,13 +44,13 @@ def _message(error: BaseException) -> str:
         return f"<str() of it raised {type(broken).__name__}>"
 
 
-def failure_of(error: BaseException) -> protocol.Failure:
+def failure_of(error: BaseException) -> protocol.RaisedInRank:
     origin = traceback.extract_tb(error.__traceback__)
     # Skip the wrappers around C++ methods: Hypothesis would confuse all failures that are raised in the same wrapper.
     others = [frame for frame in origin if not is_engine(frame.filename)] or origin
     last = others[-1] if others else None
     message = _message(error)
-    return protocol.Failure(
+    return protocol.RaisedInRank(
         kind=_kind(error),
         type=type(error).__name__,
         message=next(iter(message.splitlines()), ""),

@@ -32,7 +32,7 @@ from mgpu_check.simulated.recording import abandon
 from mgpu_check.simulated.reducer import install_reducer
 from mgpu_check.simulated.runtime import install_runtime
 from mgpu_check.simulated.scripting import install_scripting
-from mgpu_check.simulated.state import Node, active_node, enter_node, leave_node
+from mgpu_check.simulated.state import SimulatedNode, active_node, enter_node, leave_node
 from mgpu_check.simulated.storage import install_storage
 from mgpu_check.simulated.tensor import tag
 from mgpu_check.simulated.transfer import on_host_copy
@@ -75,9 +75,9 @@ def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
         _leave(patches)
 
 
-def _node(n: int, backing: torch.device) -> Node:
+def _node(n: int, backing: torch.device) -> SimulatedNode:
     devices = [torch.device("cuda", i) for i in range(n)]
-    node = Node(n, backing, seeded=device_generators(devices, backing), ambient=ambient_generator(backing))
+    node = SimulatedNode(n, backing, seeded=device_generators(devices, backing), ambient=ambient_generator(backing))
     node.at_first_use += [
         lambda: setattr(torch.cuda, "_initialized", True),
         lambda: setattr(torch.cuda, "default_generators", node.generators),

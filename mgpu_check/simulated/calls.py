@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mgpu_check.simulated.late import Staging
 
 __all__ = [
-    "Call",
+    "TransferCall",
     "all_gather",
     "all_gather_single",
     "all_reduce",
@@ -55,11 +55,11 @@ _MOVED_AS_IS = frozenset(
 
 
 @dataclass(eq=False)
-class Call:
+class TransferCall:
     """One collective or message, with the tensors that it reads, writes, or both."""
 
     title: str
-    start: Callable[[Call, dist.ProcessGroup, Staging], Started]
+    start: Callable[[TransferCall, dist.ProcessGroup, Staging], Started]
     late: bool
     outs: Tensors = field(default_factory=list)
     ins: Tensors = field(default_factory=list)
@@ -99,7 +99,7 @@ def _title(name: str) -> Callable[[], None]:
     return lambda: name_next(before)
 
 
-def _on_gloo(call: Call, method: str, pg: dist.ProcessGroup, *args: Any) -> dist.Work:
+def _on_gloo(call: TransferCall, method: str, pg: dist.ProcessGroup, *args: Any) -> dist.Work:
     untitled = _title(call.title) if call.nccl else lambda: None
     try:
         work: dist.Work = _gloo[method](pg, *args)
@@ -125,7 +125,7 @@ def _prepared(t: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
     return t, op
 
 
-def all_reduce(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def all_reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     works, factors = [], []
     for tensor in call.both:
         host = staging.update(tensor)
@@ -141,7 +141,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         target.copy_(source.view(target.shape))
 
 
-def broadcast(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def broadcast(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     here = pg.rank() == call.root
     hosts = [_bytes(staging.read(t) if here else staging.write(t)) for t in call.both]
     if here:
@@ -150,7 +150,7 @@ def broadcast(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return [_on_gloo(call, "broadcast", pg, [host], options) for host in hosts], None
 
 
-def reduce(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     here = pg.rank() == call.root
     tensor = call.both[0]
     # gloo uses the tensors of the others as scratch memory; NCCL does not change them.
@@ -162,7 +162,7 @@ def reduce(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return [work], (lambda: _copy([(host, given)])) if again else None
 
 
-def all_gather(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def all_gather(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     mine = _bytes(staging.read(call.ins[0]))
     outs = [_bytes(staging.write(t)) for t in call.outs]
     if len({t.numel() for t in call.outs}) == 1:
@@ -178,20 +178,20 @@ def all_gather(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return works, None
 
 
-def all_gather_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def all_gather_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     mine = _bytes(staging.read(call.ins[0])).view(-1)
     out = _bytes(staging.write(call.outs[0])).view(-1)
     return [_on_gloo(call, "_allgather_base", pg, out, mine, call.options(_c10d.AllgatherOptions))], None
 
 
-def gather(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def gather(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     mine = _bytes(staging.read(call.ins[0]))
     outs = [_bytes(staging.write(t)) for t in call.outs]
     options = call.options(_c10d.GatherOptions, rootRank=call.root)
     return [_on_gloo(call, "gather", pg, [outs] if outs else [], [mine], options)], None
 
 
-def gather_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def gather_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     mine = _bytes(staging.read(call.ins[0])).view(-1)
     outs: list[torch.Tensor] = []
     if pg.rank() == call.root:  # elsewhere the output is a placeholder without elements
@@ -200,14 +200,14 @@ def gather_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Starte
     return [_on_gloo(call, "gather", pg, [outs] if outs else [], [mine], options)], None
 
 
-def scatter(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     given = [_bytes(staging.read(t)) for t in call.ins]
     out = _bytes(staging.write(call.outs[0]))
     options = call.options(_c10d.ScatterOptions, rootRank=call.root)
     return [_on_gloo(call, "scatter", pg, [out], [given] if given else [], options)], None
 
 
-def reduce_scatter(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def reduce_scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     given = [staging.read(t) for t in call.ins]
     out = staging.write(call.outs[0])
     prepared = [_prepared(t, call.op) for t in given]
@@ -226,7 +226,7 @@ def reduce_scatter(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Start
     return works, lambda: _copy([(target, mine)])
 
 
-def reduce_scatter_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def reduce_scatter_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     given, op = _prepared(staging.read(call.ins[0]), call.op)
     out = staging.write(call.outs[0])
     target = out.view(torch.uint8) if out.dtype is torch.bool else out
@@ -234,7 +234,7 @@ def reduce_scatter_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -
     return [_on_gloo(call, "_reduce_scatter_base", pg, target.view(-1), given.view(-1), options)], None
 
 
-def all_to_all(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def all_to_all(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     given = [_bytes(staging.read(t)).view(-1) for t in call.ins]
     outs = [_bytes(staging.write(t)).view(-1) for t in call.outs]
     joined = torch.empty(sum(t.numel() for t in outs), dtype=outs[0].dtype)
@@ -244,7 +244,7 @@ def all_to_all(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return [work], lambda: _copy(list(zip(outs, joined.split(sizes[0]), strict=True)))
 
 
-def all_to_all_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def all_to_all_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     given = staging.read(call.ins[0])
     out = staging.write(call.outs[0])
     outs, ins = (list(sizes) for sizes in call.splits)
@@ -256,23 +256,23 @@ def all_to_all_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -> St
     return [_on_gloo(call, "alltoall_base", pg, out, given, outs, ins, options)], None
 
 
-def _tag(call: Call) -> int:
+def _tag(call: TransferCall) -> int:
     return 0 if call.nccl else call.tag  # NCCL matches messages by their order alone
 
 
-def send(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def send(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return [_on_gloo(call, "send", pg, [staging.read(call.ins[0])], call.root, _tag(call))], None
 
 
-def recv(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def recv(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return [_on_gloo(call, "recv", pg, [staging.write(call.outs[0])], call.root, _tag(call))], None
 
 
-def recv_anysource(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+def recv_anysource(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return [_on_gloo(call, "recv_anysource", pg, [staging.write(call.outs[0])], _tag(call))], None
 
 
-def without_self(pg: dist.ProcessGroup, asked: list[Call], staging: Staging) -> Iterator[Call]:
+def without_self(pg: dist.ProcessGroup, asked: list[TransferCall], staging: Staging) -> Iterator[TransferCall]:
     """Copy the messages that this rank sends to itself, in order, and return the other calls; gloo cannot send to self."""
     mine = [call for call in asked if call.nccl and call.peer and call.root == pg.rank()]
     sent = [staging.read(call.ins[0]) for call in mine if call.ins]

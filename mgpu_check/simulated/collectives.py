@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.simulated import hardware, wires
-from mgpu_check.simulated.calls import Call, without_self
+from mgpu_check.simulated.calls import TransferCall, without_self
 from mgpu_check.simulated.functional import group_of, install_functional
 from mgpu_check.simulated.groups import NO_CPU, NcclGroup, connect, install_groups, nccl_alone, nccl_of
 from mgpu_check.simulated.late import LateWork, Staging, is_channels_last
@@ -36,10 +36,10 @@ _pg = torch._C._distributed_c10d.ProcessGroup
 _c10d = torch._C._distributed_c10d
 
 # Calls that are queued until their process group ends coalescing, by the name of the group.
-_coalescing: dict[str, list[Call]] = {}
+_coalescing: dict[str, list[TransferCall]] = {}
 
 
-def _refuse(call: Call, group: NcclGroup) -> None:
+def _refuse(call: TransferCall, group: NcclGroup) -> None:
     """Raise ProcessGroupNCCL's error for tensors or an operation that it refuses (check_gpu_single_tensor and similar)."""
     views = call.title in _VIEWS_COMPLEX
     for tensor in call.tensors():
@@ -66,7 +66,7 @@ def _refuse(call: Call, group: NcclGroup) -> None:
             raise TypeError("Cannot use ReduceOp.AVG with boolean input")
 
 
-def _carry_out(group: NcclGroup, asked: list[Call]) -> LateWork | None:
+def _carry_out(group: NcclGroup, asked: list[TransferCall]) -> LateWork | None:
     """Run calls as NCCL does, or queue them while the group coalesces."""
     for call in asked:
         _refuse(call, group)
@@ -82,7 +82,7 @@ def _carry_out(group: NcclGroup, asked: list[Call]) -> LateWork | None:
     return _run(group.pg, asked)
 
 
-def _run(pg: dist.ProcessGroup, asked: list[Call]) -> LateWork | None:
+def _run(pg: dist.ProcessGroup, asked: list[TransferCall]) -> LateWork | None:
     late = any(call.late for call in asked)
     staging = Staging(late)
     delivered = None if hardware.present is None else wires.sent(hardware.present, nccl_of(pg), asked)
@@ -107,7 +107,7 @@ def _run(pg: dist.ProcessGroup, asked: list[Call]) -> LateWork | None:
     return None
 
 
-def _method(original: Callable[..., object], parse: Callable[..., list[Call]]) -> Callable[..., object]:
+def _method(original: Callable[..., object], parse: Callable[..., list[TransferCall]]) -> Callable[..., object]:
     @functools.wraps(original)
     def method(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> object:
         tensors = list(tensors_in([*args, *kwargs.values()]))

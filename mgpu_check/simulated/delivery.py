@@ -10,10 +10,10 @@ import torch
 
 from mgpu_check.simulated.capturing import Recording, refuse_in_thread
 
-__all__ = ["Clock", "Late", "Waiting", "clock", "poison", "use_clock"]
+__all__ = ["Late", "Waiting", "WorkClock", "clock", "poison", "use_clock"]
 
 
-class Clock:
+class WorkClock:
     """The clock of streams and events: wall time in seconds."""
 
     def now(self) -> float:
@@ -32,16 +32,16 @@ class Clock:
         """Call the driver of a device; simulated hardware raises here if the device is lost."""
 
 
-_wall = Clock()
+_wall = WorkClock()
 _clock = _wall
 
 
-def clock() -> Clock:
+def clock() -> WorkClock:
     """Return the clock of all streams and events."""
     return _clock
 
 
-def use_clock(other: Clock | None) -> None:
+def use_clock(other: WorkClock | None) -> None:
     """Use another clock for streams and events; None restores wall time."""
     global _clock
     _clock = other or _wall

@@ -29,7 +29,7 @@ _MASK = 2**64 - 1
 
 
 @dataclass(eq=False)
-class _State:
+class _GeneratorState:
     """The seed and the offset of a generator. Several generators may share them."""
 
     seed: int = 0
@@ -55,7 +55,7 @@ class DeviceGenerator(_base):
     """A generator that belongs to a simulated device."""
 
     _dev: torch.device
-    state: _State
+    state: _GeneratorState
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # an attribute in the stubs
@@ -108,7 +108,7 @@ class DeviceGenerator(_base):
         return self
 
     def clone_state(self) -> DeviceGenerator:
-        return made_on(self._dev, _base.device.__get__(self), _State(self.state.seed, self.state.offset))
+        return made_on(self._dev, _base.device.__get__(self), _GeneratorState(self.state.seed, self.state.offset))
 
     def graphsafe_get_state(self) -> DeviceGenerator:
         return made_on(self._dev, _base.device.__get__(self), self.state)
@@ -124,11 +124,11 @@ _own: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDicti
 """Address of torch's generator -> its object here: operators get theirs from C++, which wraps it in a plain object."""
 
 
-def made_on(device: torch.device, backing: torch.device, state: _State | None = None) -> DeviceGenerator:
+def made_on(device: torch.device, backing: torch.device, state: _GeneratorState | None = None) -> DeviceGenerator:
     """Make a generator of a simulated device."""
     generator: DeviceGenerator = DeviceGenerator.__new__(DeviceGenerator, device=backing)  # type: ignore[call-arg]  # not in the stubs
     generator._dev = device
-    generator.state = state or _State(_base.initial_seed(generator) & _MASK)
+    generator.state = state or _GeneratorState(_base.initial_seed(generator) & _MASK)
     _own[_address(generator)] = generator
     return generator
 
@@ -151,7 +151,7 @@ class Draws:
     """The generators that an operation used, with their states and offsets before it."""
 
     def __init__(self) -> None:
-        self._states: list[tuple[DeviceGenerator, _State, int]] = []
+        self._states: list[tuple[DeviceGenerator, _GeneratorState, int]] = []
 
     def add(self, generator: DeviceGenerator) -> None:
         self._states.append((generator, generator.state, generator.state.offset))

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from mgpu_check.simulated.capturing import Capture
-from mgpu_check.simulated.recording import Node, Recorder, recorder_of
+from mgpu_check.simulated.recording import GraphNode, GraphRecorder, recorder_of
 from mgpu_check.simulated.refusals import refused
 from mgpu_check.simulated.state import cuda_error
 from mgpu_check.simulated.streams import Stream, as_on, chosen_streams, current_stream, is_capturing
@@ -27,12 +27,12 @@ class _Underway:
 
     def __init__(self, stream: Stream, mode: str) -> None:
         self.stream = stream
-        self.recorder = Recorder()
+        self.recorder = GraphRecorder()
         self.capture = Capture(mode)
         self.recorder.start()
         self.capture.begin_on(stream)
 
-    def end(self) -> list[Node]:
+    def end(self) -> list[GraphNode]:
         """Undo the captured operations, and return them; raise CUDA's error if the capture is invalid."""
         self.recorder.stop()
         nodes = self.recorder.finish()
@@ -45,7 +45,7 @@ class CUDAGraph:
 
     _tracker: Any = None
     _underway: _Underway | None = None
-    _nodes: list[Node] | None = None
+    _nodes: list[GraphNode] | None = None
     _handle: _Pool = (0, 0)
     _instantiated = False
 

@@ -23,15 +23,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu_check.simulated.addresses import Addresses
-from mgpu_check.simulated.delivery import Clock
+from mgpu_check.simulated.delivery import WorkClock
 from mgpu_check.simulated.memory import block_of
 from mgpu_check.simulated.rates import Rates
-from mgpu_check.simulated.state import Node, active_node
+from mgpu_check.simulated.state import SimulatedNode, active_node
 from mgpu_check.simulated.streams import Stream, current_stream, go_by
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["Collective", "Copy", "Defect", "Hardware", "Operation", "cells", "planted", "present"]
+__all__ = ["Copy", "Defect", "EndedCollective", "Hardware", "Operation", "cells", "planted", "present"]
 
 _HOST = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Collective:
+class EndedCollective:
     """A collective that has ended on one rank.
 
     Attributes:
@@ -123,7 +123,7 @@ class Defect:
     def copied(self, copy: Copy) -> None:
         """Spoil a copy."""
 
-    def reduced(self, collective: Collective) -> None:
+    def reduced(self, collective: EndedCollective) -> None:
         """Spoil the result of a collective, in addition to its copies."""
 
     def remembered(self, *memory: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class Defect:
         return 1.0
 
 
-class _Virtual(Clock):
+class _Virtual(WorkClock):
     """A clock that advances only while a caller waits for a device."""
 
     def __init__(self, hardware: Hardware) -> None:
@@ -173,7 +173,7 @@ class Hardware:
     memory: int
     rates: Rates = field(default_factory=Rates)
     first: int = 0
-    clock: Clock = field(init=False)
+    clock: WorkClock = field(init=False)
 
     def __post_init__(self) -> None:
         self.clock = _Virtual(self)
@@ -192,7 +192,7 @@ class Hardware:
             self._awake.append(self._dormant.pop())
         return self._awake
 
-    def equip(self, node: Node) -> None:
+    def equip(self, node: SimulatedNode) -> None:
         """Set the memory of the devices of `node`."""
         for memory in node.memory:
             memory.total = memory.limit = self.memory
@@ -332,7 +332,7 @@ class Hardware:
             return [Copy(source, target, "kernel", data, load=load)]
         return [Copy(source, None, "engine", data, load=load), Copy(None, target, "engine", data, load=load)]
 
-    def reduced(self, collective: Collective) -> None:
+    def reduced(self, collective: EndedCollective) -> None:
         """Spoil the result of a collective on one rank."""
         for defect in self.defects:
             defect.reduced(collective)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.simulated import calls
-from mgpu_check.simulated.calls import Call
+from mgpu_check.simulated.calls import TransferCall
 from mgpu_check.torch_hooks.table import METHODS
 
 __all__ = ["PARSERS", "parser_of"]
@@ -53,33 +53,39 @@ def _root(opts: Any, root: int) -> int:
 
 def _parse_allreduce(
     tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None, tensor: Any = None
-) -> list[Call]:
+) -> list[TransferCall]:
     opts, op = _reduction(opts, op)
     given = _list(tensors if tensor is None else tensor)
-    return [Call("all_reduce", calls.all_reduce, _late(opts), both=given, op=op, timeout=_limit(opts, timeout))]
+    return [TransferCall("all_reduce", calls.all_reduce, _late(opts), both=given, op=op, timeout=_limit(opts, timeout))]
 
 
-def _parse_allreduce_coalesced(tensors: Sequence[torch.Tensor], opts: Any = None) -> list[Call]:
+def _parse_allreduce_coalesced(tensors: Sequence[torch.Tensor], opts: Any = None) -> list[TransferCall]:
     opts, op = _reduction(opts, None)
     title = "allreduce_coalesced"
-    return [Call(title, calls.all_reduce, _late(opts), both=[t], op=op, timeout=_limit(opts, None)) for t in tensors]
+    return [
+        TransferCall(title, calls.all_reduce, _late(opts), both=[t], op=op, timeout=_limit(opts, None)) for t in tensors
+    ]
 
 
 def _parse_broadcast(
     tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, tensor: Any = None, root: int = 0
-) -> list[Call]:
+) -> list[TransferCall]:
     source = _root(opts, root)
     given = _list(tensors if tensor is None else tensor)
-    return [Call("broadcast", calls.broadcast, _late(opts), both=given, root=source, timeout=_limit(opts, timeout))]
+    return [
+        TransferCall("broadcast", calls.broadcast, _late(opts), both=given, root=source, timeout=_limit(opts, timeout))
+    ]
 
 
 def _parse_reduce(
     tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None, root: int = 0
-) -> list[Call]:
+) -> list[TransferCall]:
     target = _root(opts, root)
     opts, op = _reduction(None if isinstance(opts, int) else opts, op)
     given = _list(tensors if tensor is None else tensor)
-    return [Call("reduce", calls.reduce, _late(opts), both=given, op=op, root=target, timeout=_limit(opts, timeout))]
+    return [
+        TransferCall("reduce", calls.reduce, _late(opts), both=given, op=op, root=target, timeout=_limit(opts, timeout))
+    ]
 
 
 def _nested(value: Any) -> Tensors:
@@ -90,24 +96,24 @@ def _nested(value: Any) -> Tensors:
 
 def _parse_allgather(
     output_tensors: Any, input_tensors: Any = None, opts: Any = None, *, input_tensor: Any = None, timeout: Any = None
-) -> list[Call]:
+) -> list[TransferCall]:
     outs, ins = _nested(output_tensors), _list(input_tensors if input_tensor is None else input_tensor)
     limit = opts if isinstance(opts, timedelta) else _limit(opts, timeout)
-    return [Call("all_gather", calls.all_gather, _late(opts), outs, ins, lists=(True, False), timeout=limit)]
+    return [TransferCall("all_gather", calls.all_gather, _late(opts), outs, ins, lists=(True, False), timeout=limit)]
 
 
-def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = None) -> list[Call]:
+def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = None) -> list[TransferCall]:
     # One list per rank, with one output per input.
     pairs = zip(zip(*output_lists, strict=True), input_list, strict=True)
     return [call for outs, mine in pairs for call in _parse_allgather([list(outs)], [mine], opts)]
 
 
-def _parse_all_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[Call]:
+def _parse_all_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[TransferCall]:
     limit = _limit(opts, None)
-    return [Call("_all_gather_base", calls.all_gather_single, _late(opts), [output], [input], timeout=limit)]
+    return [TransferCall("_all_gather_base", calls.all_gather_single, _late(opts), [output], [input], timeout=limit)]
 
 
-def _parse_all_gather_single_coalesced(outputs: Any, inputs: Any, opts: Any = None) -> list[Call]:
+def _parse_all_gather_single_coalesced(outputs: Any, inputs: Any, opts: Any = None) -> list[TransferCall]:
     pairs = zip(outputs, inputs, strict=True)
     return [call for out, mine in pairs for call in _parse_all_gather_single(out, mine, opts)]
 
@@ -115,50 +121,60 @@ def _parse_all_gather_single_coalesced(outputs: Any, inputs: Any, opts: Any = No
 def _parse_gather(
     output_tensors: Any, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     input_tensor: Any = None, root: int = 0,
-) -> list[Call]:  # fmt: skip
+) -> list[TransferCall]:  # fmt: skip
     target = _root(opts, root)
     outs, ins = _nested(output_tensors), _list(input_tensors if input_tensor is None else input_tensor)
     limit = _limit(opts, timeout)
-    return [Call("gather", calls.gather, _late(opts), outs, ins, root=target, lists=(True, False), timeout=limit)]
+    return [
+        TransferCall("gather", calls.gather, _late(opts), outs, ins, root=target, lists=(True, False), timeout=limit)
+    ]
 
 
-def _parse_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[Call]:
+def _parse_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[TransferCall]:
     target, limit = _root(opts, 0), _limit(opts, None)
-    return [Call("gather", calls.gather_single, _late(opts), [output], [input], root=target, timeout=limit)]
+    return [TransferCall("gather", calls.gather_single, _late(opts), [output], [input], root=target, timeout=limit)]
 
 
 def _parse_scatter(
     output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     output_tensor: Any = None, root: int = 0,
-) -> list[Call]:  # fmt: skip
+) -> list[TransferCall]:  # fmt: skip
     source = _root(opts, root)
     outs, ins = _list(output_tensors if output_tensor is None else output_tensor), _nested(input_tensors)
     limit = _limit(opts, timeout)
-    return [Call("scatter", calls.scatter, _late(opts), outs, ins, root=source, lists=(False, True), timeout=limit)]
+    return [
+        TransferCall("scatter", calls.scatter, _late(opts), outs, ins, root=source, lists=(False, True), timeout=limit)
+    ]
 
 
 def _parse_reduce_scatter(
     output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     output: Any = None, input: Any = None, op: Any = None,
-) -> list[Call]:  # fmt: skip
+) -> list[TransferCall]:  # fmt: skip
     opts, op = _reduction(opts, op)
     outs = _list(output_tensors if output is None else output)
     ins = _nested(input_tensors if input is None else input)
     limit = _limit(opts, timeout)
     return [
-        Call("reduce_scatter", calls.reduce_scatter, _late(opts), outs, ins, op=op, lists=(False, True), timeout=limit)
+        TransferCall(
+            "reduce_scatter", calls.reduce_scatter, _late(opts), outs, ins, op=op, lists=(False, True), timeout=limit
+        )
     ]
 
 
 def _parse_reduce_scatter_single(
     outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
-) -> list[Call]:  # torch's names
+) -> list[TransferCall]:  # torch's names
     opts, op = _reduction(opts, None)
     title, limit = "_reduce_scatter_base", _limit(opts, None)
-    return [Call(title, calls.reduce_scatter_single, _late(opts), [outputTensor], [inputTensor], op=op, timeout=limit)]
+    return [
+        TransferCall(
+            title, calls.reduce_scatter_single, _late(opts), [outputTensor], [inputTensor], op=op, timeout=limit
+        )
+    ]
 
 
-def _parse_reduce_scatter_single_coalesced(outputs: Any, inputs: Any, opts: Any = None) -> list[Call]:
+def _parse_reduce_scatter_single_coalesced(outputs: Any, inputs: Any, opts: Any = None) -> list[TransferCall]:
     pairs = zip(outputs, inputs, strict=True)
     return [call for out, given in pairs for call in _parse_reduce_scatter_single(out, given, opts)]
 
@@ -166,32 +182,32 @@ def _parse_reduce_scatter_single_coalesced(outputs: Any, inputs: Any, opts: Any 
 def _parse_all_to_all_single(
     output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int],
     opts: Any = None, *, timeout: Any = None,
-) -> list[Call]:  # fmt: skip
+) -> list[TransferCall]:  # fmt: skip
     limit = opts if isinstance(opts, timedelta) else _limit(opts, timeout)
     splits = output_split_sizes, input_split_sizes
     title = "all_to_all"
-    return [Call(title, calls.all_to_all_single, _late(opts), [output], [input], splits=splits, timeout=limit)]
+    return [TransferCall(title, calls.all_to_all_single, _late(opts), [output], [input], splits=splits, timeout=limit)]
 
 
-def _parse_alltoall(output_tensors: Any, input_tensors: Any, opts: Any = None) -> list[Call]:
+def _parse_alltoall(output_tensors: Any, input_tensors: Any, opts: Any = None) -> list[TransferCall]:
     lists, limit = (True, True), _limit(opts, None)
     outs, ins = list(output_tensors), list(input_tensors)
-    return [Call("all_to_all", calls.all_to_all, _late(opts), outs, ins, lists=lists, timeout=limit)]
+    return [TransferCall("all_to_all", calls.all_to_all, _late(opts), outs, ins, lists=lists, timeout=limit)]
 
 
-def _parse_send(tensors: Any, dstRank: int, tag: int = 0) -> list[Call]:
-    return [Call("send", calls.send, True, ins=_list(tensors), root=dstRank, peer=True, tag=tag)]
+def _parse_send(tensors: Any, dstRank: int, tag: int = 0) -> list[TransferCall]:
+    return [TransferCall("send", calls.send, True, ins=_list(tensors), root=dstRank, peer=True, tag=tag)]
 
 
-def _parse_recv(tensors: Any, srcRank: int, tag: int = 0) -> list[Call]:
-    return [Call("recv", calls.recv, True, outs=_list(tensors), root=srcRank, peer=True, tag=tag)]
+def _parse_recv(tensors: Any, srcRank: int, tag: int = 0) -> list[TransferCall]:
+    return [TransferCall("recv", calls.recv, True, outs=_list(tensors), root=srcRank, peer=True, tag=tag)]
 
 
-def _parse_recv_anysource(tensors: Any, tag: int = 0) -> list[Call]:
-    return [Call("recv", calls.recv_anysource, True, outs=_list(tensors), root=-1, peer=True, tag=tag)]
+def _parse_recv_anysource(tensors: Any, tag: int = 0) -> list[TransferCall]:
+    return [TransferCall("recv", calls.recv_anysource, True, outs=_list(tensors), root=-1, peer=True, tag=tag)]
 
 
-PARSERS: dict[str, Callable[..., list[Call]]] = {
+PARSERS: dict[str, Callable[..., list[TransferCall]]] = {
     "all_reduce": _parse_allreduce,
     "all_reduce_coalesced": _parse_allreduce_coalesced,
     "broadcast": _parse_broadcast,
@@ -215,6 +231,6 @@ PARSERS: dict[str, Callable[..., list[Call]]] = {
 """Function of ``torch.distributed``, or method with other arguments -> the parser of its methods."""
 
 
-def parser_of(method: str) -> Callable[..., list[Call]] | None:
+def parser_of(method: str) -> Callable[..., list[TransferCall]] | None:
     """Return the parser for a method of process groups; None for a barrier, which has no tensors."""
     return PARSERS.get(method) or PARSERS.get(METHODS[method].function)

@@ -27,7 +27,7 @@ from mgpu_check.simulated.streams import current_stream, is_capturing
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
 from mgpu_check.simulated.unwritten import EMPTY, bytes_of, never_written
 
-__all__ = ["Node", "Recorder", "abandon", "recorder_of"]
+__all__ = ["GraphNode", "GraphRecorder", "abandon", "recorder_of"]
 
 # Operators whose schemas do not declare all written arguments: the running statistics.
 _WRITES_UNDECLARED = frozenset(
@@ -40,7 +40,7 @@ _own_dispatch = torch.Tensor.__torch_dispatch__
 
 
 @dataclass(eq=False)
-class Node:
+class GraphNode:
     """One operation: a replay calls `run`, and copies each new tensor to the memory in `targets` at the same index."""
 
     run: Callable[[], object]
@@ -127,12 +127,12 @@ def _effects_of(func: Any) -> _Effects:
     return _effects.setdefault(func, _Effects(written, makes))
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """Record the operations that a thread queues on capturing streams, and undo them at the end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nodes: list[Node] = []
+        self.nodes: list[GraphNode] = []
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: its bytes, and a copy
         self._memory: dict[int, torch.Tensor] = {}  # storage -> memory that the capture created
         self.paused = False
@@ -216,14 +216,16 @@ class Recorder(TorchDispatchMode):
         targets = [_bare(t) for t in _made(result, reads)]
         for target in targets:
             self._memory.setdefault(_storage(target), target)
-        self.nodes.append(Node(lambda: run(given, named), reads, targets, [_bare(t) for t in written], draws, after))
+        self.nodes.append(
+            GraphNode(lambda: run(given, named), reads, targets, [_bare(t) for t in written], draws, after)
+        )
         if device is not None:
             branch = current_stream(device).branch
             assert branch is not None
             branch.work += 1
         return result
 
-    def adopt(self, nodes: list[Node]) -> None:
+    def adopt(self, nodes: list[GraphNode]) -> None:
         """Replay another graph, and record it as a part of this one."""
         for node in nodes:
             for t in (*node.writes, *node.targets):
@@ -245,7 +247,7 @@ class Recorder(TorchDispatchMode):
             whole = bytes_of(t.untyped_storage())
             self._before[key] = whole, whole.clone()
 
-    def finish(self) -> list[Node]:
+    def finish(self) -> list[GraphNode]:
         """Undo all captured operations, and return them without those on host memory alone."""
         for node in reversed(self.nodes):
             node.draws.undo()
@@ -262,7 +264,7 @@ class Recorder(TorchDispatchMode):
         self._before, self._memory, self._there, self.nodes = {}, {}, {}, []
         return nodes
 
-    def _on_devices(self) -> list[Node]:
+    def _on_devices(self) -> list[GraphNode]:
         """Return the operations on memory of a device, including buckets, which C++ treats as host memory."""
         there: set[int] = set()
         kept = []
@@ -279,11 +281,11 @@ def _is_device(t: torch.Tensor) -> bool:
     return t.layout is torch.strided and BLOCK in t.untyped_storage().__dict__
 
 
-class _Current(threading.local):
-    recorder: Recorder | None = None
+class _CurrentRecorder(threading.local):
+    recorder: GraphRecorder | None = None
 
 
-_current = _Current()
+_current = _CurrentRecorder()
 
 
 def abandon() -> None:
@@ -293,7 +295,7 @@ def abandon() -> None:
     capturing.abandon()
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
+def recorder_of(device: torch.device) -> GraphRecorder | None:
     """Return the active recorder of this thread for work on a device, or None."""
     recorder = _current.recorder
     if recorder is None or recorder.paused or not is_capturing(device.index):

@@ -14,7 +14,7 @@ from mgpu_check.simulated.external_streams import ExternalStream
 from mgpu_check.simulated.masks import uuid_of
 from mgpu_check.simulated.refusals import refused, refused_class
 from mgpu_check.simulated.state import (
-    Node,
+    SimulatedNode,
     active_node,
     current_index,
     device_index,
@@ -29,14 +29,14 @@ __all__ = ["StreamContext", "install_runtime", "native_names"]
 _CAPABILITY = (9, 0)
 
 
-def _node() -> Node:
+def _node() -> SimulatedNode:
     node = active_node()
     if node is None:
         raise RuntimeError("the simulated node is not active")
     return node
 
 
-def _used() -> Node:
+def _used() -> SimulatedNode:
     """Return the node; initialize CUDA on it, as a first use of a device does."""
     node = _node()
     node.initialize()
@@ -55,7 +55,7 @@ def _current() -> int:
     return current_index()
 
 
-class _Device:
+class _DeviceGuard:
     """``torch.cuda.device(d)``: makes d current inside; None and negative numbers change nothing."""
 
     def __init__(self, device: object) -> None:
@@ -70,7 +70,7 @@ class _Device:
         self.idx = _exchange(self.prev_idx)
 
 
-class _DeviceOf(_Device):
+class _DeviceOf(_DeviceGuard):
     def __init__(self, obj: torch.Tensor) -> None:
         super().__init__(obj.get_device() if obj.is_cuda else -1)
 
@@ -222,7 +222,7 @@ def _cuda_functions() -> dict[str, object]:
         "_is_in_bad_fork": _is_in_bad_fork,
         "current_device": _current,
         "set_device": _set_device,
-        "device": _Device,
+        "device": _DeviceGuard,
         "device_of": _DeviceOf,
         "_exchange_device": _exchange,
         "_maybe_exchange_device": _exchange,

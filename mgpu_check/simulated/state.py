@@ -14,7 +14,7 @@ from mgpu_check.simulated.masks import visible
 from mgpu_check.simulated.memory import DeviceMemory
 
 __all__ = [
-    "Node",
+    "SimulatedNode",
     "active_node",
     "cuda_error",
     "current_index",
@@ -45,7 +45,7 @@ _BAD_FORK = (
 
 
 @dataclass(eq=False)
-class Node:
+class SimulatedNode:
     """Simulated devices on one backing device.
 
     The driver reads `CUDA_VISIBLE_DEVICES` at its first call; the visible devices are fixed from then on.
@@ -123,15 +123,15 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_node: Node | None = None
+_node: SimulatedNode | None = None
 
 
-def active_node() -> Node | None:
+def active_node() -> SimulatedNode | None:
     """Return the node of this process, or None outside a simulation."""
     return _node
 
 
-def enter_node(node: Node) -> None:
+def enter_node(node: SimulatedNode) -> None:
     global _node
     _node = node
     _current.index = 0

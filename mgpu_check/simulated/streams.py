@@ -21,7 +21,7 @@ from typing import Self
 import torch
 
 from mgpu_check.simulated.capturing import refuse_in_thread
-from mgpu_check.simulated.delivery import Clock, Late, Waiting, clock, use_clock
+from mgpu_check.simulated.delivery import Late, Waiting, WorkClock, clock, use_clock
 from mgpu_check.simulated.state import (
     active_node,
     cuda_error,
@@ -287,7 +287,7 @@ def reset_streams() -> None:
     _streams.current.clear()
 
 
-def go_by(other: Clock | None) -> None:
+def go_by(other: WorkClock | None) -> None:
     """Use another clock for streams and events (None: wall time), and mark all streams as idle."""
     use_clock(other)
     _busy.clear()

@@ -7,9 +7,9 @@ from itertools import permutations
 
 import torch
 
-from mgpu_check.simulated.calls import Call
+from mgpu_check.simulated.calls import TransferCall
 from mgpu_check.simulated.groups import NcclGroup
-from mgpu_check.simulated.hardware import Collective, Hardware, cells
+from mgpu_check.simulated.hardware import EndedCollective, Hardware, cells
 from mgpu_check.simulated.routes import Hop, hops_to, share_of_link
 from mgpu_check.simulated.streams import current_stream
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
@@ -17,7 +17,7 @@ from mgpu_check.simulated.tensor import SimulatedTensor, raw
 __all__ = ["sent"]
 
 
-def sent(below: Hardware, group: NcclGroup | None, asked: list[Call]) -> Callable[[], None] | None:
+def sent(below: Hardware, group: NcclGroup | None, asked: list[TransferCall]) -> Callable[[], None] | None:
     """Prepare calls of a group, and return the function to call after them; None if they involve no device."""
     tensors = [t for call in asked for t in call.tensors() if isinstance(t, SimulatedTensor)]
     if group is None or not tensors:
@@ -41,7 +41,7 @@ def sent(below: Hardware, group: NcclGroup | None, asked: list[Call]) -> Callabl
     return delivered
 
 
-def _arrive(below: Hardware, group: NcclGroup, call: Call, number: int) -> float:
+def _arrive(below: Hardware, group: NcclGroup, call: TransferCall, number: int) -> float:
     """Spoil the results of one call on this rank; return how long it took."""
     rank, size = group.pg.rank(), group.pg.size()
     if call.peer and call.root == rank:
@@ -57,7 +57,7 @@ def _arrive(below: Hardware, group: NcclGroup, call: Call, number: int) -> float
                 for data in _parts(call, outputs, hop):
                     below.over_link(devices[hop.source], devices[hop.target], data, load)
     largest = max(_bytes(call.both), _bytes(call.ins), _bytes(outputs))
-    done = Collective(call.title, number, tuple(devices.values()), outputs, largest, call.tensors()[0].dtype)
+    done = EndedCollective(call.title, number, tuple(devices.values()), outputs, largest, call.tensors()[0].dtype)
     below.reduced(done)
     pace = max((below.pace(*link) for link in permutations(devices.values(), 2)), default=1.0)
     return below.rates.collective + largest * share_of_link(call.title, size) / below.rates.link * pace
@@ -67,7 +67,7 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.itemsize for t in tensors)
 
 
-def _parts(call: Call, outputs: Sequence[torch.Tensor], hop: Hop) -> list[torch.Tensor]:
+def _parts(call: TransferCall, outputs: Sequence[torch.Tensor], hop: Hop) -> list[torch.Tensor]:
     """Return the bytes of the results that crossed a hop."""
     if len(outputs) == hop.parts:  # a list by rank
         outputs, parts = [outputs[hop.part]], 1

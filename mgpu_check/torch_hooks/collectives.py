@@ -22,7 +22,7 @@ from torch.distributed import utils
 
 from mgpu_check.processes import record
 from mgpu_check.processes.frames import calling_line
-from mgpu_check.processes.protocol import ANY, COLLECTIVE, Flow, Group
+from mgpu_check.processes.protocol import ANY, COLLECTIVE, Group, PeerTransfers
 from mgpu_check.torch_hooks.arguments import compared, group_of, option, shown
 from mgpu_check.torch_hooks.flows import Flows
 from mgpu_check.torch_hooks.forms import Form, FunctionForm, MethodForm
@@ -84,7 +84,7 @@ class Recorder:
         """Return whether backends must count equally on all ranks: not with sends, receives or "paired" sizes."""
         return group not in self._unlike
 
-    def flows(self) -> tuple[Flow, ...]:
+    def flows(self) -> tuple[PeerTransfers, ...]:
         """Return the tensors that this rank has sent to other ranks and received from them."""
         return self._flows.told()
 

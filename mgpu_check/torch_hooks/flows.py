@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.processes.protocol import ANY, MANY, Flow, Group, Run
+from mgpu_check.processes.protocol import ANY, MANY, Group, PeerTransfers, TensorRun
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["FLOWS", "Flows", "size_of"]
@@ -169,12 +169,12 @@ class Flows:
 
         return take_back
 
-    def told(self) -> tuple[Flow, ...]:
+    def told(self) -> tuple[PeerTransfers, ...]:
         """Return the flows for the pytest process."""
         if not self._runs:
             return ()
         with self._lock:
             return tuple(
-                Flow(group, given, peer, tag, tuple(Run(*run) for run in runs if run[0]))
+                PeerTransfers(group, given, peer, tag, tuple(TensorRun(*run) for run in runs if run[0]))
                 for (group, given, peer, tag), runs in self._runs.items()
             )

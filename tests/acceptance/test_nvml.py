@@ -15,8 +15,8 @@ import pytest
 from mgpu_check.devices.telemetry.fields import FIELDS, asked
 from mgpu_check.devices.telemetry.nvml import NvmlSource
 from mgpu_check.devices.telemetry.nvml_queries import QUERIES
-from mgpu_check.devices.telemetry.sampler import Sampler
-from mgpu_check.devices.telemetry.source import Absent, Event, GpuLost, QueryError, Unsupported
+from mgpu_check.devices.telemetry.sampler import TelemetrySampler
+from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Unsupported, XidEvent
 
 STANDIN = Path(__file__).parent / "nvml"
 UUIDS = {0: "GPU-00000000-aaaa", 1: "00000001-aaaa"}  # torch tells them without "GPU-", in small letters
@@ -175,7 +175,7 @@ def test_of_a_mig_device_the_gpu_below_is_asked(machine: Machine) -> None:
     gpus = [{"nvmlDeviceGetMaxMigDeviceCount": {"error": 4}}, {"nvmlDeviceGetMaxMigDeviceCount": 7, "mig": 2}]
     source = machine(*gpus, uuids={0: "00000000-aaaa", 1: "00000001-bbb1"}, events=[{"gpu": 1, "xid": 13}])
     assert source.query(1, "uuid") == "GPU-00000001-AAAA"
-    assert source.events(0.01) == [Event(1, 13)]
+    assert source.events(0.01) == [XidEvent(1, 13)]
 
 
 def test_a_gpu_that_does_not_answer_at_the_start_is_said(machine: Machine) -> None:
@@ -187,13 +187,13 @@ def test_a_gpu_that_does_not_answer_at_the_start_is_said(machine: Machine) -> No
 
 @pytest.mark.parametrize("code", [9, 12, 18])
 def test_without_a_driver_there_is_no_telemetry(machine: Machine, code: int) -> None:
-    with pytest.raises(Absent, match="nvidia-smi"):
+    with pytest.raises(NoTelemetry, match="nvidia-smi"):
         machine(init={"error": code})
 
 
 def test_without_the_binding_there_is_no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(Absent, match="nvidia-ml-py is not installed"):
+    with pytest.raises(NoTelemetry, match="nvidia-ml-py is not installed"):
         NvmlSource({})
 
 
@@ -202,7 +202,7 @@ def test_xids_are_events_of_their_gpu(machine: Machine, monkeypatch: pytest.Monk
     monkeypatch.setattr("mgpu_check.devices.telemetry.nvml.time.sleep", waited.append)
     events = [{"gpu": 1, "xid": 79}, {"gpu": 0, "type": 2}, {"error": 15}, {"error": 999}]
     source = machine({}, {}, events=events)
-    assert source.events(0.01) == [Event(1, 79)]
+    assert source.events(0.01) == [XidEvent(1, 79)]
     assert [source.events(0.01), source.events(0.01)] == [[], []]
     assert waited == [0.01]  # the library has not waited, when a GPU is lost: whoever asks in a loop must not spin
     with pytest.raises(QueryError):
@@ -215,7 +215,7 @@ def test_xids_are_events_of_their_gpu(machine: Machine, monkeypatch: pytest.Monk
 def test_an_initialization_that_hangs_is_a_trouble_of_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"init": {"hang": True}}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with Sampler.start(list(UUIDS.items()), None, 1.0, deadline=0.1) as sampler:
+    with TelemetrySampler.start(list(UUIDS.items()), None, 1.0, deadline=0.1) as sampler:
         taken = sampler.snapshot()
         (trouble,) = sampler.troubles()
     assert (trouble.kind, trouble.gpu, trouble.field) == ("hang", None, "initialization")
@@ -225,7 +225,7 @@ def test_an_initialization_that_hangs_is_a_trouble_of_no_gpu(monkeypatch: pytest
 def test_where_no_xids_are_told_a_snapshot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": [{"nvmlDeviceGetSupportedEventTypes": 0}]}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with Sampler.start([(0, UUIDS[0])], None, 1.0) as sampler:
+    with TelemetrySampler.start([(0, UUIDS[0])], None, 1.0) as sampler:
         while "xid" not in (taken := sampler.snapshot()).unknown[0]:
             pass
     assert taken.unknown[0]["xid"] == "no GPU reports Xids"
@@ -236,7 +236,7 @@ def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPat
     gpus = [{}, {"nvmlDeviceGetPowerUsage": {"hang": True}}]
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": gpus, "events": [{"gpu": 0, "xid": 63}]}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with Sampler.start(list(UUIDS.items()), None, 0.05, deadline=1.0) as sampler:
+    with TelemetrySampler.start(list(UUIDS.items()), None, 0.05, deadline=1.0) as sampler:
         taken = sampler.snapshot()
         troubles = {(t.kind, t.gpu, t.field, t.code) for t in sampler.troubles()}
     assert taken.facts[0]["name"] == "NVIDIA H100 80GB HBM3"

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance.verdict.troubles import Trouble, observations_of
+from mgpu_check.acceptance.verdict.troubles import ErrorObservations, observations_of
 from mgpu_check.devices.observations import Subject
 from mgpu_check.engine.failures import NODE, Account, Died, Finished, Interrupted, Raised, Who
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
-from mgpu_check.processes.protocol import Failure
+from mgpu_check.processes.protocol import RaisedInRank
 
 GPUS = (4, 5, 6)
 
 
-def failed(endings: dict[int, Any], deadline: float | None = None, check: str = "memory") -> Trouble:
+def failed(endings: dict[int, Any], deadline: float | None = None, check: str = "memory") -> ErrorObservations:
     error: BaseException = RankHang("late") if deadline else RankFailure("wrong")
     error.account = Account(endings, Who(len(GPUS)), deadline=deadline)  # type: ignore[attr-defined]
     found = observations_of(error, check, "_examine_it", GPUS)
@@ -24,10 +24,10 @@ def failed(endings: dict[int, Any], deadline: float | None = None, check: str = 
 
 
 def raised(kind: str) -> Raised:
-    return Raised(Failure("error", kind, "said", "", "", 0, None))
+    return Raised(RaisedInRank("error", kind, "said", "", "", 0, None))
 
 
-def seen(trouble: Trouble) -> list[tuple[str, Subject]]:
+def seen(trouble: ErrorObservations) -> list[tuple[str, Subject]]:
     return [(entry.outcome, entry.subject) for entry in trouble.observations]
 
 

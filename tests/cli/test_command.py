@@ -14,7 +14,7 @@ import pytest
 
 from mgpu_check.cli import accept, selftest
 from mgpu_check.cli.selftest import Selftest
-from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, Matrix
+from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, PropertyMatrix
 from mgpu_check.plugin.report.progress import Progress
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.plugin.stash import SESSION
@@ -191,7 +191,7 @@ def test_the_third_that_selftest_takes_does_not_depend_on_other_faults():
 @pytest.mark.parametrize(("caught", "of", "enough"), [(19, 20, True), (18, 20, False), (5, 5, True), (4, 5, False)])
 def test_a_check_must_catch_a_fault_by_19_of_20_seeds(caught, of, enough):
     one = next(iter(all_faults().values()))
-    matrix = Matrix(one.property, [one], list(one.caught_by[:1]))
+    matrix = PropertyMatrix(one.property, [one], list(one.caught_by[:1]))
     for number in range(of):
         matrix.add(one.name, one.caught_by[0], CAUGHT if number < caught else PASSED)
     assert (list(matrix.not_proven()) == []) is enough
@@ -202,7 +202,7 @@ def test_nothing_is_asked_of_a_fault_whose_checks_were_deselected():
     first, second = (
         one for one in all_faults().values() if one.name in ("mean-instead-of-sum", "reduce-add-misses-a-device")
     )
-    matrix = Matrix("allreduce", [first, second], ["test_all_reduce"], complete=False)
+    matrix = PropertyMatrix("allreduce", [first, second], ["test_all_reduce"], complete=False)
     assert list(matrix.not_proven()) == ["no check of allreduce catches the fault mean-instead-of-sum"]
     matrix.add("mean-instead-of-sum", "test_all_reduce", CAUGHT)
     assert list(matrix.not_proven()) == []
@@ -270,7 +270,7 @@ def test_selftest_of_one_check_asks_for_its_own_faults_only(command):
 
 def test_selftest_fails_where_a_check_catches_nothing():
     one = next(one for one in all_faults().values() if one.name == "mean-instead-of-sum")
-    matrix = Matrix("allreduce", [one], ["test_all_reduce", "test_ring_allreduce"])
+    matrix = PropertyMatrix("allreduce", [one], ["test_all_reduce", "test_ring_allreduce"])
     matrix.add("mean-instead-of-sum", "test_all_reduce", CAUGHT)
     assert list(matrix.not_proven()) == ["test_ring_allreduce catches no fault of allreduce"]
 
@@ -278,7 +278,7 @@ def test_selftest_fails_where_a_check_catches_nothing():
 def test_selftest_of_all_pairs_wants_a_fault_that_each_check_catches_alone():
     faults = all_faults()
     mean, ring = faults["mean-instead-of-sum"], faults["ring-skips-a-chunk"]
-    matrix = Matrix("allreduce", [mean, ring], ["test_all_reduce", "test_ring_allreduce"], all_pairs=True)
+    matrix = PropertyMatrix("allreduce", [mean, ring], ["test_all_reduce", "test_ring_allreduce"], all_pairs=True)
     for fault, outcomes in ((mean, CAUGHT + CAUGHT), (ring, PASSED + CAUGHT)):
         for check, outcome in zip(matrix.checks, outcomes, strict=True):
             matrix.add(fault.name, check, outcome)

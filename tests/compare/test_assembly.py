@@ -17,7 +17,7 @@ from mgpu_check.compare.placements import read_placements
 from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.summaries import Cut, summaries
-from mgpu_check.compare.trace import Parameter, Step, Summary, Trace, joined
+from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, joined
 from mgpu_check.compare.verdict import verdict_of
 from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.numerics.placement.content import Wholes
@@ -28,10 +28,10 @@ WEIGHT = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
 GRADIENT = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
 
 
-def summary(tensor, cut=None) -> Summary:
+def summary(tensor, cut=None) -> TensorSummary:
     (numbers,) = summaries([tensor], [cut])
     assert numbers is not None
-    return Summary.of(numbers)
+    return TensorSummary.of(numbers)
 
 
 def trace(rank, world, tensors, idle=(), options=None):

@@ -10,7 +10,7 @@ from mgpu_check.compare.assembly import assembled
 from mgpu_check.compare.axes import axes_of
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.verdict import Verdict, verdict_of
+from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, trace
 
 
@@ -34,7 +34,7 @@ def scaled(rank: int, scale: float, world: int = 4) -> Trace:
     return trace(rank, world, {"net.weight": values})
 
 
-def judged(ranks: list[Trace]) -> Verdict:
+def judged(ranks: list[Trace]) -> ComparisonVerdict:
     found = assembled(ONE, ranks)
     aligned = Aligned(
         ONE, found.ranks, 0, found.divided, found.reasons, found.placements, found.holders, parts=found.parts

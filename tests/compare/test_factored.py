@@ -17,8 +17,8 @@ from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Cut
-from mgpu_check.compare.trace import FORMAT, VERSION, Summary, Trace, Writer, read
-from mgpu_check.compare.verdict import Verdict, verdict_of
+from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, Trace, Writer, read
+from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from mgpu_check.compare.wholes import read_wholes, write_shape, write_whole
 from mgpu_check.numerics.placement.slices import Slice, indexed
 from tests.compare.conftest import script
@@ -93,7 +93,7 @@ def _found(cut: Cut | None) -> Cut:
 
 def judged(
     of_columns: Callable[[torch.Tensor], torch.Tensor], rule: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-) -> Verdict:
+) -> ComparisonVerdict:
     one = keeping(ONE, of_rows=(SQUARES.mean(1), None), of_columns=(SQUARES.mean(0), None))
     return verdict(one, [rank_with(r, rows, of_columns, rule) for r, rows in enumerate((range(3), range(3, 8)))])
 
@@ -167,7 +167,7 @@ def recorded(net: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, t
         made = read(file.read())
         names_ = list(made.states)
         made.steps = [trace(0, 2, {}).steps[0]]
-        made.steps[0].states = {names_[number]: Summary.of(numbers) for number, numbers in found.items()}
+        made.steps[0].states = {names_[number]: TensorSummary.of(numbers) for number, numbers in found.items()}
         return made
 
 

@@ -15,21 +15,21 @@ from mgpu_check.compare import diagnosis, evidence
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.obstacles import FLOAT32, NUMBERS, OTHER_START, standing
-from mgpu_check.compare.processes import Ended, Run
+from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
 from mgpu_check.compare.summaries import summaries
-from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
-from mgpu_check.compare.verdict import Verdict, verdict_of, without_steps
+from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace
+from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of, without_steps
 from mgpu_check.diagnosis.attempts import RAISE
 
 NAMES = ("net.weight", "net.bias")
 RATE = 0.1
 
 
-def summary(tensor: torch.Tensor) -> Summary:
+def summary(tensor: torch.Tensor) -> TensorSummary:
     (numbers,) = summaries([tensor])
     assert numbers is not None
-    return Summary.of(numbers)
+    return TensorSummary.of(numbers)
 
 
 def start() -> list[torch.Tensor]:
@@ -801,7 +801,7 @@ def with_a_third(made: Trace) -> None:
                 part["net.third"] = part["net.weight"]
 
 
-def of_three(drown) -> Verdict:
+def of_three(drown) -> ComparisonVerdict:
     """Of right ranks, and a moved run whose trace is as `drown` makes it."""
     traces = [Training().trace(), Training().trace(), *(Training(rank, 2).trace() for rank in range(2))]
     for trace in traces:
@@ -874,11 +874,11 @@ def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_rem
     def todo(*files: str | None) -> str:
         trace = Trace(0, 1, events=[{"event": "load", "after": 0, "file": file} for file in files])
         ended = Ended(0, 0, "finished", trace, "going on after epoch 2", "")
-        return "\n".join(without_steps(Run("one device", [ended], 1.0, None), [ended]).report.remarks)
+        return "\n".join(without_steps(ScriptRun("one device", [ended], 1.0, None), [ended]).report.remarks)
 
     advice = "do: the script has loaded /runs/last.pt: if it is a checkpoint of a finished training, remove it"
     assert f"  going on after epoch 2\n{advice}" in todo("/runs/last.pt")
     assert "do: the script has loaded a, b:" in todo("a", "b", "a", None)
     assert "has loaded" not in todo() and "has loaded" not in todo(None)
-    run = Run("one device", [], 1.0, None, Path("/tmp/own"))
+    run = ScriptRun("one device", [], 1.0, None, Path("/tmp/own"))
     assert [run.shown(file) for file in ("/tmp/own/runs/last.pt", "/tmp/other.pt")] == ["runs/last.pt", "/tmp/other.pt"]

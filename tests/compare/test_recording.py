@@ -19,7 +19,7 @@ from mgpu_check.compare.summaries import digests, inputs_of, summaries
 from mgpu_check.compare.trace import (
     FORMAT,
     VERSION,
-    Summary,
+    TensorSummary,
     TraceError,
     Writer,
     chunk_sizes,
@@ -227,7 +227,7 @@ def test_a_trace_that_was_cut_off_can_be_read_and_others_are_refused(tmp_path):
 def test_a_summary_is_what_it_says(count, dtype):
     tensor = torch.arange(1, count + 1).to(dtype)
     (numbers,) = summaries([tensor])
-    summary = Summary.of(json.loads(json.dumps(numbers)))
+    summary = TensorSummary.of(json.loads(json.dumps(numbers)))
     wide = tensor.double()
     assert summary.norm == pytest.approx(float(wide.norm()))
     assert summary.samples == tuple(wide[positions(count)].tolist())

@@ -421,12 +421,12 @@ def test_a_gate_reads_functions_and_methods_alike(pool):
         from torch import nn
         from torch.distributed import _functional_collectives as functional
 
-        from mgpu_check.diagnosis.observed import Trace
+        from mgpu_check.diagnosis.observed import RankTrace
         from mgpu_check.gates.events import traced
         from mgpu_check.gates.operands import Rows
 
         group = dist.new_group([1, 3])
-        trace = Trace()
+        trace = RankTrace()
         x = torch.ones(2)
         with traced(nn.Linear(1, 1), trace, Rows([])):
             if rank.index in (1, 3):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mgpu_check.engine.failures import Account, Died, Raised, Who
-from mgpu_check.processes.protocol import Failure
+from mgpu_check.processes.protocol import RaisedInRank
 
 
 def raised(kind: str, message: str) -> Raised:
-    return Raised(Failure("error", kind, message, f"traceback of {message}", "train.py", 31, None))
+    return Raised(RaisedInRank("error", kind, message, f"traceback of {message}", "train.py", 31, None))
 
 
 def test_errors_that_differ_in_the_address_of_a_peer_are_one():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from mgpu_check.diagnosis.observed import Event, Trace
+from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.operands import contents, layout
 from mgpu_check.torch_hooks.table import COLLECTIVES
@@ -76,7 +76,7 @@ def operands(draw: st.DrawFn, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 @st.composite
-def collectives(draw: st.DrawFn, size: int) -> Event:
+def collectives(draw: st.DrawFn, size: int) -> CallEvent:
     details: dict[str, Any] = {"in_function": draw(st.booleans())}
     if draw(st.booleans()):
         details["group"] = draw(st.sampled_from([tuple(range(size)), (0,), tuple(range(size // 2))]))
@@ -95,7 +95,7 @@ def collectives(draw: st.DrawFn, size: int) -> Event:
         details["after"] = [contents(draw(values(tuple(one.shape)))) for one in given]
     if how in ("pending", "waited"):
         details |= {"asynchronous": True, "waited": how == "waited", "touched": draw(st.booleans())}
-    return Event("collective", draw(st.sampled_from(sorted(COLLECTIVES))).lstrip("_"), draw(sites), details)
+    return CallEvent("collective", draw(st.sampled_from(sorted(COLLECTIVES))).lstrip("_"), draw(sites), details)
 
 
 _sums = st.dictionaries(st.sampled_from(NAMES), st.sampled_from((0.0, 1.5, math.nan)), max_size=3)
@@ -103,17 +103,17 @@ _some_names = st.lists(st.sampled_from(NAMES), unique=True).map(tuple)
 
 
 @st.composite
-def backwards(draw: st.DrawFn) -> Event:
+def backwards(draw: st.DrawFn) -> CallEvent:
     said: dict[str, Any] = {"loss": draw(st.sampled_from((0.5, math.nan)))} if draw(st.booleans()) else {}
     said |= {"parameters": draw(_sums), "layouts": dict.fromkeys(draw(_some_names), (0,))}
     said |= {"trained": draw(_some_names)}
     if draw(st.booleans()):
         said["left"] = {name: contents(draw(values())) for name in draw(_some_names)}
-    return Event("backward", "backward", draw(sites), said)
+    return CallEvent("backward", "backward", draw(sites), said)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Event:
+def models(draw: st.DrawFn) -> CallEvent:
     samples = st.none() | st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4)), max_size=4)
     said = {
         "parameters": draw(_sums),
@@ -121,17 +121,17 @@ def models(draw: st.DrawFn) -> Event:
         "owns": draw(_some_names),
         "training": {"": draw(st.booleans())},
     }
-    return Event("model", "Linear", draw(sites), said)
+    return CallEvent("model", "Linear", draw(sites), said)
 
 
-def plain(kind: str, name: str, **details: st.SearchStrategy[Any]) -> st.SearchStrategy[Event]:
-    return st.builds(lambda site, said: Event(kind, name, site, said), sites, st.fixed_dictionaries(details))
+def plain(kind: str, name: str, **details: st.SearchStrategy[Any]) -> st.SearchStrategy[CallEvent]:
+    return st.builds(lambda site, said: CallEvent(kind, name, site, said), sites, st.fixed_dictionaries(details))
 
 
 rates = st.lists(st.sampled_from((0.1, 0.2)), max_size=2).map(tuple)
 
 
-def events(size: int) -> st.SearchStrategy[Event]:
+def events(size: int) -> st.SearchStrategy[CallEvent]:
     return st.one_of(
         collectives(size),
         backwards(),
@@ -175,21 +175,23 @@ def events(size: int) -> st.SearchStrategy[Event]:
 
 
 @st.composite
-def sums(draw: st.DrawFn, size: int) -> list[Trace]:
+def sums(draw: st.DrawFn, size: int) -> list[RankTrace]:
     """Sums that are reduced, now and then with what was reduced before still in them."""
     shapes = draw(st.lists(st.sampled_from(((), (1,), (2,), (0,))), max_size=6))
-    found = [Trace() for _ in range(size)]
+    found = [RankTrace() for _ in range(size)]
     for shape in shapes:
         after = draw(values(shape, torch.float32))
         for trace in found:
             given = draw(values(shape if draw(st.integers(0, 5)) else (2,), torch.float32))
             said = {"op": "sum", "tensors": [draw(operands(given)) | {"before": contents(given)}]}
-            trace.events.append(Event("collective", "all_reduce", "train.py:8", said | {"after": [contents(after)]}))
+            trace.events.append(
+                CallEvent("collective", "all_reduce", "train.py:8", said | {"after": [contents(after)]})
+            )
     return found
 
 
 @st.composite
-def traces(draw: st.DrawFn, size: int) -> list[Trace]:
+def traces(draw: st.DrawFn, size: int) -> list[RankTrace]:
     """What ranks have called: none of it known, or mostly the same on all."""
     if draw(st.integers(0, 5)) == 5:
         return []
@@ -201,5 +203,5 @@ def traces(draw: st.DrawFn, size: int) -> list[Trace]:
         own = [draw(events(size)) if draw(st.integers(0, 5)) == 5 else event for event in common]
         own = own[: len(own) - draw(st.sampled_from((0, 0, 0, 1)))]
         numbers = draw(st.sampled_from([((), ()), (((3,),), (1.0,)), (((3,),), (None,)), (((),), (math.nan,))]))
-        found.append(Trace(own, *numbers))
+        found.append(RankTrace(own, *numbers))
     return found

@@ -7,14 +7,14 @@ from collections import Counter
 import torch
 from hypothesis import strategies as st
 
-from mgpu_check.diagnosis.evidence import Calls, Restored
+from mgpu_check.diagnosis.evidence import Restored, UnfinishedCall
 from mgpu_check.diagnosis.observed import (
     Alternative,
+    CallEvent,
     Division,
-    Event,
     Expected,
     Hypotheses,
-    Observation,
+    ObservedRun,
     Other,
 )
 from mgpu_check.diagnosis.results import KINDS, Result
@@ -62,16 +62,16 @@ def stages(draw: st.DrawFn, results: dict[Result, torch.Tensor]) -> list[dict[Re
 
 
 @st.composite
-def ranks(draw: st.DrawFn, right: Observation, size: int) -> list[Observation]:
+def ranks(draw: st.DrawFn, right: ObservedRun, size: int) -> list[ObservedRun]:
     """What ranks have left: mostly the same."""
-    common = Observation(values=draw(kept(right.values)), initial=right.initial)
+    common = ObservedRun(values=draw(kept(right.values)), initial=right.initial)
     if draw(st.booleans()):
         return [draw(observations(common, draw(st.booleans()))) for _ in range(size)]
     return [draw(observations(common if draw(st.booleans()) else right)) for _ in range(size)]
 
 
 @st.composite
-def observations(draw: st.DrawFn, right: Observation, equal: bool = False) -> Observation:
+def observations(draw: st.DrawFn, right: ObservedRun, equal: bool = False) -> ObservedRun:
     """What a rank has left, where one device, or another rank, has left `right`.
 
     Args:
@@ -84,7 +84,7 @@ def observations(draw: st.DrawFn, right: Observation, equal: bool = False) -> Ob
     digests = {name: digest_of(value) for name, value in found.items()}
     if draw(st.integers(0, 6)) == 6:
         found = {}  # where values are many, ranks send checksums
-    return Observation(
+    return ObservedRun(
         values=found,
         digests=digests,
         initial=right.initial if draw(st.booleans()) else {},
@@ -101,7 +101,7 @@ def observations(draw: st.DrawFn, right: Observation, equal: bool = False) -> Ob
         stepped={
             name: (draw(st.sampled_from("xy")), draw(st.sampled_from("xy"))) for name in NAMES if draw(st.booleans())
         },
-        built=[Event("seed", "manual_seed", "model.py:1", {"seed": draw(st.integers(0, 1))})]
+        built=[CallEvent("seed", "manual_seed", "model.py:1", {"seed": draw(st.integers(0, 1))})]
         if draw(st.booleans())
         else [],
     )
@@ -122,7 +122,7 @@ def expectations(draw: st.DrawFn, of: dict[Result, torch.Tensor] | None = None) 
         results = results if draw(st.booleans()) else draw(kept(of))
     of_model = {name.of: value for name, value in results.items() if name.kind in ("params", "buffers")}
     initial = {name: draw(like(value)) for name, value in of_model.items()}
-    single = Observation(
+    single = ObservedRun(
         values=results,
         digests={name: digest_of(value) for name, value in results.items()},
         initial={name: value for name, value in initial.items() if value is not None},
@@ -235,7 +235,7 @@ entered = st.builds(
 )
 texts = st.sampled_from(("", "must be contiguous", "Sizes of tensors must match\nbut do not", "stack in all_gather"))
 calls = st.builds(
-    Calls,
+    UnfinishedCall,
     size=st.integers(1, 4),
     samples=st.integers(0, 9),
     told=texts,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mgpu_check import ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.observed import Event, Expected, Hypotheses, Labels, Observation, Relations, Trace
+from mgpu_check.diagnosis.observed import CallEvent, Expected, Hypotheses, Labels, ObservedRun, RankTrace, Relations
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.diagnosis.rules.collectives import gradient_cut
 from mgpu_check.diagnosis.rules.gradients import adds_up_no_parts_of_an_activation, adds_up_to_the_whole
@@ -195,20 +195,20 @@ def test_a_reference_is_given_because_the_step_does_not_run_alone(ranks):
     assert "world size 1" not in str(found)
 
 
-def case(*seen: Observation, traces=(), alone=None, relations=None, samples=4) -> Tensors:
-    expected = Expected(Observation(), None)
+def case(*seen: ObservedRun, traces=(), alone=None, relations=None, samples=4) -> Tensors:
+    expected = Expected(ObservedRun(), None)
     return Tensors(
         len(traces), samples, 1, expected, relations or Relations(), seen, traces, Hypotheses([], []), alone=alone
     )
 
 
-def stepped(*rates: float) -> Trace:
-    return Trace([Event("step", "SGD", "train.py:9", {"rates": rates})])
+def stepped(*rates: float) -> RankTrace:
+    return RankTrace([CallEvent("step", "SGD", "train.py:9", {"rates": rates})])
 
 
 @pytest.mark.parametrize(("own", "apart"), [({"b": {"lr": 0.2}}, False), ({"a": {"lr": 0.2}}, True)])
 def test_learning_rates_of_parameters_that_each_rank_steps_alone(own, apart):
-    seen = Observation(groups=1, settings={"a": {"lr": 0.1}}), Observation(groups=2, settings=own)
+    seen = ObservedRun(groups=1, settings={"a": {"lr": 0.1}}), ObservedRun(groups=2, settings=own)
     found = evidence_of(case(*seen, traces=(stepped(0.1), stepped(0.2, 0.2))), Attempts())
     assert found.decisions[1].apart is apart
 
@@ -218,8 +218,8 @@ def test_a_message_to_another_stage_cuts_no_gradient(name, blamed):
     sent = {"differentiable": True, "result": None, "upstream": ("a",), "shape": (2,), "dtype": "float32"}
     weight = Result("grads", "a")
     relations = Relations(held={weight: {"one device": False}}, wrong={weight: [0, 1]})
-    trace = Trace([Event("collective", name, "train.py:9", {"tensors": [sent]})])
-    seen = Observation(values={weight: torch.zeros(2)})
+    trace = RankTrace([CallEvent("collective", name, "train.py:9", {"tensors": [sent]})])
+    seen = ObservedRun(values={weight: torch.zeros(2)})
     found = gradient_cut(case(seen, seen, traces=(trace, trace), relations=relations))
     assert (found is not None) is blamed
 
@@ -239,10 +239,10 @@ PARTS = torch.tensor([[1.0, 3.0], [2.0, -1.0]]), torch.tensor([[3.0, 1.0], [1.0,
 def test_parts_of_a_gradient_add_up(parts, whole, apart, named):
     weight = Result("grads", "norm.weight")
     relations = Relations(held={weight: {"one device": False}}, wrong={weight: [0, 1]}, split=[weight] * apart)
-    traces = [Trace(groups=((0, 1),), gradients={"norm": part_of_it}) for part_of_it in parts]
-    seen = Observation(values={weight: torch.zeros(2)})
+    traces = [RankTrace(groups=((0, 1),), gradients={"norm": part_of_it}) for part_of_it in parts]
+    seen = ObservedRun(values={weight: torch.zeros(2)})
     found = adds_up_no_parts_of_an_activation(
-        case(seen, seen, traces=traces, alone=Trace(gradients={"norm": whole}), relations=relations)
+        case(seen, seen, traces=traces, alone=RankTrace(gradients={"norm": whole}), relations=relations)
     )
     assert (found is not None) is named
 
@@ -265,8 +265,8 @@ def test_gradients_of_ranks_add_up(parts, of_others, whole, named):
     local, other = Result("grads", "a"), Result("grads", "b")
     wrong = [local, other] if of_others != 1 else [local]
     relations = Relations(held={}, wrong={name: [0, 1] for name in wrong}, split=[local])
-    seen = [Observation(values={local: value, other: of_others * PARTS[0]}) for value in parts]
-    found = case(*seen, traces=(Trace(), Trace()), relations=relations)
+    seen = [ObservedRun(values={local: value, other: of_others * PARTS[0]}) for value in parts]
+    found = case(*seen, traces=(RankTrace(), RankTrace()), relations=relations)
     found.expected.exact.update({local: whole.double(), other: PARTS[0].double()})
     assert (adds_up_to_the_whole(found) is not None) is named
 
@@ -286,15 +286,15 @@ def test_other_settings_explain_the_only_step(decay, wrong, steps, named):
     )
     values = {Result(kind, "a"): torch.zeros(2) for kind in ("grads", "params")}
     of_ranks = [{"a": {"weight_decay": 0.0}}, {"a": {"weight_decay": decay}}]
-    seen = [Observation(values=values, settings=settings, optimizer_steps=steps) for settings in of_ranks]
-    found = case(*seen, traces=(Trace(), Trace()), relations=relations)
+    seen = [ObservedRun(values=values, settings=settings, optimizer_steps=steps) for settings in of_ranks]
+    found = case(*seen, traces=(RankTrace(), RankTrace()), relations=relations)
     found.expected.single.settings, found.expected.single.optimizer_steps = of_ranks[0], steps
     said = makes_something_else(found)
     assert ("weight_decay of a is 0.3 on rank 1" in str(said)) is named
 
 
-def picks(*values: int) -> Trace:
-    return Trace(labels=[Labels("train.py:9", values, None)])
+def picks(*values: int) -> RankTrace:
+    return RankTrace(labels=[Labels("train.py:9", values, None)])
 
 
 TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 8, 0, 7, 4)

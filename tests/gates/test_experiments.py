@@ -12,7 +12,7 @@ from torch import nn
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.evidence import Calls
+from mgpu_check.diagnosis.evidence import UnfinishedCall
 from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.diagnosis.rules.order import findings_of_calls
 from mgpu_check.gates.program import Program
@@ -113,13 +113,13 @@ def waiting(name: str, number: int, options: str, group: str = "") -> Entered:
 
 
 def test_a_group_whose_member_waits_for_a_message_is_too_wide():
-    calls = Calls(
+    calls = UnfinishedCall(
         2, 4, "ranks 0-1 did not finish", hung="ranks 0-1 did not finish", last={1: waiting("all_reduce", 1, "sum")}
     )
     waits = {0: waiting("recv", 0, "src=1")}
-    wide = Calls(**{**vars(calls), "messages": waits})
+    wide = UnfinishedCall(**{**vars(calls), "messages": waits})
     assert [finding.mistake for finding in findings_of_calls(wide, 1, Attempts())] == ["wrong-process-group"]
-    other = Calls(**{**vars(calls), "messages": {0: waiting("recv", 0, "src=3")}})
+    other = UnfinishedCall(**{**vars(calls), "messages": {0: waiting("recv", 0, "src=3")}})
     assert "wrong-process-group" not in [finding.mistake for finding in findings_of_calls(other, 2, Attempts())]
 
 

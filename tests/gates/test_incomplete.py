@@ -10,7 +10,7 @@ from torch import nn
 
 from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
 from mgpu_check.diagnosis.attempts import RAISE, Attempts
-from mgpu_check.diagnosis.observed import Expected, Hypotheses, Observation
+from mgpu_check.diagnosis.observed import Expected, Hypotheses, ObservedRun
 from mgpu_check.diagnosis.parting import first_parting
 from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.diagnosis.rules import order
@@ -22,7 +22,7 @@ from mgpu_check.gates.failure import FirstWrong
 from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.restored import Entries, explained
 from mgpu_check.gates.second_look import SecondLook
-from mgpu_check.gates.states import Entry, Row
+from mgpu_check.gates.states import StateEntry, StateRow
 from tests.gates import evidence
 from tests.gates.loaders import numbers
 
@@ -152,7 +152,10 @@ def test_the_gate_for_loaders_says_which_rule_has_failed(ranks, monkeypatch):
 
 def test_without_evidence_of_a_resumed_run_nothing_is_named(monkeypatch):
     monkeypatch.delenv(RAISE)
-    ends, attempts = Entries([[Row(Entry("weight"), False, "got 1, expected 2", "a", "b", True, True)]]), Attempts()
+    ends, attempts = (
+        Entries([[StateRow(StateEntry("weight"), False, "got 1, expected 2", "a", "b", True, True)]]),
+        Attempts(),
+    )
     assert [finding.mistake for finding in explained(ends, ends, attempts)[1]] == ["state-not-restored"]
     monkeypatch.setattr(restored, "_evidence", fails)
     observables, findings = explained(ends, ends, attempts)
@@ -204,8 +207,8 @@ def test_sums_of_unlike_sizes_are_no_running_sum(ranks):
 @pytest.mark.parametrize(("steps", "told"), [(0, FirstWrong(1, 0, None)), (1, None)])
 def test_a_step_that_is_not_on_record_was_not_left_out(steps, told):
     name, one = Result("grads", "weight"), torch.ones(2)
-    seen = [Observation({name: 2 * one}, {name: str(rank)}, optimizer_steps=steps) for rank in range(2)]
-    expected = Expected(Observation({name: one}), None, snapshots=[{name: one.double()}], allowances=[{name: 0 * one}])
+    seen = [ObservedRun({name: 2 * one}, {name: str(rank)}, optimizer_steps=steps) for rank in range(2)]
+    expected = Expected(ObservedRun({name: one}), None, snapshots=[{name: one.double()}], allowances=[{name: 0 * one}])
     expected.exact, expected.tolerance = {name: one.double()}, {name: 0 * one.double()}
     relations = relations_of(expected, seen, KINDS, None)
     tensors = Tensors(2, 2, 1, expected, relations, seen, (), Hypotheses([], []))

@@ -12,7 +12,7 @@ import torch
 
 from mgpu_check.diagnosis import rules
 from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.evidence import ByRank, Calls, Evidence, Factor, Restored, Sampler, Start
+from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Restored, Sampler, Start, UnfinishedCall
 from mgpu_check.diagnosis.rules.order import (
     RULES,
     findings_of,
@@ -68,7 +68,7 @@ def entered(number: int, operand: str) -> Entered:
     ],
 )
 def test_sizes_are_compared_in_one_and_the_same_collective(last, mistake):
-    calls = Calls(2, 4, "rank 0 did not finish", last=dict(enumerate(last)), some_finished=True)
+    calls = UnfinishedCall(2, 4, "rank 0 did not finish", last=dict(enumerate(last)), some_finished=True)
     assert [finding.mistake for finding in findings_of_calls(calls, 2, Attempts())] == [mistake]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mgpu_check.diagnosis.modules import WrongModule
-from mgpu_check.diagnosis.observed import AGREE, PARITY, Expected, Observation, Relations
+from mgpu_check.diagnosis.observed import AGREE, PARITY, Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.parting import Parting
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
@@ -26,7 +26,7 @@ UNNAMED = Mismatch(
         details={WEIGHT: "element [0, 1]: got 2, expected 1"},
         wrong={WEIGHT: [0, 1, 2, 3]},
     ),
-    expected=Expected(Observation(), None),
+    expected=Expected(ObservedRun(), None),
     axes=Axes(("tp",), "any", ("dp",), ("dp",)),
     first=FirstWrong(1, 2, WEIGHT),
     parting=Parting("train.py:40", "all_reduce, its result", ["1", "1", "2", "2"]),

@@ -5,56 +5,56 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from mgpu_check.plugin.report.suspects import Seen, Trial
+from mgpu_check.plugin.report.suspects import Rerun, Reruns
 from mgpu_check.plugin.second_look import Failed, look_again
 
-ALWAYS = [Trial((0, 1, 2, 3), True)] * 5
+ALWAYS = [Rerun((0, 1, 2, 3), True)] * 5
 ALONE = [(device,) for device in range(4)]
 
 
-def seen(*elsewhere: Trial, repeats=ALWAYS) -> Seen:
-    return Seen(list(repeats), list(elsewhere))
+def seen(*elsewhere: Rerun, repeats=ALWAYS) -> Reruns:
+    return Reruns(list(repeats), list(elsewhere))
 
 
 @pytest.mark.parametrize(
     ("found", "headline"),
     [
-        (seen(*(Trial(one, one == (2,)) for one in ALONE)), "looks like cuda:2: fails where it takes part"),
-        (seen(*(Trial(one, True) for one in ALONE)), "fails on each device alone: looks like the code"),
+        (seen(*(Rerun(one, one == (2,)) for one in ALONE)), "looks like cuda:2: fails where it takes part"),
+        (seen(*(Rerun(one, True) for one in ALONE)), "fails on each device alone: looks like the code"),
         (
             seen(
-                *(Trial(one, False) for one in ALONE),
-                Trial((0, 1), False),
-                Trial((0, 1, 2), True),
-                Trial((1, 2, 3), True),
+                *(Rerun(one, False) for one in ALONE),
+                Rerun((0, 1), False),
+                Rerun((0, 1, 2), True),
+                Rerun((1, 2, 3), True),
             ),
             "fails on any 3 or more devices",
         ),
         (
-            seen(Trial((0, 3), True), Trial((1, 2), False), Trial((0, 1, 2), False), Trial((1, 2, 3), False)),
+            seen(Rerun((0, 3), True), Rerun((1, 2), False), Rerun((0, 1, 2), False), Rerun((1, 2, 3), False)),
             "fails if cuda:0 and cuda:3 take part together: looks like the link between them",
         ),
         (
-            seen(Trial((1, 2, 3, 0), True, (1,)), repeats=[Trial((0, 1, 2, 3), True, (2,))]),
+            seen(Rerun((1, 2, 3, 0), True, (1,)), repeats=[Rerun((0, 1, 2, 3), True, (2,))]),
             "looks like cuda:2: the error follows the device from rank to rank",
         ),
         (
-            seen(Trial((1, 2, 3, 0), True, (3,)), repeats=[Trial((0, 1, 2, 3), True, (3,))]),
+            seen(Rerun((1, 2, 3, 0), True, (3,)), repeats=[Rerun((0, 1, 2, 3), True, (3,))]),
             "the error stays with rank 3 on different devices",
         ),
         (
             seen(
-                *(Trial((device,), device < 2, (0,)) for device in range(3)),
-                repeats=[Trial((0, 1, 2), True, (0,))],
+                *(Rerun((device,), device < 2, (0,)) for device in range(3)),
+                repeats=[Rerun((0, 1, 2), True, (0,))],
             ),
             "",  # a rank that is alone is always rank 0
         ),
-        (seen(Trial((0,), True)), ""),
-        (seen(Trial((0,), True), Trial((1,), False), Trial((2,), False)), ""),
-        (seen(Trial((0, 3), True), Trial((1,), False)), ""),
-        (seen(*(Trial(one, False) for one in ALONE), Trial((0, 3), True)), ""),
+        (seen(Rerun((0,), True)), ""),
+        (seen(Rerun((0,), True), Rerun((1,), False), Rerun((2,), False)), ""),
+        (seen(Rerun((0, 3), True), Rerun((1,), False)), ""),
+        (seen(*(Rerun(one, False) for one in ALONE), Rerun((0, 3), True)), ""),
         (seen(), ""),
-        (Seen(), ""),
+        (Reruns(), ""),
     ],
 )
 def test_the_headline_names_the_part(found, headline):
@@ -64,8 +64,8 @@ def test_the_headline_names_the_part(found, headline):
 
 def test_what_fails_now_and_then_is_told_with_its_rate():
     """A device that is right once may be at fault all the same."""
-    repeats = [Trial((0, 1, 2, 3), number % 4 == 0) for number in range(20)]
-    found = seen(*(Trial(one, one == (1,)) for one in ALONE), repeats=repeats)
+    repeats = [Rerun((0, 1, 2, 3), number % 4 == 0) for number in range(20)]
+    found = seen(*(Rerun(one, one == (1,)) for one in ALONE), repeats=repeats)
     assert found.headline == (
         "looks like unreliable hardware, or a race: failed 5 of 20 times; looks like cuda:1: fails where it takes part, and "
         "nowhere else"
@@ -114,4 +114,4 @@ def test_an_example_that_draws_while_it_runs_is_not_looked_at_again():
         raise AssertionError
 
     data = st.DataObject(None)
-    assert look_again(body, Failed((), {"data": data}), None, None, AssertionError()) == Seen()
+    assert look_again(body, Failed((), {"data": data}), None, None, AssertionError()) == Reruns()

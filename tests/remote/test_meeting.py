@@ -13,7 +13,7 @@ import pytest
 from mgpu_check.engine.remote.addresses import is_loopback, listen_at, listener_for, rendezvous_of
 from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, new_secret
-from mgpu_check.engine.remote.joining import Refused, Run, connect
+from mgpu_check.engine.remote.joining import JoinedRun, Refused, connect
 from mgpu_check.engine.remote.meeting import Announced, End, Meeting
 from mgpu_check.engine.remote.variables import LaunchedProcess
 from tests.remote.conftest import free_port
@@ -146,7 +146,7 @@ def test_a_process_with_another_key_is_refused_and_seen_by_the_driver(connection
         seen.set()
 
     connections.warn = warn
-    other = Run(launched(1, port), Key(new_secret(), "/home/other/key"), [], 5.0)
+    other = JoinedRun(launched(1, port), Key(new_secret(), "/home/other/key"), [], 5.0)
     with pytest.raises(
         Refused, match=r"another key than the one in /home/other/key.*--agent-key-file.*--trust-network"
     ):
@@ -202,18 +202,18 @@ def test_a_driver_that_dies_before_anybody_joins_is_waited_for_by_nobody(code: i
     """Neither by the agent that has started it, nor by the others, which that one tells."""
     port = free_port()
     monkeypatch.setattr("mgpu_check.engine.remote.joining.start_driver", lambda *_: Ended(code))
-    first = Run(launched(0, port, final=True), USER, [], 600.0)
+    first = JoinedRun(launched(0, port, final=True), USER, [], 600.0)
     found = first.join()
     assert found == end
     first.note_end(end.code)
-    assert Run(launched(1, port, final=True), USER, [], 600.0).join() == end
+    assert JoinedRun(launched(1, port, final=True), USER, [], 600.0).join() == end
 
 
 def test_the_first_agent_leaves_if_a_driver_of_an_earlier_attempt_goes_meanwhile(connections: Connections, monkeypatch):
     port = free_port()
     meeting = Meeting(launched(0, port), 30.0, USER)
     announced = meeting.announce("127.0.0.1", free_port())  # nobody is there
-    run = Run(launched(1, port), USER, [], 600.0)
+    run = JoinedRun(launched(1, port), USER, [], 600.0)
     run._launched, run._driver = launched(0, port), announced
     assert run.join() == End(None)
 

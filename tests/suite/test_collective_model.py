@@ -11,7 +11,7 @@ import torch
 from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.suite.collectives import call_strategies as collective_calls
 from mgpu_check.suite.collectives.biased_rounding import LIMIT, elements_for, mean_error, most_ranks, terms_of
-from mgpu_check.suite.collectives.buffers import Memory, shaped
+from mgpu_check.suite.collectives.buffers import CallMemory, shaped
 from mgpu_check.suite.collectives.calls import _may_refuse
 from mgpu_check.suite.collectives.cases import FLOATING, OPERATIONS, REDUCED, CollectiveCall, left_out
 from mgpu_check.suite.collectives.findings import assert_shared
@@ -92,7 +92,7 @@ def test_unused_combinations_have_reasons_and_all_others_are_called():
 
 @pytest.mark.parametrize("layout", ["dense", "matrix", "transposed", "channels_last", "gaps"])
 def test_every_byte_of_the_memory_is_told(layout):
-    memory = Memory(torch.float32)
+    memory = CallMemory(torch.float32)
     numbers = [memory.add(shaped(layout, 24)) for _ in range(2)]
     content = torch.arange(24.0)
     whole = memory.filled([content, None])

@@ -15,7 +15,7 @@ from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.suite.collectives.data import Terms
-from mgpu_check.suite.collectives.exact import COPYING, REDUCING, Cases, Collective, View, Wrong
+from mgpu_check.suite.collectives.exact import COPYING, REDUCING, Cases, RepeatedCollective, View, WrongIteration
 from mgpu_check.torch_hooks.tensors import as_bits
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
@@ -69,14 +69,14 @@ def test_bus_factors_are_those_of_nccl_tests():
 
 ALL = Cases((
     *(
-        Collective(operation, dtype, 4000, (), reduction, root, 2, seed=5)
+        RepeatedCollective(operation, dtype, 4000, (), reduction, root, 2, seed=5)
         for root, (operation, reduction) in enumerate(itertools.product(REDUCING, REDUCTIONS))
         for dtype in (("float32", "bfloat16") if reduction == "avg" else ("float16", "int8"))
     ),
-    *(Collective(operation, dtype, 4003, root=2, iterations=3) for operation in COPYING for dtype in ("float64", "uint8")),
-    Collective("all_reduce", "bfloat16", 4000, (0, 1, 3), "avg", iterations=2),
-    *(Collective("send_recv", "float32", 4000, members, iterations=3) for members in ((0, 1, 3), (1, 2))),
-    *(Collective("all_gather", "float32", 4000, pair) for pair in itertools.combinations(range(4), 2)),
+    *(RepeatedCollective(operation, dtype, 4003, root=2, iterations=3) for operation in COPYING for dtype in ("float64", "uint8")),
+    RepeatedCollective("all_reduce", "bfloat16", 4000, (0, 1, 3), "avg", iterations=2),
+    *(RepeatedCollective("send_recv", "float32", 4000, members, iterations=3) for members in ((0, 1, 3), (1, 2))),
+    *(RepeatedCollective("all_gather", "float32", 4000, pair) for pair in itertools.combinations(range(4), 2)),
 ))  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_all_operations_are_right_on_right_hardware(ranks):
 
 
 def test_a_fault_at_one_exact_size_is_seen_whatever_the_number_of_gpus(ranks):
-    cases = Cases(tuple(Collective("all_reduce", "float32", 1 << 20, seed=seed) for seed in range(2)))
+    cases = Cases(tuple(RepeatedCollective("all_reduce", "float32", 1 << 20, seed=seed) for seed in range(2)))
     found, *_ = ranks.run(spoiled, "all-reduce-rare:every=2", cases, size=3)
     assert [entry.outcome for entry in found] == ["passed", "failed"]
     assert {entry.work.bytes for entry in found} == {1 << 20}
@@ -122,10 +122,10 @@ SPOILED = [
 
 def test_each_wrong_collective_is_seen_and_the_right_gpu_accused(ranks):
     several = Cases((
-        *(Collective("all_reduce", dtype, 4000, iterations=2) for dtype in ("float32", "float16")),
-        *(Collective(operation, "float32", 8192, root=i, iterations=3) for i, operation in enumerate(REDUCING + COPYING)),
+        *(RepeatedCollective("all_reduce", dtype, 4000, iterations=2) for dtype in ("float32", "float16")),
+        *(RepeatedCollective(operation, "float32", 8192, root=i, iterations=3) for i, operation in enumerate(REDUCING + COPYING)),
         *(
-            Collective(operation, "float32", 4000, pair)
+            RepeatedCollective(operation, "float32", 4000, pair)
             for operation in ("all_reduce", "all_gather", "broadcast")
             for pair in itertools.combinations(range(4), 2)
         ),
@@ -150,7 +150,7 @@ def views(wrong, members=(0, 1, 2, 3), checked=4):
     """What ranks have seen: rank -> sources of the wrong data."""
     seen = []
     for rank in members:
-        found = tuple(Wrong(1, 5, 100, 7, "it holds zeros", tuple(wrong[rank])) for _ in range(rank in wrong))
+        found = tuple(WrongIteration(1, 5, 100, 7, "it holds zeros", tuple(wrong[rank])) for _ in range(rank in wrong))
         seen.append([View(0, rank, members, 400, checked, len(found), found)])
     return seen
 
@@ -172,14 +172,14 @@ SUSPECTS = [
 
 @pytest.mark.parametrize(("operation", "wrong", "suspects"), SUSPECTS)
 def test_suspects_are_whom_the_data_point_at(operation, wrong, suspects):
-    (found,) = observations_of_views([Collective(operation, "float32", 400, iterations=4)], views(wrong))
+    (found,) = observations_of_views([RepeatedCollective(operation, "float32", 400, iterations=4)], views(wrong))
     assert (found.outcome, found.subject, found.suspects) == ("failed", Subject("group", (0, 1, 2, 3)), suspects)
     assert "1 of 4 results are wrong; in iteration 1 5 of 100 from 7 on: it holds zeros" in found.seen
     assert found.evidence["wrong"][0]["rank"] == min(wrong)
 
 
 def test_of_sends_the_pair_is_named():
-    found = observations_of_views([Collective("send_recv", "float32", 400, iterations=4)], views({2: [0]}))
+    found = observations_of_views([RepeatedCollective("send_recv", "float32", 400, iterations=4)], views({2: [0]}))
     assert [(entry.outcome, entry.subject) for entry in found] == [("failed", Subject("copy", (0, 2)))]
     assert set(explain(found, [0] * 4).parts) <= {Part("link", (0, 2)), Part("gpu", (0,)), Part("gpu", (2,))}
 
@@ -190,8 +190,8 @@ def test_a_call_is_timed_on_those_that_take_part(ranks):
 
         with planted(Hardware([], 16 << 20)):
             cases = [
-                Collective("all_reduce", "float32", 1 << 16, iterations=2),
-                Collective("broadcast", "int8", 64, (1, 2)),
+                RepeatedCollective("all_reduce", "float32", 1 << 16, iterations=2),
+                RepeatedCollective("broadcast", "int8", 64, (1, 2)),
             ]
             return time_collectives(rank, cases, 3)
 

@@ -220,7 +220,7 @@ def test_random_numbers_that_repeat_are_found():
 
 def test_what_a_device_lacks_is_skipped(monkeypatch):
     def lacks(dtype, device):
-        raise prepared.Unsupported("bfloat16 needs compute capability 8.0; this device has 7.0")
+        raise prepared.CaseUnsupported("bfloat16 needs compute capability 8.0; this device has 7.0")
 
     monkeypatch.setattr(products, "require", lacks)
     (entry,) = examine.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import comm
 
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
-from mgpu_check.numerics.steps import Measurement
+from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.gradients.cases import TrainingSpec
 from mgpu_check.suite.gradients.checks import (
@@ -78,13 +78,13 @@ def test_what_is_off_is_measured_again_before_it_is_said(granted, right) -> None
     asked = []
 
     class Measure:
-        def provisionally(self) -> Measurement[str]:
+        def provisionally(self) -> MeasuredStep[str]:
             return self.in_full(pairs=0)
 
-        def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> Measurement[str]:
+        def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> MeasuredStep[str]:
             asked.append(pairs)
             allowed = granted if magnified > 1 else 0.01
-            return Measurement({"x": torch.ones(3).double()}, {"x": torch.full((3,), allowed).double()}, {"x": 1.0})
+            return MeasuredStep({"x": torch.ones(3).double()}, {"x": torch.full((3,), allowed).double()}, {"x": 1.0})
 
     with contextlib.nullcontext() if right else pytest.raises(GradientMismatch, match=r"1\.29|1\.3"):
         _assert_as_measured({"x": torch.tensor([1.0, 1.3, 1.0])}, Measure())

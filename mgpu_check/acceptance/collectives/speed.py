@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.exact import Collective, groups_of
+from mgpu_check.suite.collectives.exact import RepeatedCollective, groups_of
 from mgpu_check.suite.collectives.runner import runner
 from mgpu_check.suite.common.timing import seconds_of
 
@@ -30,7 +30,7 @@ def bus_factor(operation: str, count: int) -> float:
     return 2 * share if operation == "all_reduce" else share
 
 
-def time_collectives(rank: Rank, cases: Sequence[Collective], repeats: int) -> list[list[float]]:
+def time_collectives(rank: Rank, cases: Sequence[RepeatedCollective], repeats: int) -> list[list[float]]:
     """Return for each case `repeats` measurements of the seconds of one call; empty if this rank is not in the group.
 
     Each measurement is the mean of ``case.iterations`` calls that are queued at once.

@@ -17,7 +17,7 @@ from mgpu_check.settings import active
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
-    from mgpu_check.suite.collectives.exact import Collective
+    from mgpu_check.suite.collectives.exact import RepeatedCollective
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 REDUCTIONS = ("sum", "avg", "product", "min", "max")
@@ -45,7 +45,7 @@ def fits(node: Node, size: int) -> bool:
     return size * 12 <= min(node.gpus[number].memory for number in node.numbers)
 
 
-def look(node: Node, cases: Sequence[Collective]) -> None:
+def look(node: Node, cases: Sequence[RepeatedCollective]) -> None:
     """Run collectives on all GPUs, and record the observations."""
     from mgpu_check.acceptance.collectives.views import examine_collectives
     from mgpu_check.suite.collectives.exact import Cases
@@ -58,7 +58,7 @@ def look(node: Node, cases: Sequence[Collective]) -> None:
 @given(data=st.data())
 def test_each_operation(node: Node, operation: str, reduction: str, data: st.DataObject) -> None:
     """Each operation is right in each dtype and size over all GPUs, with a different root for each case."""
-    from mgpu_check.suite.collectives.exact import REDUCING, Collective
+    from mgpu_check.suite.collectives.exact import REDUCING, RepeatedCollective
 
     usable = [dtype for dtype in DTYPES if operation not in REDUCING or reduction != "avg" or "float" in dtype]
     chosen: Sequence[str] = usable
@@ -69,13 +69,13 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
         chosen = data.draw(st.permutations([*usable[first:], *usable[:first]]), label="dtypes")[:2]
     seed, root = data.draw(st.integers(0, 2**30), label="seed"), data.draw(st.integers(0, 63), label="root")
     around = st.integers(-100, 100)
-    cases: list[Collective] = []
+    cases: list[RepeatedCollective] = []
     for place, dtype in enumerate(chosen):
         borders = [border for border in _BORDERS[node.level] if fits(node, border)]
         for border in borders[place % 2 :: 2] if node.level == "quick" else borders:
             size = border + data.draw(around, label="bytes around the border")
             cases.append(
-                Collective(
+                RepeatedCollective(
                     operation,
                     dtype,
                     size,
@@ -87,7 +87,7 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
                 )
             )
     if operation in ("all_reduce", "all_to_all") and reduction == "sum" and fits(node, _LARGEST[node.level]):
-        cases.append(Collective(operation, "float32", _LARGEST[node.level], iterations=5, seed=seed))
+        cases.append(RepeatedCollective(operation, "float32", _LARGEST[node.level], iterations=5, seed=seed))
     look(node, cases)
 
 
@@ -95,13 +95,13 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
 @given(seed=st.integers(0, 2**30), delta=st.integers(-50, 50))
 def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
     """Collectives are right over pairs (all, or as many as the level has time for), halves, and every second GPU."""
-    from mgpu_check.suite.collectives.exact import Collective
+    from mgpu_check.suite.collectives.exact import RepeatedCollective
 
-    cases: list[Collective] = []
+    cases: list[RepeatedCollective] = []
     for members in groups(node):
         for operation in ("all_reduce", "all_gather", "broadcast"):
             cases.append(
-                Collective(
+                RepeatedCollective(
                     operation, "float32", (64 << 10) + delta, tuple(members), iterations=3, seed=seed + len(cases)
                 )
             )
@@ -122,16 +122,16 @@ def groups(node: Node) -> list[tuple[int, ...]]:
 @given(seed=st.integers(0, 2**30), burst=st.sampled_from((1, 4)))
 def test_many_iterations_at_1_mib(node: Node, seed: int, burst: int) -> None:
     """An all_reduce of exactly 1 MiB, where protocols change, is right in every one of many iterations."""
-    from mgpu_check.suite.collectives.exact import Collective
+    from mgpu_check.suite.collectives.exact import RepeatedCollective
 
     times = (_MANY_SIMULATED if node.simulated else _MANY)[node.level]
-    look(node, [Collective("all_reduce", "float32", 1 << 20, iterations=times, burst=burst, seed=seed)])
+    look(node, [RepeatedCollective("all_reduce", "float32", 1 << 20, iterations=times, burst=burst, seed=seed)])
 
 
 def test_speed_of_collectives(node: Node) -> None:
     """Measure algorithm and bus bandwidth of each collective; the check of performance judges them."""
     from mgpu_check.acceptance.collectives.speed import bus_factor, time_collectives
-    from mgpu_check.suite.collectives.exact import Collective
+    from mgpu_check.suite.collectives.exact import RepeatedCollective
 
     numbers = node.numbers
     # Simulated time has no noise, so few repeats are enough.
@@ -140,7 +140,7 @@ def test_speed_of_collectives(node: Node) -> None:
         return
     sizes = [size for size in (1 << 20, _LARGEST[node.level]) if fits(node, size)]
     cases = [
-        Collective(operation, "float32", size, iterations=inner)
+        RepeatedCollective(operation, "float32", size, iterations=inner)
         for operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
         for size in sizes
     ]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.processes.rank_lists import named
-from mgpu_check.suite.collectives.exact import Cases, Collective, View, views_of
+from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, View, views_of
 
 __all__ = ["examine_collectives", "observations_of_views"]
 
@@ -33,7 +33,7 @@ def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
     return observations_of_views(cases.all, results) if rank.index == 0 else []
 
 
-def observations_of_views(cases: Sequence[Collective], results: Iterable[Sequence[View]]) -> list[Observation]:
+def observations_of_views(cases: Sequence[RepeatedCollective], results: Iterable[Sequence[View]]) -> list[Observation]:
     """Return an observation for each group in each case.
 
     Args:
@@ -49,7 +49,7 @@ def observations_of_views(cases: Sequence[Collective], results: Iterable[Sequenc
     return found
 
 
-def _of_group(case: Collective, members: tuple[int, ...], views: Sequence[View]) -> Iterator[Observation]:
+def _of_group(case: RepeatedCollective, members: tuple[int, ...], views: Sequence[View]) -> Iterator[Observation]:
     subject = Subject("group", members)
     work = Work(bytes=views[0].bytes * case.iterations, operations=case.iterations)
     bad = {view.rank: view for view in views if view.failed}
@@ -76,7 +76,7 @@ def _of_group(case: Collective, members: tuple[int, ...], views: Sequence[View])
     yield Observation(_CHECK, subject, "failed", text, str(case), work, evidence, suspects)
 
 
-def _pairs_that_passed(case: Collective, members: Sequence[int], work: Work) -> Iterator[Observation]:
+def _pairs_that_passed(case: RepeatedCollective, members: Sequence[int], work: Work) -> Iterator[Observation]:
     count = len(members)
     for step in {iteration % max(1, count - 1) + 1 for iteration in range(case.iterations)}:
         for place, source in enumerate(members):
@@ -97,7 +97,7 @@ def _ways(bad: Mapping[int, View]) -> dict[tuple[int, int], View]:
 
 
 def _suspects(
-    case: Collective, members: Sequence[int], bad: Mapping[int, View], ways: set[tuple[int, int]]
+    case: RepeatedCollective, members: Sequence[int], bad: Mapping[int, View], ways: set[tuple[int, int]]
 ) -> set[int]:
     """Return the ranks that the evidence accuses; empty if it accuses no rank.
 

@@ -7,7 +7,7 @@ import torch
 from mgpu_check.acceptance.memory.cases import MemoryCase
 from mgpu_check.acceptance.memory.diagnosis import evidence_of
 from mgpu_check.acceptance.memory.patterns import rounds_of
-from mgpu_check.acceptance.memory.region import Region, Wrong, take_region
+from mgpu_check.acceptance.memory.region import Region, WrongRegion, take_region
 from mgpu_check.devices.observations import Measurement, Observation, Subject, SubjectResult, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.timing import Stopwatch, measured
@@ -37,7 +37,7 @@ def examine_memory(rank: Rank, case: MemoryCase) -> list[SubjectResult]:
 
 def examine_region(region: Region, case: MemoryCase, subject: Subject) -> Observation:
     """Run the passes of `case` on a region; see `examine_memory`."""
-    wrong = Wrong()
+    wrong = WrongRegion()
     done = 0
     for number in range(case.passes):
         rounds = rounds_of(case, number)
@@ -59,7 +59,7 @@ def examine_region(region: Region, case: MemoryCase, subject: Subject) -> Observ
     return Observation("memory", subject, "failed", _seen(wrong, evidence["kinds"]), str(case), work, evidence)
 
 
-def _seen(wrong: Wrong, kinds: list[str]) -> str:
+def _seen(wrong: WrongRegion, kinds: list[str]) -> str:
     if not wrong.count:
         return wrong.blind[0]
     first = wrong.words[0]

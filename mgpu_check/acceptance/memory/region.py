@@ -12,7 +12,7 @@ from mgpu_check.acceptance.memory.patterns import PERIOD, Pattern, Put
 from mgpu_check.suite.common.counters import MASK, signed
 from mgpu_check.suite.common.timing import Stopwatch
 
-__all__ = ["Region", "Wrong", "WrongWord", "take_region"]
+__all__ = ["Region", "WrongRegion", "WrongWord", "take_region"]
 
 _LARGEST_CHUNK = 512 << 20
 _SMALLEST_CHUNK = 8 * PERIOD
@@ -44,7 +44,7 @@ class WrongWord:
 
 
 @dataclass
-class Wrong:
+class WrongRegion:
     """The errors of a region.
 
     Attributes:
@@ -101,7 +101,7 @@ class Region:
         self.watch.stop()
 
     def compare(
-        self, pattern: Pattern, wrong: Wrong, seed: int, *, then: Pattern | None = None, backwards: bool = False
+        self, pattern: Pattern, wrong: WrongRegion, seed: int, *, then: Pattern | None = None, backwards: bool = False
     ) -> None:
         """Record in `wrong` each word that does not hold the pattern.
 

@@ -13,14 +13,16 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.acceptance.documents import Form, read_document
+from mgpu_check.acceptance.documents import DocumentType, read_document
 from mgpu_check.acceptance.run_report import RunReport
 
 __all__ = ["FORM", "SCHEMA", "encoded", "read", "schema", "to_json"]
 
 _VERSION = 1
 """Rises when a reader of the previous version would misread a file. Within a version, fields may be added."""
-FORM = Form("mgpu-check acceptance", _VERSION, RunReport, "`mgpu-check accept --report=FILE.json` writes such a file")
+FORM = DocumentType(
+    "mgpu-check acceptance", _VERSION, RunReport, "`mgpu-check accept --report=FILE.json` writes such a file"
+)
 SCHEMA = Path(__file__).with_name(f"schema-{_VERSION}.json")
 
 

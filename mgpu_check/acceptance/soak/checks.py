@@ -40,7 +40,7 @@ def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
     """Keep the device of `rank` under load for a round, and check all results. A collective."""
     with torch.cuda.device(rank.device), arithmetic(case.training):
         training = placed(_start(case.training), rank.device)
-        beside = [_Copies(rank, case), _Memory(rank, case)]
+        beside = [_CopyLoad(rank, case), _MemoryLoad(rank, case)]
         exchange = _Exchange(rank, case)
         torch.cuda.synchronize(rank.device)
         watch = Stopwatch(rank.device)
@@ -108,7 +108,7 @@ class _Beside(abc.ABC):
         return self.failed
 
 
-class _Copies(_Beside):
+class _CopyLoad(_Beside):
     """Copies of words to the device and back; two contents alternate, so that stale data of the previous turn shows."""
 
     def __init__(self, rank: Rank, case: SoakCase) -> None:
@@ -148,7 +148,7 @@ class _Copies(_Beside):
         self.failed.append(Observation("soak", subject, "failed", seen, str(self.case), evidence=evidence))
 
 
-class _Memory(_Beside):
+class _MemoryLoad(_Beside):
     """Memory tests with patterns that follow from the position of a word."""
 
     def __init__(self, rank: Rank, case: SoakCase) -> None:

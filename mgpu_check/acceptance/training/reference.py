@@ -12,7 +12,7 @@ from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.perturbation import Perturbed
-from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations
+from mgpu_check.numerics.steps import PAIRS, MeasuredStep, assess, deviations
 from mgpu_check.torch_hooks.tensors import copied
 from mgpu_check.torch_hooks.threads import one_thread
 
@@ -49,7 +49,7 @@ def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]
     return [Observation("training", subject, "failed", seen, str(case), work, {"names": list(wrong)})]
 
 
-def referenced(case: TransformerCase) -> Measurement[str]:
+def referenced(case: TransformerCase) -> MeasuredStep[str]:
     """Return the final loss and parameters of the case, with the tolerance for rounding in its precision."""
     with one_thread():  # because with small matrices threads mostly wait for each other
         with arithmetic(case):

@@ -11,7 +11,7 @@ __all__ = ["Transformer"]
 _DROPOUT = 0.1
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.empty(length, width).normal_(std=0.02))
-        self.blocks = nn.ModuleList(_Block(width, heads, _DROPOUT * dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(_TransformerBlock(width, heads, _DROPOUT * dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:

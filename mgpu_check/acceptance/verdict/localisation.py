@@ -55,12 +55,12 @@ def look_again(node: Node, log: RunLog) -> list[Look]:
     looks = []
     for call in itertools.islice(calls.values(), _CASES[node.level]):
         section = log.begin(call.check, f"second look at {call.case}")
-        looks.append(_Second(node, call).look())
+        looks.append(_SecondRun(node, call).look())
         section.ended = log.now()
     return looks
 
 
-class _Second:
+class _SecondRun:
     def __init__(self, node: Node, call: RepeatableCall) -> None:
         self.node = node
         self.call = call

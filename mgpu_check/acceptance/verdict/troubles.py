@@ -10,7 +10,7 @@ from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.engine.failures import NODE, Account, Who
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 
-__all__ = ["Trouble", "observations_of"]
+__all__ = ["ErrorObservations", "observations_of"]
 
 _OF_GROUPS = "DistBackendError"
 _OF_DEVICES = ("AcceleratorError", _OF_GROUPS, "DeferredCudaCallError")
@@ -21,7 +21,7 @@ _REFUSALS = ("DeviceRefused", *_OF_DEVICES)
 
 
 @dataclass
-class Trouble:
+class ErrorObservations:
     """The observations that follow from an error.
 
     Attributes:
@@ -32,14 +32,14 @@ class Trouble:
     lost: set[int] = field(default_factory=set)
 
 
-def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[int]) -> Trouble | None:
+def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[int]) -> ErrorObservations | None:
     """Return the observations for an error of a call on ranks or in the node process; None for any other error.
 
     Args:
         what: name of the function that was called.
         gpus: GPUs of the ranks in their order, or all GPUs that the node process sees.
     """
-    trouble = Trouble()
+    trouble = ErrorObservations()
     if isinstance(error, StartupFailure):
         _refused(trouble, check, error, gpus)
         return trouble
@@ -69,7 +69,7 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     return trouble
 
 
-def _refused(trouble: Trouble, check: str, error: StartupFailure, gpus: Sequence[int]) -> None:
+def _refused(trouble: ErrorObservations, check: str, error: StartupFailure, gpus: Sequence[int]) -> None:
     """Add observations for ranks that did not start. A device that refuses every process is at fault; a device that
     another process uses is not.
     """
@@ -80,7 +80,7 @@ def _refused(trouble: Trouble, check: str, error: StartupFailure, gpus: Sequence
 
 
 def _add(
-    trouble: Trouble,
+    trouble: ErrorObservations,
     check: str,
     rank: int,
     gpus: Sequence[int],

@@ -14,7 +14,7 @@ from typing import Any
 
 from mgpu_check.devices.telemetry.fields import Value, peer_of
 from mgpu_check.devices.telemetry.nvml_queries import QUERIES, known, pair_query
-from mgpu_check.devices.telemetry.source import Absent, Event, GpuLost, QueryError, Unsupported
+from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Unsupported, XidEvent
 
 __all__ = ["NvmlSource"]
 
@@ -48,13 +48,13 @@ class NvmlSource:
         try:
             import pynvml  # here, because only the process that queries the driver needs it
         except ImportError as error:
-            raise Absent(f"nvidia-ml-py is not installed ({error}): install it") from None
+            raise NoTelemetry(f"nvidia-ml-py is not installed ({error}): install it") from None
         self._nvml: Any = pynvml
         try:
             pynvml.nvmlInit()
             count = int(pynvml.nvmlDeviceGetCount())
         except pynvml.NVMLError as error:
-            raise Absent(
+            raise NoTelemetry(
                 f"NVIDIA's management library does not work ({error}): run nvidia-smi; GPUs of other makers have no telemetry"
             ) from None
         handles, trouble = self._handles(count)
@@ -81,7 +81,7 @@ class NvmlSource:
         of_pair: Value = self._asked(lambda: pair_query(self._nvml, field, handle, self._gpus[peer]))
         return of_pair
 
-    def events(self, seconds: float) -> Sequence[Event]:
+    def events(self, seconds: float) -> Sequence[XidEvent]:
         """Wait for Xids."""
         nvml = self._nvml
         if self._events is None:
@@ -99,7 +99,7 @@ class NvmlSource:
             return []
         where = _address(data.device)
         numbers = [number for number, handle in self._gpus.items() if _address(handle) == where]
-        return [Event(number, int(data.eventData)) for number in numbers]  # empty for a GPU outside the run
+        return [XidEvent(number, int(data.eventData)) for number in numbers]  # empty for a GPU outside the run
 
     def close(self) -> None:
         """Release the driver."""

@@ -1,4 +1,4 @@
-"""The process that queries the driver. `sampler.Sampler` starts it, so that a hang or crash in the driver ends no run.
+"""The process that queries the driver. `sampler.TelemetrySampler` starts it, so that a hang or crash in the driver ends no run.
 
 It reads lines of JSON: its configuration, then numbers of snapshots. It writes lines of JSON: samples, answers, troubles.
 It ends when its input closes. One thread queries each GPU. The current query of each thread is noted in a file that the
@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from mgpu_check.devices.telemetry.fields import Kind, asked
 from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
-from mgpu_check.devices.telemetry.source import Absent, GpuLost, QueryError, Source, Unsupported
+from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Source, Unsupported
 from mgpu_check.devices.telemetry.turnstile import PATIENCE, Query, Turnstile, watch
 
 __all__ = ["NOTE", "main", "open_source"]
@@ -190,7 +190,7 @@ def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None) -
 
         return NvmlSource(gpus)
     if simulated.absent:
-        raise Absent(simulated.absent)
+        raise NoTelemetry(simulated.absent)
     return SimulatedSource(gpus, simulated)
 
 
@@ -229,7 +229,7 @@ def _open(wanted: dict[str, Any], asking: _Asking, output: _Output, threads: dic
     query = asking.begin(None, "initialization")
     try:
         source = open_source(gpus, simulated)
-    except Absent as error:
+    except NoTelemetry as error:
         output.write({"absent": str(error)})
         return
     except Exception as error:

@@ -1,6 +1,6 @@
 """Collect telemetry beside a run: snapshots on request, samples at intervals, and troubles with their GPU and field.
 
-A separate process queries the driver (`process`). It lives as long as its `Sampler`. If this process dies, even by a
+A separate process queries the driver (`process`). It lives as long as its `TelemetrySampler`. If this process dies, even by a
 signal, the other one ends as well, because its input closes.
 """
 
@@ -27,14 +27,14 @@ from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.turnstile import PATIENCE
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
-__all__ = ["Sampler"]
+__all__ = ["TelemetrySampler"]
 
 _DEADLINES = (20.0, 2.0)  # seconds for a query to a real driver, which may have to wake a GPU, and to a simulated one
 _END = 1.0  # seconds to wait for the process to end, before and after SIGKILL
 _FACTS: tuple[Kind, ...] = ("identity", "fact", "pair", "state")
 
 
-class Sampler:
+class TelemetrySampler:
     """Watches the GPUs of this machine. Safe to use from several threads.
 
     Attributes:
@@ -111,7 +111,7 @@ class Sampler:
         *,
         epoch: float | None = None,
         deadline: float | None = None,
-    ) -> Sampler:
+    ) -> TelemetrySampler:
         """Begin to sample. Returns before the driver has answered.
 
         Args:
@@ -185,7 +185,7 @@ class Sampler:
                 self._process.wait(_END)
         self._listener.join(_END)
 
-    def __enter__(self) -> Sampler:
+    def __enter__(self) -> TelemetrySampler:
         return self
 
     def __exit__(self, *_: object) -> None:

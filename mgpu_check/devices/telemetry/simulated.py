@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mgpu_check.devices.telemetry.fields import FIELDS, Value, peer_of
-from mgpu_check.devices.telemetry.source import Event, GpuLost, QueryError
+from mgpu_check.devices.telemetry.source import GpuLost, QueryError, XidEvent
 
 __all__ = ["LAG", "PROFILE", "Override", "SimulatedSource", "SimulatedTelemetry"]
 
@@ -129,14 +129,14 @@ class SimulatedSource:
                 return self._overridden(place, override, field)
         return self._truth(gpu, field)
 
-    def events(self, seconds: float) -> list[Event]:
+    def events(self, seconds: float) -> list[XidEvent]:
         """Return the planted Xids that are due."""
         found = []
         for place, override in enumerate(self._overrides):
             mine = override.field == "xid" and override.gpu in self._gpus
             if mine and place not in self._told and self._begun(override):
                 self._told.add(place)
-                found.append(Event(override.gpu, int(override.value)))
+                found.append(XidEvent(override.gpu, int(override.value)))
         if not found:
             time.sleep(min(seconds, LAG))
         return found

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from mgpu_check.devices.telemetry.fields import Value
 
-__all__ = ["Absent", "Event", "GpuLost", "QueryError", "Source", "Unsupported"]
+__all__ = ["GpuLost", "NoTelemetry", "QueryError", "Source", "Unsupported", "XidEvent"]
 
 
-class Absent(Exception):
+class NoTelemetry(Exception):
     """No telemetry on this machine: the library or the driver is missing or does not work."""
 
 
@@ -36,7 +36,7 @@ class GpuLost(QueryError):
 
 
 @dataclass(frozen=True)
-class Event:
+class XidEvent:
     """An error event (Xid) of the driver.
 
     Attributes:
@@ -61,7 +61,7 @@ class Source(Protocol):
             Unsupported: the field is not available. QueryError: the query failed. GpuLost: the GPU is gone.
         """
 
-    def events(self, seconds: float) -> Sequence[Event]:
+    def events(self, seconds: float) -> Sequence[XidEvent]:
         """Wait at most `seconds` for events, and return them.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mgpu_check.devices.telemetry.sampler import Sampler
+from mgpu_check.devices.telemetry.sampler import TelemetrySampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
@@ -34,11 +34,11 @@ def visit(
     """Sample the GPUs of this machine while `meanwhile` runs, then take a snapshot.
 
     Args:
-        gpus, simulated, interval: see `Sampler.start`.
-        full: see `Sampler.snapshot`.
+        gpus, simulated, interval: see `TelemetrySampler.start`.
+        full: see `TelemetrySampler.snapshot`.
         meanwhile: the work to run; None takes the snapshot at once.
     """
-    with Sampler.start(gpus, simulated, interval) as sampler:
+    with TelemetrySampler.start(gpus, simulated, interval) as sampler:
         if meanwhile is not None:
             meanwhile()
         snapshot = sampler.snapshot(_PATIENCE, full=full)

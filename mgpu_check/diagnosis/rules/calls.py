@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu_check.diagnosis.evidence import Calls, HashSeeds
+from mgpu_check.diagnosis.evidence import HashSeeds, UnfinishedCall
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.processes.record import fewest
@@ -33,7 +33,7 @@ _WORDS_OF_TORCH = (
 """Parts of error messages of torch, with the only class of mistakes that causes each."""
 
 
-def other_sizes(calls: Calls) -> Finding | None:
+def other_sizes(calls: UnfinishedCall) -> Finding | None:
     """Detect tensors of different sizes that ranks gave to one collective."""
     if calls.unmatched:
         return None
@@ -49,7 +49,7 @@ def other_sizes(calls: Calls) -> Finding | None:
     return None
 
 
-def uneven_steps(calls: Calls) -> Finding | None:
+def uneven_steps(calls: UnfinishedCall) -> Finding | None:
     """Detect uneven numbers of steps: ranks part ways, and the world size does not divide the number of samples."""
     parted = part_ways(calls)
     if parted is None or calls.samples % calls.size == 0:
@@ -59,7 +59,7 @@ def uneven_steps(calls: Calls) -> Finding | None:
     return Finding("uneven-steps", uneven + also)
 
 
-def waits_for_its_own_group(calls: Calls) -> Finding | None:
+def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
     """Detect a group that is too wide: a member waits for a message from a rank that waits in the group's collective."""
     for rank, collective in calls.last.items():
         if not collective.unfinished or collective.cut:
@@ -75,7 +75,7 @@ def waits_for_its_own_group(calls: Calls) -> Finding | None:
     return None
 
 
-def part_ways(calls: Calls) -> Finding | None:
+def part_ways(calls: UnfinishedCall) -> Finding | None:
     """Detect a decision that each rank took for itself: ranks entered different collectives, or some ranks entered fewer."""
     if other_sizes(calls):
         return None
@@ -91,7 +91,7 @@ def part_ways(calls: Calls) -> Finding | None:
     return Finding("decision-per-rank", told)
 
 
-def _waits(calls: Calls) -> str:
+def _waits(calls: UnfinishedCall) -> str:
     """Return which ranks of a hang wait, and which ranks are elsewhere or finished; "" if that is unknown."""
     waiting = grouped((place, rank) for rank, place in calls.waiting.items())
     said = [f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in waiting]
@@ -111,7 +111,7 @@ def _waits(calls: Calls) -> str:
     return ""
 
 
-def known_words(calls: Calls) -> Finding | None:
+def known_words(calls: UnfinishedCall) -> Finding | None:
     """Detect a mistake by an error of torch that only this mistake causes."""
     for words, mistake in _WORDS_OF_TORCH:
         for of_torch, line in calls.raised:
@@ -120,7 +120,7 @@ def known_words(calls: Calls) -> Finding | None:
     return None
 
 
-def aborted_in_gather(calls: Calls) -> Finding | None:
+def aborted_in_gather(calls: UnfinishedCall) -> Finding | None:
     """Detect tensors of different sizes: gloo aborted a rank inside all_gather."""
     if not calls.aborted_in("all_gather"):
         return None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.diagnosis.left import is_held
-from mgpu_check.diagnosis.observed import Event, Trace
+from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
@@ -150,7 +150,7 @@ def uneven_tensors(tensors: Tensors) -> Finding | None:
     return None
 
 
-def _has_room(same: Sequence[Event]) -> bool:
+def _has_room(same: Sequence[CallEvent]) -> bool:
     """Return whether each list has a tensor for each rank, of the shape that this rank gives.
 
     Return True if no rank passes a list, as in all_to_all_single: there torch itself compares the sizes.
@@ -340,7 +340,7 @@ def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
     return not judged or 2 * len(wrong) > len(judged)
 
 
-def _before_backward(trace: Trace) -> list[Event]:
+def _before_backward(trace: RankTrace) -> list[CallEvent]:
     """Return the collectives before the first backward pass, or all collectives if no backward was recorded."""
     forward = itertools.takewhile(lambda event: event.kind != "backward", trace.events)
     return [event for event in forward if event.kind == "collective"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observed import Event, Other, Trace
+from mgpu_check.diagnosis.observed import CallEvent, Other, RankTrace
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few
@@ -215,7 +215,7 @@ def _is_fewer(tensors: Tensors, right: torch.Tensor, got: torch.Tensor) -> bool:
     return all_of_them == tensors.samples and counted == int(counted) and 0 <= counted < all_of_them
 
 
-def _samples_of(trace: Trace) -> list[tuple[int, int]] | None:
+def _samples_of(trace: RankTrace) -> list[tuple[int, int]] | None:
     """Return the samples that models were called with; None if some input was not a row of the batch."""
     given = [event.details["samples"] for event in trace.of("model")]
     if any(one is None for one in given):
@@ -223,7 +223,7 @@ def _samples_of(trace: Trace) -> list[tuple[int, int]] | None:
     return [sample for one in given for sample in one]
 
 
-def _uneven_sampler(tensors: Tensors) -> Event | None:
+def _uneven_sampler(tensors: Tensors) -> CallEvent | None:
     samplers = (event for _, event in tensors.events("sampler"))
     return next((event for event in samplers if event.details["samples"] % event.details["replicas"]), None)
 

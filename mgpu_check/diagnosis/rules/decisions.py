@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observed import Event
+from mgpu_check.diagnosis.observed import CallEvent
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
@@ -226,13 +226,13 @@ def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
     )
 
 
-def _broadcasts(tensors: Tensors) -> Iterator[tuple[Event, ...]]:
+def _broadcasts(tensors: Tensors) -> Iterator[tuple[CallEvent, ...]]:
     """Yield the broadcasts that all ranks call, each as the calls of the ranks."""
     calls = [[event for event in trace.of("collective") if event.name == "broadcast"] for trace in tensors.traces]
     return zip(*calls, strict=False)
 
 
-def _differs_before(same: Sequence[Event]) -> bool:
+def _differs_before(same: Sequence[CallEvent]) -> bool:
     """Return whether ranks hand a collective different values: a broadcast of what they have alike changes nothing."""
     given = [[tensor.get("before") for tensor in event.details.get("tensors", ())] for event in same]
     return any(one != given[0] for one in given)

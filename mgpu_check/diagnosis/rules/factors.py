@@ -12,7 +12,7 @@ from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observed import Event, Trace
+    from mgpu_check.diagnosis.observed import CallEvent, RankTrace
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
@@ -117,7 +117,7 @@ def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
     return None
 
 
-def _is_of_counts(exchange: Event) -> bool:
+def _is_of_counts(exchange: CallEvent) -> bool:
     return any("int" in tensor["dtype"] for tensor in exchange.tensors)
 
 
@@ -176,7 +176,7 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
     return None
 
 
-def _norm(trace: Trace) -> float | None:
+def _norm(trace: RankTrace) -> float | None:
     """Return the gradient norm that the first clipping found."""
     first = next(iter(trace.of("clip")), None)
     return None if first is None else first.details.get("norm")

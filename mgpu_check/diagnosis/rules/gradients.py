@@ -10,7 +10,7 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.left import is_left
 from mgpu_check.diagnosis.limits import shows_a_limit
 from mgpu_check.diagnosis.modules import module_of_partial_gradients
-from mgpu_check.diagnosis.observed import Event
+from mgpu_check.diagnosis.observed import CallEvent
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few, named
@@ -54,7 +54,7 @@ def clips_first(tensors: Tensors) -> Finding | None:
     """Detect clipping before a collective on the gradients, without a backward or a step between them."""
     if not tensors.traces or not tensors.names or not tensors.gradient_like:
         return None
-    clip: Event | None = None
+    clip: CallEvent | None = None
     for event in tensors.traces[0].events:
         if event.kind == "clip":
             clip = event

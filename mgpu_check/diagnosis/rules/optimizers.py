@@ -10,7 +10,7 @@ from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.evidence import Evidence
-    from mgpu_check.diagnosis.observed import Observation
+    from mgpu_check.diagnosis.observed import ObservedRun
     from mgpu_check.diagnosis.tensors import Tensors
 
 __all__ = ["makes_something_else", "steps_other_tensors", "updates_otherwise"]
@@ -120,7 +120,7 @@ def _settings(tensors: Tensors, names: list[str]) -> str:
     return ""
 
 
-def _groups(single: Observation, one: Observation) -> str:
+def _groups(single: ObservedRun, one: ObservedRun) -> str:
     if one.groups == single.groups:
         return ""
     return f"; there {'is' if one.groups == 1 else 'are'} {one.groups} parameter group{'s' * (one.groups != 1)}, and {single.groups} on one device"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.evidence import Calls, Evidence, HashSeeds, Restored
+from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Restored, UnfinishedCall
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules import (
     calls,
@@ -198,7 +198,7 @@ RULES: tuple[RuleOf[Evidence], ...] = (
 """The rules on the results of ranks, and on the calls that led to them."""
 
 
-RULES_OF_CALLS: tuple[RuleOf[Calls], ...] = (
+RULES_OF_CALLS: tuple[RuleOf[UnfinishedCall], ...] = (
     # Sizes before decisions: ranks that wait in one collective decided alike. Uneven samples before decisions: they are
     # the reason why ranks decide differently.
     calls.other_sizes,
@@ -257,7 +257,7 @@ def findings_of(evidence: Evidence, most: int, attempts: Attempts) -> list[Findi
     return distinct(_found(evidence, attempts), most)
 
 
-def findings_of_calls(evidence: Calls, most: int, attempts: Attempts) -> list[Finding]:
+def findings_of_calls(evidence: UnfinishedCall, most: int, attempts: Attempts) -> list[Finding]:
     """Return at most `most` mistakes that explain why ranks did not return, the likeliest first."""
     return distinct((_attempted(rule, evidence, attempts) for rule in RULES_OF_CALLS), most)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mgpu_check.diagnosis.observed import Event
+from mgpu_check.diagnosis.observed import CallEvent
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few
 
@@ -80,7 +80,7 @@ def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
     return _is_near(_sums([value]), _sums([right]), 1)
 
 
-def _has_given(same: Sequence[Event], exact: Sequence[torch.Tensor], size: int) -> bool:
+def _has_given(same: Sequence[CallEvent], exact: Sequence[torch.Tensor], size: int) -> bool:
     """Return whether a collective gives these values, as a mean or a sum, to a rank or in shares to all ranks together."""
     right = _sums(exact)
     for given in zip(*(event.details.get("after", ()) for event in same), strict=False):
@@ -149,7 +149,7 @@ def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], l
     return found
 
 
-def _values(event: Event) -> tuple[list[float], list[float]] | None:
+def _values(event: CallEvent) -> tuple[list[float], list[float]] | None:
     """Return the operand before and after the call; None if it has too many elements to be recorded."""
     before, after = (event.tensors or [{}])[0].get("before", {}), (event.details.get("after") or [{}])[0]
     return (before["values"], after["values"]) if "values" in before and "values" in after else None

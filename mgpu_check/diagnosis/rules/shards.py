@@ -10,7 +10,7 @@ from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import named
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observed import Division, Event
+    from mgpu_check.diagnosis.observed import CallEvent, Division
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
@@ -98,7 +98,7 @@ def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
     return False
 
 
-def _scalar_reduction(tensors: Tensors) -> Event | None:
+def _scalar_reduction(tensors: Tensors) -> CallEvent | None:
     """Return the first reduction of single numbers on rank 0."""
     for event in tensors.traces[0].of("collective") if tensors.traces else ():
         if event.name == "all_reduce" and all("value" in tensor for tensor in event.tensors):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from mgpu_check.diagnosis.observed import Event
+from mgpu_check.diagnosis.observed import CallEvent
 from mgpu_check.diagnosis.report import Finding
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def counts_windows_unlike(tensors: Tensors) -> Finding | None:
     return None
 
 
-def _reduced_between(tensors: Tensors) -> Event | None:
+def _reduced_between(tensors: Tensors) -> CallEvent | None:
     """Return the first collective on several numbers between two backward passes of rank 0."""
     passes = 0
     for event in tensors.traces[0].of("backward", "collective") if tensors.traces else ():

@@ -22,7 +22,7 @@ from mgpu_check.torch_hooks.modes import Modes
 from mgpu_check.torch_hooks.replaced import Replaceable
 from mgpu_check.torch_hooks.seeds import seed_everything
 
-__all__ = ["Baseline", "Steps", "backends_of", "groups_made", "number_of", "operations"]
+__all__ = ["FreshState", "Steps", "backends_of", "groups_made", "number_of", "operations"]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -64,7 +64,7 @@ def _default_device() -> torch.device | None:
 
 
 @dataclass
-class Baseline:
+class FreshState:
     """The state of a fresh rank, which is restored after every call and every test."""
 
     torch_state: list[Any]
@@ -81,7 +81,7 @@ class Baseline:
     process: ProcessState
 
     @classmethod
-    def take(cls, device: int | None) -> Baseline:
+    def take(cls, device: int | None) -> FreshState:
         """Record the current state.
 
         Args:

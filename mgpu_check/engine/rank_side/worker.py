@@ -22,7 +22,7 @@ from mgpu_check.engine.rank_side.devices import check_visible, devices_behind, h
 from mgpu_check.engine.rank_side.rank import Rank, become, current_rank
 from mgpu_check.engine.rank_side.rendezvous import open_store
 from mgpu_check.engine.rank_side.shared_names import note_names
-from mgpu_check.engine.rank_side.state import Baseline, Steps, groups_made
+from mgpu_check.engine.rank_side.state import FreshState, Steps, groups_made
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import RankEnd
 from mgpu_check.processes.heap import keep_freed_memory
@@ -135,7 +135,7 @@ class Worker:
         check_visible(spec.uuids)
         if spec.index is not None:
             self.join(spec.index)
-        self.baseline = Baseline.take(spec.device)
+        self.baseline = FreshState.take(spec.device)
         pausing.on_pause(self.pause)
 
     def join(self, index: int) -> None:
@@ -184,7 +184,7 @@ class Worker:
     def call(self, call: protocol.Call) -> protocol.Outcome:
         self.error = None
         value: pickling.Pickled | None = None
-        failure: protocol.Failure | None = None
+        failure: protocol.RaisedInRank | None = None
         steps = Steps()
         settled = reusable = True
         _told.clear()

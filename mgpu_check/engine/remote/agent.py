@@ -17,7 +17,7 @@ from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.process import Process, describe_exit
 from mgpu_check.engine.remote import exit_codes
 from mgpu_check.engine.remote.credentials import Key, Stranger
-from mgpu_check.engine.remote.joining import Refused, Run, connect
+from mgpu_check.engine.remote.joining import JoinedRun, Refused, connect
 from mgpu_check.engine.remote.keyfile import UnusableKey
 from mgpu_check.engine.remote.lines import Lines, line, shut, tune
 from mgpu_check.engine.remote.meeting import Announced, End
@@ -70,10 +70,10 @@ def main(
         return exit_codes.share_of(code, launched)
     launcher = LocalLauncher(preload, simulate)
     launcher.start()  # imports torch in parallel with this process
-    run: Run | None = None
+    run: JoinedRun | None = None
     try:
         try:
-            run = Run(launched, key(), arguments, max(timeout, _LEAST_TIMEOUT))
+            run = JoinedRun(launched, key(), arguments, max(timeout, _LEAST_TIMEOUT))
             joined = run.join()
         except (UnusableKey, Refused) as refusal:
             return _leave_early(launched, str(refusal), MISUSE)

@@ -19,7 +19,7 @@ from typing import Any
 from mgpu_check.engine.remote.credentials import Key
 from mgpu_check.engine.remote.lines import line, shut, tune
 from mgpu_check.engine.remote.listener import Listener
-from mgpu_check.engine.remote.members import AgentGone, Launch, Launched, RemoteAgent
+from mgpu_check.engine.remote.members import AgentGone, AgentProcess, Launch, RemoteAgent
 from mgpu_check.errors import StartupFailure
 
 __all__ = ["Connections"]
@@ -98,7 +98,7 @@ class Connections:
             self.changed.wait_for(lambda: not missing() or self.over is not None, timeout)
             return missing()
 
-    def launch(self, rank: int) -> tuple[RemoteAgent, int, Future[Launched]]:
+    def launch(self, rank: int) -> tuple[RemoteAgent, int, Future[AgentProcess]]:
         """Ask the agent of `rank` to start a process."""
         with self.changed:
             agent = self.agents.get(rank)

@@ -16,7 +16,7 @@ from mgpu_check.engine.remote.meeting import Announced, End, Meeting
 from mgpu_check.engine.remote.variables import LaunchedProcess
 from mgpu_check.errors import StartupFailure
 
-__all__ = ["Refused", "Run", "connect"]
+__all__ = ["JoinedRun", "Refused", "connect"]
 
 _CONNECT_TIMEOUT = 10.0
 _PROOF_TIMEOUT = 60.0
@@ -53,7 +53,7 @@ def connect(driver: Announced, attempts: int = 1) -> socket.socket:
     return connection
 
 
-class Run:
+class JoinedRun:
     """The run from the view of one agent.
 
     Attributes:

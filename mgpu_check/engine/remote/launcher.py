@@ -11,7 +11,7 @@ from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.process import Process
 from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.keyfile import REMEDY
-from mgpu_check.engine.remote.members import AgentGone, Launched, RemoteAgent
+from mgpu_check.engine.remote.members import AgentGone, AgentProcess, RemoteAgent
 from mgpu_check.engine.remote.process import RemoteProcess
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.channel import Channel
@@ -28,7 +28,7 @@ class WrongLaunch(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
+class RemoteHost:
     """A host of the run.
 
     Attributes:
@@ -54,7 +54,7 @@ class AgentLauncher:
             versions: name -> version on this host, for the software that must be the same on all hosts.
             environment: of this process at its start.
         """
-        self.hosts: list[Host] = []
+        self.hosts: list[RemoteHost] = []
         self.connections = connections
         self._store = ""
         self._run = run
@@ -89,7 +89,7 @@ class AgentLauncher:
         for index, here in enumerate(nodes):
             here.sort(key=lambda agent: (agent.told["local_rank"] or 0, agent.rank))
             name = names[index] if names.count(names[index]) == 1 else f"{names[index]} (node {index})"
-            self.hosts.append(Host(name, tuple(agent.rank for agent in here)))
+            self.hosts.append(RemoteHost(name, tuple(agent.rank for agent in here)))
             for device, agent in enumerate(here):
                 self._rank_at[Slot(index, device)] = agent.rank
                 connections.host_names[agent.rank] = name
@@ -138,7 +138,7 @@ class AgentLauncher:
         connections = self.connections
         wanted = [self._rank_at[slot] for slot in slots]
         self._await(wanted)
-        asked: list[tuple[RemoteAgent, int, Future[Launched]]] = []
+        asked: list[tuple[RemoteAgent, int, Future[AgentProcess]]] = []
         launched: list[Process] = []
         try:
             try:

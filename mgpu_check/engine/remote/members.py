@@ -11,7 +11,7 @@ from typing import Any
 
 from mgpu_check.engine.remote.lines import Lines, line, shut
 
-__all__ = ["AgentGone", "Launch", "Launched", "RemoteAgent"]
+__all__ = ["AgentGone", "AgentProcess", "Launch", "RemoteAgent"]
 
 
 class AgentGone(Exception):
@@ -19,7 +19,7 @@ class AgentGone(Exception):
 
 
 @dataclass(frozen=True)
-class Launched:
+class AgentProcess:
     """A new process of an agent: its id on that host, and the connection to it."""
 
     pid: int
@@ -30,14 +30,14 @@ class Launched:
 class Launch:
     """A pending process: it is complete once the agent has reported its pid and the process has connected."""
 
-    future: Future[Launched] = field(default_factory=Future)
+    future: Future[AgentProcess] = field(default_factory=Future)
     pid: int | None = None
     connection: socket.socket | None = None
 
     def complete(self) -> None:
         """Complete the future if pid and connection are known."""
         if self.pid is not None and self.connection is not None and not self.future.done():
-            self.future.set_result(Launched(self.pid, self.connection))
+            self.future.set_result(AgentProcess(self.pid, self.connection))
 
     def fail(self, error: Exception) -> None:
         """Fail the future, unless it is complete."""

@@ -11,7 +11,7 @@ import pytest
 from mgpu_check.diagnosis.catalogue import CLASSES
 from mgpu_check.plugin import leasing
 from mgpu_check.plugin.report.markup import code, fenced, table, text
-from mgpu_check.plugin.report.outcomes import Outcome, Outcomes
+from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import OPTIONS
 
@@ -193,13 +193,13 @@ def _counts(outcomes: Outcomes) -> str:
     return ", ".join(parts) or "no tests were run"
 
 
-def _row_of_failure(one: Outcome) -> tuple[str, ...]:
+def _row_of_failure(one: TestOutcome) -> tuple[str, ...]:
     links = [f"[{name}]({CLASSES[name].page})" if name in CLASSES else text(name) for name in one.mistakes]
     phase = "" if one.phase in ("call", "") else f" ({one.phase})"
     return code(one.name) + phase, text(one.sizes or "-"), text(one.headline), ", ".join(links) or "-"
 
 
-def _details(one: Outcome) -> list[str]:
+def _details(one: TestOutcome) -> list[str]:
     story = one.story
     if len(story) > _LONGEST_STORY:
         half = _LONGEST_STORY // 2

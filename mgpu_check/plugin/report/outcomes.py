@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Outcome", "Outcomes"]
+__all__ = ["Outcomes", "TestOutcome"]
 
 _ORDER = ("failed", "errors", "passed", "skipped", "xfailed", "xpassed")
 _REPLAY = re.compile(r"^-+ repeat with -+$", re.MULTILINE)
@@ -16,7 +16,7 @@ _OURS = re.compile(r"^(?:[\w.]+\.)?(\w+): ")  # mgpu_check.errors.ScalingMismatc
 
 
 @dataclass
-class Outcome:
+class TestOutcome:
     """The outcome of one test, or of one failed phase.
 
     Attributes:
@@ -61,17 +61,17 @@ class Outcomes:
     """The outcomes of a run."""
 
     def __init__(self) -> None:
-        self._tests: dict[str, Outcome] = {}
-        self._failed: list[Outcome] = []
+        self._tests: dict[str, TestOutcome] = {}
+        self._failed: list[TestOutcome] = []
 
     def collected(self, report: pytest.CollectReport) -> None:
         """Record a file that cannot be collected, or was skipped as a whole."""
         if report.outcome == "failed":
             story = report.longreprtext
             last = story.strip().rpartition("\n")[2].removeprefix("E").strip()
-            self._failed.append(Outcome(report.nodeid, "errors", "", f"not collected: {last}", story))
+            self._failed.append(TestOutcome(report.nodeid, "errors", "", f"not collected: {last}", story))
         elif report.outcome == "skipped":
-            self._tests[report.nodeid] = Outcome(report.nodeid, "skipped", "", _reason(report))
+            self._tests[report.nodeid] = TestOutcome(report.nodeid, "skipped", "", _reason(report))
 
     def add(self, report: pytest.TestReport) -> None:
         """Record the report of one phase of a test."""
@@ -84,7 +84,7 @@ class Outcomes:
             for name, value in report.user_properties
             if isinstance(name, str) and name.startswith(ours)
         }
-        outcome = Outcome(report.nodeid, kind, str(report.when), properties=properties)
+        outcome = TestOutcome(report.nodeid, kind, str(report.when), properties=properties)
         if kind in ("failed", "errors"):
             story = report.longreprtext
             outcome.headline = _headline(report)
@@ -97,11 +97,11 @@ class Outcomes:
         self._tests[report.nodeid] = outcome
 
     @property
-    def failed(self) -> list[Outcome]:
+    def failed(self) -> list[TestOutcome]:
         """Failures in order of time; a test may fail in its call and in its teardown."""
         return self._failed
 
-    def of(self, *kinds: str) -> list[Outcome]:
+    def of(self, *kinds: str) -> list[TestOutcome]:
         """Return the tests of these kinds, sorted by file, then by time."""
         return sorted(
             (one for one in self._tests.values() if one.kind in kinds), key=lambda one: one.name.split("::")[0]

@@ -8,7 +8,7 @@ import pytest
 
 from mgpu_check.plugin.packaged import SUITE, package_of
 from mgpu_check.plugin.report.replay import parts_of
-from mgpu_check.plugin.report.suspects import Seen
+from mgpu_check.plugin.report.suspects import Reruns
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.protocol import SEED
 
@@ -77,7 +77,7 @@ def defects_met(report: object) -> tuple[list[str], list[str]]:
     return showed, unseen
 
 
-def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], seen: Seen | None) -> None:
+def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], seen: Reruns | None) -> None:
     """Record the failed ranks, the likely mistakes, the replay lines and the headline of the second look."""
     if seen is not None and seen.headline:
         _set(item, "second_look", seen.headline)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Seen", "Trial"]
+__all__ = ["Rerun", "Reruns"]
 
 
 @dataclass(frozen=True)
-class Trial:
+class Rerun:
     """One rerun of a failed example.
 
     Attributes:
@@ -31,7 +31,7 @@ class Trial:
 
 
 @dataclass
-class Seen:
+class Reruns:
     """The trials of a second look at a failed example.
 
     Attributes:
@@ -40,12 +40,12 @@ class Seen:
         notes: omitted trials, and the reason.
     """
 
-    repeats: list[Trial] = field(default_factory=list)
-    elsewhere: list[Trial] = field(default_factory=list)
+    repeats: list[Rerun] = field(default_factory=list)
+    elsewhere: list[Rerun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def _failing(self) -> list[Trial]:
+    def _failing(self) -> list[Rerun]:
         return [trial for trial in (*self.repeats, *self.elsewhere) if trial.failed]
 
     @property

@@ -6,7 +6,7 @@ import torch
 
 from mgpu_check.simulated.defects.chance import SPOIL, Chance, dtype_matches
 from mgpu_check.simulated.defects.parameters import Parameters
-from mgpu_check.simulated.hardware import Collective, Defect, cells
+from mgpu_check.simulated.hardware import Defect, EndedCollective, cells
 
 __all__ = ["FAMILIES", "WrongCollective"]
 
@@ -34,7 +34,7 @@ class WrongCollective(Defect):
         self._chance = Chance(parameters)
         self._pattern = SPOIL[pattern]
 
-    def reduced(self, collective: Collective) -> None:
+    def reduced(self, collective: EndedCollective) -> None:
         given = self._parameters
         if (
             collective.device == given["device"]

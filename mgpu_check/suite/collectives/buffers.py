@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Memory", "Shape", "shaped"]
+__all__ = ["CallMemory", "Shape", "shaped"]
 
 _GUARD = 17
 """Elements between tensors; odd, so that tensors begin at addresses of every alignment."""
@@ -45,7 +45,7 @@ def shaped(layout: str, length: int) -> Shape:
     return Shape((length,), (1,), length)
 
 
-class Memory:
+class CallMemory:
     """The memory of one call: places its tensors, and makes its contents on the CPU."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.buffers import Memory
+from mgpu_check.suite.collectives.buffers import CallMemory
 from mgpu_check.suite.collectives.cases import REDUCING, CollectiveCall, left_out
 from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
-from mgpu_check.suite.collectives.pieces import STEP, Laid, Piece, Reduced
+from mgpu_check.suite.collectives.pieces import STEP, Laid, Piece, ReducedPiece
 from mgpu_check.suite.collectives.runner import of_one_tensor
 from mgpu_check.suite.collectives.values import differing, factor_of, stretched
 from mgpu_check.torch_hooks.tensors import as_bits, digest_of
@@ -123,7 +123,7 @@ class Started(Laid):
     def __init__(self, rank: Rank, call: CollectiveCall, members: tuple[int, ...], group: Any) -> None:
         super().__init__(call, members, members.index(rank.index))
         self.rank, self.group = rank, group
-        self.memory = Memory(self.dtype)
+        self.memory = CallMemory(self.dtype)
         self.memory.lay([piece.shape for piece in self.pieces], backwards=bool(zlib.crc32(str(call).encode()) % 2))
         device = rank.device if call.place == "device" else torch.device("cpu")
         self.whole = self.memory.filled([piece.before for piece in self.pieces]).to(device)
@@ -220,7 +220,7 @@ class Started(Laid):
             return piece.before
         return piece.after
 
-    def _judged(self, reduced: Reduced, got: torch.Tensor) -> Iterator[WrongResult]:
+    def _judged(self, reduced: ReducedPiece, got: torch.Tensor) -> Iterator[WrongResult]:
         part = got.reshape(-1)[reduced.at : reduced.at + reduced.length].contiguous()
         expected = reduced.value
         if torch.equal(as_bits(part), as_bits(expected)):

@@ -19,9 +19,9 @@ __all__ = [
     "COPYING",
     "REDUCING",
     "Cases",
-    "Collective",
+    "RepeatedCollective",
     "View",
-    "Wrong",
+    "WrongIteration",
     "groups_of",
     "views_of",
 ]
@@ -39,7 +39,7 @@ _LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
-class Collective:
+class RepeatedCollective:
     """A collective that is called repeatedly, with different data each time.
 
     Attributes:
@@ -82,7 +82,7 @@ class Collective:
 class Cases:
     """Collectives to call one after the other. A world leaves out the cases whose members it lacks."""
 
-    all: tuple[Collective, ...]
+    all: tuple[RepeatedCollective, ...]
 
     def __str__(self) -> str:
         more = f", and {len(self.all) - 1} more" if self.all[1:] else ""
@@ -90,7 +90,7 @@ class Cases:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongIteration:
     """A wrong result of one iteration on one rank.
 
     Attributes:
@@ -128,10 +128,10 @@ class View:
     bytes: int
     checked: int
     failed: int = 0
-    wrong: tuple[Wrong, ...] = ()
+    wrong: tuple[WrongIteration, ...] = ()
 
 
-def views_of(rank: Rank, cases: Sequence[Collective]) -> list[View]:
+def views_of(rank: Rank, cases: Sequence[RepeatedCollective]) -> list[View]:
     """Run the cases whose group contains this rank, and return its results."""
     everybody = tuple(range(rank.size))
     fitting = {number: case for number, case in enumerate(cases) if set(case.members) <= set(everybody)}
@@ -165,7 +165,7 @@ def groups_of(
 
 
 @dataclass
-class _Result:
+class _IterationResult:
     """The result of an iteration, to be compared later.
 
     Attributes:
@@ -181,7 +181,12 @@ class _Result:
 
 class _Examination:
     def __init__(
-        self, rank: Rank, number: int, case: Collective, members: tuple[int, ...], group: dist.ProcessGroup | None
+        self,
+        rank: Rank,
+        number: int,
+        case: RepeatedCollective,
+        members: tuple[int, ...],
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.case, self.number, self.members, self.group = case, number, members, group
         self.rank, self.device = rank, rank.device
@@ -199,7 +204,7 @@ class _Examination:
             self.right = self.terms.filled(self.terms.result, self.length, self.device, chunk)
         else:
             self.own = self.content(self.place, 0, self.length)
-        self.wrong: list[Wrong] = []
+        self.wrong: list[WrongIteration] = []
         self.checked = self.failed = 0
 
     def content(self, place: int, start: int, end: int) -> torch.Tensor:
@@ -209,7 +214,7 @@ class _Examination:
         return bytes_of_content(tag, start * width, end * width, self.device).clone().view(self.dtype)
 
     def run(self) -> View:
-        pending: list[_Result] = []
+        pending: list[_IterationResult] = []
         for iteration in range(self.case.iterations):
             pending.append(self.once(iteration, iteration * 13 % _WINDOW))
             if len(pending) >= self.case.burst or iteration == self.case.iterations - 1:
@@ -221,12 +226,12 @@ class _Examination:
             self.number, self.rank.index, self.members, size, self.checked, self.failed, tuple(self.wrong[:_MOST_WRONG])
         )
 
-    def once(self, iteration: int, start: int) -> _Result:
+    def once(self, iteration: int, start: int) -> _IterationResult:
         """Call the collective once."""
         case, part = self.case, self.elements // self.count
         root = case.root % self.count
         window = self.own[start : start + self.elements]
-        result = _Result(iteration, start, None)
+        result = _IterationResult(iteration, start, None)
         if case.operation == "send_recv":
             step = iteration % max(1, self.count - 1) + 1
             sender = (self.place - step) % self.count
@@ -259,7 +264,7 @@ class _Examination:
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
-    def look(self, result: _Result) -> None:
+    def look(self, result: _IterationResult) -> None:
         """Compare a result on the device, and examine it closer only if it is wrong."""
         if result.tensor is None:
             return
@@ -269,7 +274,7 @@ class _Examination:
             self.failed += 1
             self.wrong.append(found)
 
-    def reduced(self, result: _Result) -> Wrong | None:
+    def reduced(self, result: _IterationResult) -> WrongIteration | None:
         assert result.tensor is not None
         got, start = result.tensor, result.start
         right = self.right[start : start + got.numel()]
@@ -287,7 +292,7 @@ class _Examination:
         should = right[places.to(self.device)].cpu()
         looks, sources = self.describe(index, some, should, result.iteration)
         shown = [", ".join(map(str, values[:4].tolist())) for values in (some, should)]
-        return Wrong(
+        return WrongIteration(
             result.iteration, int(wrong.sum()), got.numel(), int(places[0]), looks, sources, shown[0], shown[1]
         )
 
@@ -314,11 +319,11 @@ class _Examination:
             return "a bit is inverted", ()
         return "it holds other values", ()
 
-    def copied(self, result: _Result) -> Wrong | None:
+    def copied(self, result: _IterationResult) -> WrongIteration | None:
         assert result.tensor is not None
         got = result.tensor
         part = got.numel() // len(result.pieces)
-        wrong: list[Wrong] = []
+        wrong: list[WrongIteration] = []
         for number, (place, start) in enumerate(result.pieces):
             piece = got[number * part : (number + 1) * part].view(torch.uint8)
             should = self.content(place, start, start + part).view(torch.uint8)
@@ -326,7 +331,7 @@ class _Examination:
             names = {tag_of(member, HOST, self.case.seed): f"the data of rank {member}" for member in self.members}
             if (off := compare(piece, should, names)) is not None:
                 wrong.append(
-                    Wrong(
+                    WrongIteration(
                         result.iteration, off.count, piece.numel(), off.first, off.looks, (source,),
                         off.evidence["got"], off.evidence["expected"],
                     )
@@ -336,7 +341,7 @@ class _Examination:
         first = wrong[0]
         sources = tuple(source for one in wrong for source in one.sources)
         of = got.numel() * got.element_size()
-        return Wrong(
+        return WrongIteration(
             first.iteration, sum(one.count for one in wrong), of, first.first, first.looks, sources, first.got,
             first.expected,
         )  # fmt: skip

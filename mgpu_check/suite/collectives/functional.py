@@ -62,10 +62,10 @@ class _Team:
         return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
 
 
-def _judged(rank: Rank, members: tuple[int, ...], judge: Callable[[_Team, _Account], None]) -> None:
+def _judged(rank: Rank, members: tuple[int, ...], judge: Callable[[_Team, _CallTally], None]) -> None:
     """Make a group of the members, let them run `judge` in it, and raise the errors. A collective of all ranks."""
     __tracebackhide__ = True
-    account = _Account(rank, f", group {list(members)}" if members else "")
+    account = _CallTally(rank, f", group {list(members)}" if members else "")
     members = members or tuple(range(rank.size))
     with groups_of(rank, [members]) as groups:
         if rank.index in members:
@@ -73,7 +73,7 @@ def _judged(rank: Rank, members: tuple[int, ...], judge: Callable[[_Team, _Accou
     account.done()
 
 
-class _Account:
+class _CallTally:
     def __init__(self, rank: Rank, where: str) -> None:
         self.rank, self.where, self.findings, self.calls = rank, where, list[WrongResult](), 0
 
@@ -110,7 +110,7 @@ def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: 
     _judged(rank, members, lambda team, account: _functional(team, account, dtype, seed))
 
 
-def _functional(team: _Team, account: _Account, dtype: torch.dtype, seed: int) -> None:
+def _functional(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int) -> None:
     size, me, group = team.size, team.place, team.group
     parts = [_given(other, size, seed, dtype) for other in range(size)]
     mine = parts[me].to(team.rank.device)
@@ -167,7 +167,7 @@ def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] 
     """
     __tracebackhide__ = True
 
-    def judge(team: _Team, account: _Account) -> None:
+    def judge(team: _Team, account: _CallTally) -> None:
         for what, right_of, run in _differentiable(team, seed):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
@@ -179,7 +179,7 @@ def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] 
 def _differentiate(
     team: _Team,
     seed: int,
-    account: _Account,
+    account: _CallTally,
     what: str,
     right_of: Callable[[_Parts], list[torch.Tensor]],
     run: Callable[[torch.Tensor], torch.Tensor],
@@ -307,7 +307,7 @@ def assert_coalesced_match(rank: Rank, seed: int, members: tuple[int, ...] = ())
     _judged(rank, members, lambda team, account: _coalesced(team, account, seed))
 
 
-def _coalesced(team: _Team, account: _Account, seed: int) -> None:
+def _coalesced(team: _Team, account: _CallTally, seed: int) -> None:
     size, me, group = team.size, team.place, team.group
     dtype = (torch.float32, torch.int64, torch.bfloat16)[seed % 3]
     parts = [
@@ -336,7 +336,7 @@ def _coalesced(team: _Team, account: _Account, seed: int) -> None:
                 account.compare(what, got, parts[other][number])
 
 
-def _in_one_call(team: _Team, account: _Account, seed: int, asynchronous: bool) -> None:
+def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool) -> None:
     """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
     size, me, group, device = team.size, team.place, team.group, team.rank.device
     parts = [

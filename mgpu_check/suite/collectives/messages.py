@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.buffers import Memory, shaped
+from mgpu_check.suite.collectives.buffers import CallMemory, shaped
 from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.message_cases import Message
@@ -26,7 +26,7 @@ class _Received:
     def __init__(self, rank: Rank, message: Message, place: str) -> None:
         self.message = message
         self.right = _content(message)
-        self.memory = Memory(self.right.dtype)
+        self.memory = CallMemory(self.right.dtype)
         self.memory.add(shaped("dense", message.elements))
         self.whole = self.memory.filled([None]).to(rank.device if place == "device" else "cpu")
         self.tensor = self.memory.view(self.whole, 0)

@@ -10,7 +10,7 @@ from mgpu_check.suite.collectives.buffers import Shape, shaped
 from mgpu_check.suite.collectives.cases import REDUCING, CollectiveCall
 from mgpu_check.suite.collectives.values import Right, given_blocks, right_block, stretched
 
-__all__ = ["STEP", "Laid", "Piece", "Reduced"]
+__all__ = ["STEP", "Laid", "Piece", "ReducedPiece"]
 
 STEP = 13
 """Distance between the parts of a tensor, in elements of their block."""
@@ -29,7 +29,7 @@ def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedPiece:
     """The result of a reduction in a tensor of a call.
 
     Attributes:
@@ -63,7 +63,7 @@ class Piece:
     shape: Shape
     before: torch.Tensor | None = None
     after: torch.Tensor | str | None = None
-    reduced: Reduced | None = None
+    reduced: ReducedPiece | None = None
 
 
 class Laid:
@@ -147,7 +147,7 @@ class Laid:
         parts = [self._part(self.place, part * STEP, self.length) for part in range(self.count)]
         start, whole = self.place * STEP, shaped("dense", self.length * self.count)
         if self.call.layout == "in place" and self.call.function == "reduce_scatter_tensor":
-            reduced = Reduced(self._right(), start, self.length, at=self.place * self.length)
+            reduced = ReducedPiece(self._right(), start, self.length, at=self.place * self.length)
             self._add(Piece(whole, torch.cat(parts), "anything", reduced), self.given)
             return
         if self.call.function == "reduce_scatter":
@@ -178,6 +178,6 @@ class Laid:
         return self.right
 
     def _reduce(self, piece: Piece, start: int) -> Piece:
-        piece.reduced = Reduced(self._right(), start, self.length)
+        piece.reduced = ReducedPiece(self._right(), start, self.length)
         piece.after = piece.reduced.value
         return piece

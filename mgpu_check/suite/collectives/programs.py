@@ -60,7 +60,7 @@ def _members(step: CollectiveStep, size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _Members:
     """The members of a group in ascending order, and its handle: None for all ranks."""
 
     members: list[int]
@@ -84,7 +84,7 @@ class _OfRank:
 
     def __init__(self, rank: Rank, held: list[torch.Tensor]) -> None:
         self._rank, self.held = rank, held
-        self._groups = {0: _Group(list(range(rank.size)))}
+        self._groups = {0: _Members(list(range(rank.size)))}
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self.pending: dict[int, _Pending] = {}
 
@@ -95,7 +95,7 @@ class _OfRank:
     def take(self, step: CollectiveStep) -> None:
         if step.kind == "new_group":
             members = _members(step, self._rank.size)
-            self._groups[step.group] = _Group(members, dist.new_group(members))
+            self._groups[step.group] = _Members(members, dist.new_group(members))
         elif step.kind == "destroy_group":
             self._wait([name for name, one in self.pending.items() if one.group == step.group])
             self._destroy(self._groups.pop(step.group))
@@ -111,7 +111,7 @@ class _OfRank:
             if group.handle is not None:
                 self._destroy(group)
 
-    def _destroy(self, group: _Group) -> None:
+    def _destroy(self, group: _Members) -> None:
         # Gloo connects while it makes a group, so no rank may destroy the group while another still connects.
         dist.barrier(device_ids=[self._rank.device.index])
         dist.destroy_process_group(group.handle)
@@ -123,7 +123,7 @@ class _OfRank:
                 pending.work.wait()
                 pending.after()
 
-    def _move(self, step: CollectiveStep, group: _Group) -> None:
+    def _move(self, step: CollectiveStep, group: _Members) -> None:
         size, me = len(group.members), group.members.index(self._rank.index)
         target, source = (self._view(name, size) for name in (step.target, step.source))
         root = step.root % size
@@ -160,7 +160,7 @@ class _OfRank:
         else:
             self.pending[step.target] = _Pending(work, step.group, after)
 
-    def _shift(self, target: torch.Tensor, given: torch.Tensor, group: _Group, me: int, by: int) -> None:
+    def _shift(self, target: torch.Tensor, given: torch.Tensor, group: _Members, me: int, by: int) -> None:
         to, of = (group.members[(me + step) % len(group.members)] for step in (by, -by))
         exchange = [
             dist.P2POp(dist.isend, given, to, group.handle),

@@ -21,7 +21,7 @@ __all__ = [
     "Kind",
     "Places",
     "Window",
-    "Wrong",
+    "WrongCase",
     "assert_devices_agree",
     "difference",
     "named_wrong",
@@ -121,7 +121,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongCase:
     """A case in which a device is wrong, with a description of the error."""
 
     device: torch.device
@@ -137,7 +137,7 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
             device it counts the wrong cases.
     """
     __tracebackhide__ = True
-    count, wrong = 0, list[Wrong]()
+    count, wrong = 0, list[WrongCase]()
     places = [Places(device) for device in devices]
     dtypes: dict[str, None] = {}
     elements: set[int] = set()
@@ -149,7 +149,7 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
             elements |= {one.numel() for one in right}
             for place in places:
                 if what := _judged(case, place, right):
-                    wrong.append(Wrong(place.device, str(case), what))
+                    wrong.append(WrongCase(place.device, str(case), what))
     covered(cases=count, dtype=list(dtypes), elements=elements)
     if wrong:
         raise named_wrong(wrong, devices, count)
@@ -174,7 +174,7 @@ def _judged(case: Case, place: Places, right: Sequence[torch.Tensor]) -> str:
 
 
 def named_wrong(
-    wrong: Sequence[Wrong], devices: Sequence[torch.device], cases: int, reference: str = "the CPU"
+    wrong: Sequence[WrongCase], devices: Sequence[torch.device], cases: int, reference: str = "the CPU"
 ) -> DeviceMismatch:
     """Return an error that names the wrong devices and their cases.
 
@@ -185,7 +185,7 @@ def named_wrong(
         reference: the name of the reference with which the other devices agree.
     """
     # The first case with the fewest wrong devices isolates the fault best.
-    by_case: dict[str, list[Wrong]] = {}
+    by_case: dict[str, list[WrongCase]] = {}
     for one in wrong:
         by_case.setdefault(one.case, []).append(one)
     first = min(by_case.values(), key=len)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHUNK", "HOST", "Mismatch", "bytes_of_content", "compare", "fill", "tag_of"]
+__all__ = ["CHUNK", "HOST", "WrongBytes", "bytes_of_content", "compare", "fill", "tag_of"]
 
 HOST = 63
 """The number of the host in tags; devices have their own numbers."""
@@ -72,7 +72,7 @@ def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK) -> 
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class WrongBytes:
     """Wrong bytes.
 
     Attributes:
@@ -89,7 +89,7 @@ class Mismatch:
     evidence: Mapping[str, Any]
 
 
-def compare(got: torch.Tensor, expected: torch.Tensor, names: Mapping[int, str], start: int = 0) -> Mismatch | None:
+def compare(got: torch.Tensor, expected: torch.Tensor, names: Mapping[int, str], start: int = 0) -> WrongBytes | None:
     """Compare bytes on the device that has them; None if all are right.
 
     Args:
@@ -116,7 +116,7 @@ def compare(got: torch.Tensor, expected: torch.Tensor, names: Mapping[int, str],
         "bits": bytes(xor.tolist()).hex(),
         "period": _period(places),
     }
-    return Mismatch(count, start + first, start + last, looks, evidence)
+    return WrongBytes(count, start + first, start + last, looks, evidence)
 
 
 def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names: Mapping[int, str]) -> str:

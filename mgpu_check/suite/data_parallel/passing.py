@@ -88,7 +88,7 @@ def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
             require_same(f"{_named(order)}, output_device={output_device}: the output", got, expected, where)
 
 
-class _Sum(nn.Module):
+class _SumModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((), 3.0))
@@ -106,7 +106,7 @@ def assert_scalars_gathered(devices: Devices, seed: int) -> None:
     __tracebackhide__ = True
     for order in both_ways(devices):
         x = distinct_rows(2 * len(order) + 1, seed)
-        model = _Sum().to(order[0])
+        model = _SumModule().to(order[0])
         with warnings.catch_warnings():
             # DataParallel warns that it gathers scalars into a vector.
             warnings.simplefilter("ignore", UserWarning)
@@ -137,7 +137,7 @@ def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
         got = DataParallel(_RunningSums().to(order[0]), device_ids=indices_of(order), dim=1)(x)
         what = f"{_named(order)}, dim=1"
         require_same(f"{what}: the output", got, expected, order[0])
-        model = _Recording().to(order[0])
+        model = _RecordingModule().to(order[0])
         DataParallel(model, device_ids=indices_of(order), dim=1)(x, y=y)
         parts = y.chunk(len(order), 1)
         for device, note, own in zip(order, _in_order(model.notes, order, what, len(parts)), parts, strict=False):
@@ -150,7 +150,7 @@ class _RunningSums(nn.Module):
         return x.cumsum(1)
 
 
-class _Recording(nn.Module):
+class _RecordingModule(nn.Module):
     """A module that records arguments, device and modes of each replica's call, and returns its first argument."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ def assert_arguments_arrive(devices: Devices, seed: int) -> None:
         rows = 2 * len(order) + 1
         x, y = distinct_rows(rows, seed), distinct_rows(rows, seed + 1).long()
         parts = [part.chunk(len(order)) for part in (x, y, x.double(), y > 3)]
-        model = _Recording().to(order[0])
+        model = _RecordingModule().to(order[0])
         args: tuple[Any, ...] = (x, [y, "word"]) if (seed + number) % 2 else ()
         kwargs: dict[str, Any] = {"more": {"d": (x.double(), 7)}, "flags": y > 3, "text": "a word", "nothing": None}
         kwargs |= {} if args else {"x": x, "y": [y, "word"]}
@@ -245,7 +245,7 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
     for order in both_ways(devices):
         for rows in {0, 1, max(1, len(order) - 1)}:
             x = distinct_rows(rows, seed)
-            model = _Recording().to(order[0])
+            model = _RecordingModule().to(order[0])
             got = DataParallel(model, device_ids=indices_of(order))(x)
             what = f"{_named(order)}, a batch of {rows} rows"
             require_same(f"{what}: the output", got.detach(), x, order[0])
@@ -264,7 +264,7 @@ def assert_modes_seen(devices: Devices, seed: int) -> None:
         x = distinct_rows(2 * len(order), seed)
         for index in range(8):
             training, grad, cast = bool(index & 1), bool(index & 2), bool(index & 4)
-            model = _Recording().to(order[0])
+            model = _RecordingModule().to(order[0])
             parallel = DataParallel(model, device_ids=indices_of(order)).train(training)
             model.part.train(not training)  # as a frozen part of a model that trains
             inference = not grad and bool((seed + number) % 2)

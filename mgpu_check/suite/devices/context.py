@@ -16,7 +16,7 @@ from mgpu_check.torch_hooks.tensors import indices_of
 __all__ = ["assert_cuda_follows", "assert_guards_restore", "assert_threads_apart", "current_device_kept"]
 
 
-class _Escaped(Exception):
+class _LeftGuard(Exception):
     """Raised to leave a guard by an exception."""
 
 
@@ -153,7 +153,7 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> int:
                     for how in ("normally", "by an exception"):
                         try:
                             work(how != "normally")
-                        except _Escaped:
+                        except _LeftGuard:
                             pass
                         count += 1
                         _require_restored(f"{name}, left {how}", devices, start, before)
@@ -183,7 +183,7 @@ Leave = Callable[[bool], None]
 
 def _leave(escape: bool) -> None:
     if escape:
-        raise _Escaped
+        raise _LeftGuard
 
 
 def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
@@ -225,7 +225,7 @@ def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
             try:
                 with torch.cuda.device(start):
                     _leave(escape)
-            except _Escaped:
+            except _LeftGuard:
                 pass
             require(other, f"torch.cuda.device({str(other)!r}), after an inner guard was left")
             _leave(escape)

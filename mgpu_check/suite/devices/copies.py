@@ -9,7 +9,7 @@ import torch
 from mgpu_check.asserts.bits import same_bits
 from mgpu_check.devices.observations import Observation
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import Wrong, difference, named_wrong
+from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import ALL, anything, significands
 from mgpu_check.suite.devices.links import Copies, examine_copies, examine_host_copies
 from mgpu_check.torch_hooks.tensors import name_of
@@ -162,7 +162,9 @@ def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceM
     """Return an error that names the only device common to all wrong copies, or else the target of each."""
     common = set.intersection(*({end for end in pair if end.type == "cuda"} for pair, _, _ in wrong))
     (one,) = common if len(common) == 1 else (None,)
-    named = [Wrong(one or (pair[1] if pair[1].type == "cuda" else pair[0]), case, what) for pair, case, what in wrong]
+    named = [
+        WrongCase(one or (pair[1] if pair[1].type == "cuda" else pair[0]), case, what) for pair, case, what in wrong
+    ]
     return named_wrong(named, devices, cases, "the source")
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from mgpu_check.devices.observations import Observation, Subject, SubjectResult, Work
-from mgpu_check.suite.common.contents import CHUNK, HOST, Mismatch, bytes_of_content, compare, fill, tag_of
+from mgpu_check.suite.common.contents import CHUNK, HOST, WrongBytes, bytes_of_content, compare, fill, tag_of
 
 __all__ = ["BORDERS", "Copies", "Path", "examine_copies", "examine_host_copies"]
 
@@ -54,7 +54,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Direction:
     """Source and destination of a copy; None is the host."""
 
     subject: Subject
@@ -73,28 +73,31 @@ class _Way:
 def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
     """Copy between all ordered pairs of `devices`; return an observation for each, by the positions of its devices."""
     pairs = itertools.permutations(range(len(devices)), 2)
-    return _examine([_Way(Subject("copy", pair), *pair) for pair in pairs], devices, case)
+    return _examine([_Direction(Subject("copy", pair), *pair) for pair in pairs], devices, case)
 
 
 def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
     """Copy from the host to each of `devices` and back; return an observation for each way, by the position of the device."""
     ways = []
     for index in range(len(devices)):
-        ways += [_Way(Subject("upload", (index,)), None, index), _Way(Subject("download", (index,)), index, None)]
+        ways += [
+            _Direction(Subject("upload", (index,)), None, index),
+            _Direction(Subject("download", (index,)), index, None),
+        ]
     return _examine(ways, devices, case)
 
 
-def _examine(ways: Sequence[_Way], devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
+def _examine(ways: Sequence[_Direction], devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
     names = {}
     for way in ways:
         names[way.tag(case.seed)] = f"the data of the copy {way}"
         names[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
     free = _free(devices)
     largest = _largest(free, case, copies=max(1, len(devices) - 1) if case.together else 1)
-    found: dict[_Way, list[_Copy]] = {way: [] for way in ways}
+    found: dict[_Direction, list[_GuardedCopy]] = {way: [] for way in ways}
     for size in _cut(case.sizes, largest):
         for group in [list(ways)] if case.together else [[way] for way in ways]:
-            copies = [_Copy(way, devices, case, size, _chunk(free)) for way in group]
+            copies = [_GuardedCopy(way, devices, case, size, _chunk(free)) for way in group]
             involved = {device for copy in copies for device in copy.devices}
             _synchronize(involved)
             for copy in copies:
@@ -132,12 +135,12 @@ def _cut(sizes: Sequence[int], largest: int) -> list[int]:
     return list(dict.fromkeys(fitting))
 
 
-class _Copy:
+class _GuardedCopy:
     """A copy, with the memory around its destination."""
 
-    def __init__(self, way: _Way, devices: Sequence[torch.device], case: Copies, size: int, chunk: int) -> None:
+    def __init__(self, way: _Direction, devices: Sequence[torch.device], case: Copies, size: int, chunk: int) -> None:
         self.way, self.size = way, size
-        self.wrong: list[Mismatch] = []
+        self.wrong: list[WrongBytes] = []
         self.outside = False
         self._case = case
         ends = [torch.device("cpu") if end is None else devices[end] for end in (way.source, way.destination)]
@@ -220,7 +223,7 @@ class _Copy:
         return f"{count} of {of} bytes are wrong, from byte {at} on: {first.looks}"
 
 
-def _observation(way: _Way, copies: Sequence[_Copy], case: Copies) -> Observation:
+def _observation(way: _Direction, copies: Sequence[_GuardedCopy], case: Copies) -> Observation:
     work = Work(bytes=sum(copy.size for copy in copies), operations=len(copies))
     wrong = [copy for copy in copies if copy.wrong]
     text = str(case)

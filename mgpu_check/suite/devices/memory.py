@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import Wrong, difference, named_wrong
+from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import ALL, anything
 from mgpu_check.torch_hooks.tensors import name_of
 
@@ -150,7 +150,7 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
             lambda device: devices[-1],
         ),
     }
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     for name, (form, where) in forms.items():
         buffer.seek(0)
         loaded = torch.load(buffer, map_location=form)
@@ -158,7 +158,7 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
             what = _found(loaded[device.index], where(device), seed + device.index)
             if what:
                 wrong.append(
-                    Wrong(device, f"torch.load with {name} as map_location, of tensors saved on {device}", what)
+                    WrongCase(device, f"torch.load with {name} as map_location, of tensors saved on {device}", what)
                 )
     if wrong:
         raise named_wrong(wrong, devices, len(forms), "the saved data")

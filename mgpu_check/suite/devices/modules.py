@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from mgpu_check.suite.common.agreement import Wrong, difference, named_wrong
+from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import anything, significands
 
 __all__ = ["assert_memory_owned", "assert_modules_move"]
@@ -67,7 +67,7 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
         DeviceMismatch: naming the move, the devices, the tensor and its error.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
     for source, target in ways:
         for name, move in (_MOVES | _TWINS).items():
@@ -76,7 +76,7 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
                 expected.zero_grad()
             if what := _lost(move(module, target), expected, target):
                 named = target if target.type == "cuda" else source
-                wrong.append(Wrong(named, f"{name} from {source} to {target}", what))
+                wrong.append(WrongCase(named, f"{name} from {source} to {target}", what))
     if wrong:
         raise named_wrong(wrong, devices, len(ways) * len(_MOVES | _TWINS), "the source")
     return len(ways) * len(_MOVES | _TWINS)
@@ -168,7 +168,7 @@ def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
         DeviceMismatch: naming the device and the call.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     data = significands((3, 4), torch.float32, seed)
     for device in devices:
         for owned, calls in ((True, _COPIES), (False, _VIEWS)):
@@ -179,7 +179,7 @@ def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
                 changed = not bool(made.any())
                 if changed == owned:
                     what = "it shares memory with its source" if owned else "it has memory of its own"
-                    wrong.append(Wrong(device, f"the result of {name}", what))
+                    wrong.append(WrongCase(device, f"the result of {name}", what))
     if wrong:
         raise named_wrong(wrong, devices, len(_COPIES) + len(_VIEWS), "the documentation")
     return len(devices) * (len(_COPIES) + len(_VIEWS))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import Wrong, difference, named_wrong
+from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import anything, significands
 
 __all__ = ["assert_devices_wait", "assert_events_tell", "assert_host_waits"]
@@ -50,7 +50,7 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
         DeviceMismatch: naming the device, the way to wait and the first wrong element.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     data = significands((_ELEMENTS,), torch.float32, seed)
     for device in devices:
         source = data.to(device)
@@ -65,7 +65,7 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
                 event.record(stream)
             wait(stream, event)
             if what := difference(target, data * 2, "values"):
-                wrong.append(Wrong(device, f"a copy after {name}", what))
+                wrong.append(WrongCase(device, f"a copy after {name}", what))
     if wrong:
         raise named_wrong(wrong, devices, len(_HOST), "the queued data")
     return len(devices) * len(_HOST)
@@ -83,7 +83,7 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
         DeviceMismatch: naming both devices and the first wrong element.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     data = anything(_ELEMENTS, torch.float32, seed)
     pairs = [(a, b) for a in devices[::-1] for b in devices]
     for source, target in pairs:
@@ -110,7 +110,7 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
         torch.cuda.current_stream(target).wait_event(done)
         result.record_stream(torch.cuda.current_stream(target))
         if what := difference(result.cpu(), data, "bits"):
-            wrong.append(Wrong(target, f"a read on a stream of {target} after it waited for one of {source}", what))
+            wrong.append(WrongCase(target, f"a read on a stream of {target} after it waited for one of {source}", what))
     if wrong:
         raise named_wrong(wrong, devices, len(pairs), "the written data")
     return len(pairs)

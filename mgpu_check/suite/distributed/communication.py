@@ -59,13 +59,13 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
         assert exact is not None
         when = f"step {replica.number}, within no_sync"
         replica.judge_gradient(name, parameter, exact * replica.place.size, 0.0, when)
-    with contextlib.suppress(_Left), replica.parallel.no_sync():
-        raise _Left
+    with contextlib.suppress(_AbandonedBatch), replica.parallel.no_sync():
+        raise _AbandonedBatch
     replica.backward((x[half:], targets[half:]))
     return replica.one.parts(shards)
 
 
-class _Left(Exception):
+class _AbandonedBatch(Exception):
     """A micro-batch that is abandoned, as when memory runs out."""
 
 
@@ -113,7 +113,7 @@ def _join(run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: 
         assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.what}, at the end")
 
 
-class _Counting(nn.Linear):
+class _CallCounter(nn.Linear):
     """A layer that counts its calls in a buffer."""
 
     calls: torch.Tensor
@@ -131,7 +131,7 @@ def _join_with_buffers(rank: Rank, findings: Findings) -> None:
     """Check that all ranks end with the buffers of the rank that trains longest, which is in the middle of many."""
     longest = rank.size // 2
     count = 4 if rank.index == longest else 1 + rank.index % 3
-    layer = _Counting().to(rank.device)
+    layer = _CallCounter().to(rank.device)
     parallel = under_ddp(layer, rank.device)
     with parallel.join():
         for _ in range(count):

@@ -168,7 +168,7 @@ def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
                     findings.require(strides == expected, message, ranks=[rank.index])
 
 
-class _Pair(NamedTuple):
+class _PairOfModels(NamedTuple):
     values: torch.Tensor
     number: int
 
@@ -213,7 +213,7 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
             if rank.device.type != "cuda":
                 x, y = x.to(rank.device), y.to(rank.device)
             x.requires_grad_()
-            out = parallel((x, 5), more={"list": [y, _Pair(y, 7)], "text": "a word"}, factor=2)
+            out = parallel((x, 5), more={"list": [y, _PairOfModels(y, 7)], "text": "a word"}, factor=2)
             out["out"].sum().backward()
             expected = (
                 x.cpu().double() @ model.layer.weight.detach().cpu().double().T
@@ -232,7 +232,7 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
                 "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
                 "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
                 "the gradient of argument x": x.grad is not None and torch.equal(x.grad.cpu(), of_x),
-                "argument more['list'][1]": isinstance(model.seen["pair"], _Pair)
+                "argument more['list'][1]": isinstance(model.seen["pair"], _PairOfModels)
                 and torch.equal(model.seen["pair"].values.cpu(), y.cpu())
                 and model.seen["pair"].number == 7,
                 "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",

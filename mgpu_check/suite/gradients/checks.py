@@ -18,7 +18,7 @@ from mgpu_check.asserts.replicas import assert_replicas_agree
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.compare import difference
-from mgpu_check.numerics.steps import Measurement, Step, full_precision, measure_step, measure_step_provisionally
+from mgpu_check.numerics.steps import MeasuredStep, Step, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.suite.gradients.cases import TrainingSpec
 from mgpu_check.suite.recipes import models, reference
 from mgpu_check.suite.recipes import training as steps
@@ -193,9 +193,9 @@ def _train(
 class Measure(Protocol):
     """Measures a step on one device, provisionally or in full."""
 
-    def provisionally(self) -> Measurement[str]: ...
+    def provisionally(self) -> MeasuredStep[str]: ...
 
-    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> Measurement[str]: ...
+    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> MeasuredStep[str]: ...
 
 
 @dataclass(frozen=True)
@@ -206,14 +206,14 @@ class _OfStep:
     inputs: Mapping[str, torch.Tensor]
     singles: Sequence[Mapping[str, torch.Tensor]]
 
-    def provisionally(self) -> Measurement[str]:
+    def provisionally(self) -> MeasuredStep[str]:
         return measure_step_provisionally(self.step, self.inputs, self.singles[-1])
 
-    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> Measurement[str]:
+    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> MeasuredStep[str]:
         return measure_step(self.step, self.inputs, singles=self.singles, pairs=pairs, seed=seed, magnified=magnified)
 
 
-def _within(got: Mapping[str, torch.Tensor], measured: Measurement[str]) -> bool:
+def _within(got: Mapping[str, torch.Tensor], measured: MeasuredStep[str]) -> bool:
     return got.keys() == measured.reference.keys() and all(
         got[name].shape == value.shape and difference(got[name], value, measured.tolerance[name]) is None
         for name, value in measured.reference.items()

@@ -10,7 +10,7 @@ import torch
 from mgpu_check.asserts.bits import same_bits
 from mgpu_check.asserts.mismatch import refusal
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import Kind, Wrong, difference, named_wrong
+from mgpu_check.suite.common.agreement import Kind, WrongCase, difference, named_wrong
 from mgpu_check.suite.mismatch.cases import OperatorCase
 from mgpu_check.suite.mismatch.operators import CALLS, Operands
 from mgpu_check.torch_hooks.tensors import indices_of
@@ -127,7 +127,7 @@ def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) 
         DeviceMismatch: naming the wrong devices, the operator and the first wrong element.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     for operator in CALLS:
         expected = _alone(operator, torch.device("cpu"), rows, seed)
         kind: Kind = "close" if operator in _ROUNDED else "numbers"
@@ -139,7 +139,7 @@ def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) 
             else:
                 what = _different(got, expected, device, kind)
             if what:
-                wrong.append(Wrong(device, f"{operator} of float32, {rows} rows", what))
+                wrong.append(WrongCase(device, f"{operator} of float32, {rows} rows", what))
     if wrong:
         raise named_wrong(wrong, devices, len(CALLS))
     return len(CALLS)

@@ -156,8 +156,8 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
         return [ExactTraining(training.widths, seed=training.seed + 7 * index).model() for index in range(len(devices))]
 
     for name, single, build, parts in (
-        ("stages", _Staged, model_parallel.Staged, stages),
-        ("branches", _Branched, model_parallel.Branched, branches),
+        ("stages", _StagedOnOne, model_parallel.Staged, stages),
+        ("branches", _BranchedOnOne, model_parallel.Branched, branches),
     ):
         what = f"{name} on {places}"
         with full_precision():
@@ -169,7 +169,7 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
         assert_gradients_agree(moments, expected, tolerance=tolerance, what=f"{what}, Adam")
 
 
-class _Staged(nn.Module):
+class _StagedOnOne(nn.Module):
     """Stages on one device, with the same parameter names as stages on several."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -182,7 +182,7 @@ class _Staged(nn.Module):
         return x
 
 
-class _Branched(nn.Module):
+class _BranchedOnOne(nn.Module):
     """Branches on one device, with the same parameter names as branches on several."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:

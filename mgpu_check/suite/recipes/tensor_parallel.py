@@ -40,7 +40,7 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
@@ -83,7 +83,7 @@ class _Divide(torch.autograd.Function):
 
 def copy_to_ranks(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, which is equal on all ranks; backward, sum the gradient over the ranks."""
-    return _Copy.apply(x)  # type: ignore[no-any-return]
+    return _CopyToRanks.apply(x)  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:

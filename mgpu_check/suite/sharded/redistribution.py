@@ -34,7 +34,7 @@ _WHOLE = (Shard(0), Shard(1), Replicate())
 
 
 @dataclass(frozen=True)
-class _Case:
+class _RedistributionCase:
     shape: tuple[int, ...]
     dtype: torch.dtype
     source: tuple[Placement, ...]
@@ -85,7 +85,7 @@ def require_none_wrong(found: Iterable[str], rank: Rank) -> None:
         raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {texts[0]}{more}", ranks=[rank.index])
 
 
-def _cases(ranks: int, seed: int, dimensions: int) -> list[_Case]:
+def _cases(ranks: int, seed: int, dimensions: int) -> list[_RedistributionCase]:
     shapes = [(2 * ranks + 1, ranks + 2), (2 * ranks, 3 * ranks), (max(1, ranks - 1), 5), (5, ranks, 3)]
     partial = [Partial("sum"), Partial("max"), Partial("min")]
     # NCCL multiplies by 1/n before it sums, which rounds unless n is a power of two.
@@ -116,17 +116,17 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_Case]:
         if Partial("avg") in source:
             names = _FLOATS
         dtype = getattr(torch, names[(seed + number) % len(names)])
-        made.append(_Case(shapes[(seed + number) % len(shapes)], dtype, source, target))
+        made.append(_RedistributionCase(shapes[(seed + number) % len(shapes)], dtype, source, target))
         if number % 5 == 0:  # so that every example has some uneven shapes
-            made.append(_Case(shapes[0], torch.float32, source, target))
+            made.append(_RedistributionCase(shapes[0], torch.float32, source, target))
     first = (Replicate(),) * (dimensions - 1)
     large = (4 * ranks + 1, 65_537 // (4 * ranks) + 3)
     for one, other in ((Shard(0), Replicate()), (Partial("sum"), Shard(0)), (Shard(0), Shard(1))):
-        made.append(_Case(large, torch.float32, (*first, one), (*first, other)))
+        made.append(_RedistributionCase(large, torch.float32, (*first, one), (*first, other)))
     return made
 
 
-def _whole(case: _Case, seed: int) -> torch.Tensor:
+def _whole(case: _RedistributionCase, seed: int) -> torch.Tensor:
     """Return whole numbers that every dtype holds exactly and that differ from their neighbours (booleans alternate)."""
     index = torch.arange(torch.Size(case.shape).numel()).reshape(case.shape)
     values = (index * 7 + seed) % 97 + 1
@@ -178,7 +178,7 @@ def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMes
 def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
     """Distribute the tensor of rank 0, while the other ranks pass different values, and yield the errors."""
     for number, target in enumerate(_WHOLE):
-        case = _Case((2 * rank.size + 1, rank.size + 1), torch.float32, (Replicate(),), (target,))
+        case = _RedistributionCase((2 * rank.size + 1, rank.size + 1), torch.float32, (Replicate(),), (target,))
         whole = _whole(case, seed + number)
         held = distribute_tensor((whole + rank.index).to(rank.device), mesh, [target])
         text = _wrong(held, part_of(whole, [target], mesh), case)
@@ -212,13 +212,13 @@ def _alike(parts: torch.Tensor) -> bool:
     return len({tuple(part.flatten().tolist()) for part in parts}) < len(parts)
 
 
-def _wrong(held: DTensor, expected: torch.Tensor, case: _Case) -> str:
+def _wrong(held: DTensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
     if tuple(held.placements) != case.target or tuple(held.shape) != case.shape:
         return f"{case} is {text_of(held.placements)} of {tuple(held.shape)}"
     return _compared(held.to_local(), expected, f"{case}, own part")
 
 
-def _wrong_whole(whole: torch.Tensor, expected: torch.Tensor, case: _Case) -> str:
+def _wrong_whole(whole: torch.Tensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
     return _compared(whole, expected, f"{case}, full_tensor")
 
 
@@ -253,7 +253,8 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
     for number, rows in enumerate((2 * rank.size + 1, 2 * rank.size, max(1, rank.size - 1))):
         shape = (rows, 5)
         factors = [
-            _whole(_Case(shape, torch.float32, (), ()), seed + number + 11 * other) % 8 for other in range(rank.size)
+            _whole(_RedistributionCase(shape, torch.float32, (), ()), seed + number + 11 * other) % 8
+            for other in range(rank.size)
         ]
         total, own = torch.stack(factors).sum(0), factors[rank.index]
         for source, target, given, back in (
@@ -262,7 +263,7 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
             (Replicate(), Shard(0), None, factors[0]),
             (Shard(0), Shard(1), None, factors[0]),
         ):
-            case = _Case(shape, torch.float32, (source,), (target,))
+            case = _RedistributionCase(shape, torch.float32, (source,), (target,))
             whole = _whole(case, seed)
             leaf = part_of(whole, [source], mesh).to(rank.device, copy=True).requires_grad_()
             tensor = DTensor.from_local(leaf, mesh, [source], run_check=False, shape=whole.shape, stride=whole.stride())

@@ -43,9 +43,9 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
     groups = [dist.new_group(members) if len(parts) > 1 else None for members in parts]
     place = next(number for number, members in enumerate(parts) if rank.index in members)
     cases = [
-        _Case(torch.float32, 0.25, (4,), everybody, None, empty=True),
-        _Case(torch.float64, None, (2, 3), everybody, None),
-        _Case(torch.float64, 0.5, (), parts[place], groups[place]),
+        _BatchNormCase(torch.float32, 0.25, (4,), everybody, None, empty=True),
+        _BatchNormCase(torch.float64, None, (2, 3), everybody, None),
+        _BatchNormCase(torch.float64, 0.5, (), parts[place], groups[place]),
     ]
     with Findings() as findings:
         for number, case in enumerate(cases):
@@ -56,7 +56,7 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _BatchNormCase:
     """A layer, and the ranks that share it.
 
     Attributes:
@@ -107,7 +107,7 @@ class _Case:
         }
 
 
-def _compare(case: _Case, rank: Rank, seed: int) -> None:
+def _compare(case: _BatchNormCase, rank: Rank, seed: int) -> None:
     __tracebackhide__ = True
     inputs, own = case.inputs(seed), case.own(rank)
     plain = _batchnorm(case, inputs)
@@ -124,7 +124,7 @@ def _compare(case: _Case, rank: Rank, seed: int) -> None:
     assert_gradients_agree(got, measured.reference | kept, tolerance=tolerance, rank=rank.index, what=what)
 
 
-def _batchnorm(case: _Case, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
+def _batchnorm(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return the layer to convert: in evaluation mode, with a frozen weight."""
     kind = nn.BatchNorm2d if case.of_images else nn.BatchNorm1d
     plain = kind(_CHANNELS, eps=_EPS, momentum=case.momentum, dtype=case.dtype)
@@ -142,7 +142,7 @@ def _batchnorm(case: _Case, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 def _on_this_rank(
-    case: _Case, layer: nn.Module, inputs: Mapping[str, torch.Tensor], own: slice, device: torch.device
+    case: _BatchNormCase, layer: nn.Module, inputs: Mapping[str, torch.Tensor], own: slice, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Train the layer on this rank's samples; a collective of the case's ranks."""
     got: dict[str, torch.Tensor] = {}
@@ -165,7 +165,7 @@ def _on_this_rank(
     return got
 
 
-def _on_one_device(case: _Case, given: Mapping[str, torch.Tensor], own: slice) -> dict[str, torch.Tensor]:
+def _on_one_device(case: _BatchNormCase, given: Mapping[str, torch.Tensor], own: slice) -> dict[str, torch.Tensor]:
     """Compute the right results for the rank with the samples `own`, from the samples of all ranks."""
     found: dict[str, torch.Tensor] = {}
     weight, bias = given["weight"], given["bias"]

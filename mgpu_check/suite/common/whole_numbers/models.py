@@ -70,7 +70,7 @@ class Mixed(nn.Module):
         return torch.as_tensor(self.last(hidden + inner.remainder(64).to(hidden.dtype)))
 
 
-class LeNet(nn.Module):
+class WholeLeNet(nn.Module):
     """Two convolutions with ReLU, and sum pooling."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class LeNet(nn.Module):
         return torch.as_tensor(self.last(pooled.flatten(1)))
 
 
-class Residual(nn.Module):
+class WholeResidual(nn.Module):
     """A residual block with a 1x1 convolution in its shortcut."""
 
     def __init__(self) -> None:
@@ -241,8 +241,8 @@ BUILDERS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "mlp": _mlp,
         "wide": _wide,
         "deep": _deep,
-        "lenet": LeNet,
-        "residual": Residual,
+        "lenet": WholeLeNet,
+        "residual": WholeResidual,
         "embedding": Embedded,
         "attention": Attention,
         "tied": Tied,

@@ -28,7 +28,7 @@ from mgpu_check.suite.devices.computing.evidence import (
     evidence_of,
     length_of_piece,
 )
-from mgpu_check.suite.devices.computing.prepared import OPERATIONS, Prepared, Unsupported
+from mgpu_check.suite.devices.computing.prepared import OPERATIONS, CaseUnsupported, Prepared
 from mgpu_check.torch_hooks import precision
 
 __all__ = ["elements_of_piece", "examine_arithmetic", "examine_case", "pieces_of_result"]
@@ -83,7 +83,7 @@ def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
 
 
 @dataclass
-class _Seen:
+class _SeenResults:
     """The results of a case so far."""
 
     seen: str = ""
@@ -99,10 +99,10 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     with precision.repeatable(tf32=case.dtype == "tf32"):
         try:
             prepared = OPERATIONS[case.operation](case, device)
-        except Unsupported as error:
+        except CaseUnsupported as error:
             return [Observation("compute", subject, "skipped", str(error), str(case))]
         first = prepared.call()
-        seen = _Seen(done=1)
+        seen = _SeenResults(done=1)
         if prepared.judge is not None and (evidence := prepared.judge(first)):
             seen.wrong, seen.evidence = 1, evidence
             seen.seen = f"{_counted(evidence)} wrong in the first result"
@@ -117,7 +117,7 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     return [entry, *rate, Ballot(case, digest(first))]
 
 
-def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _Seen) -> None:
+def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _SeenResults) -> None:
     """Repeat the operation up to the case's repeats or seconds, and compare each result with the first."""
     drawn = random.Random(case.seed)
     right = bits(first)
@@ -141,7 +141,9 @@ def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _S
         seen.evidence["results"] = seen.done
 
 
-def _timed(case: ComputeCase, prepared: Prepared, count: int, device: torch.device, seen: _Seen) -> list[torch.Tensor]:
+def _timed(
+    case: ComputeCase, prepared: Prepared, count: int, device: torch.device, seen: _SeenResults
+) -> list[torch.Tensor]:
     """Run the operation `count` times. A timed case measures each operation of its first batch separately."""
     watch, results = Stopwatch(device), []
     apart = case.timed and not seen.laps
@@ -158,7 +160,7 @@ def _timed(case: ComputeCase, prepared: Prepared, count: int, device: torch.devi
     return results
 
 
-def _differs(seen: _Seen, number: int, result: torch.Tensor, first: torch.Tensor) -> None:
+def _differs(seen: _SeenResults, number: int, result: torch.Tensor, first: torch.Tensor) -> None:
     seen.wrong += 1
     if "errors" not in seen.evidence:
         differs = (bits(result) != bits(first)).reshape(first.shape)

@@ -11,7 +11,7 @@ import torch
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import evidence_of
 
-__all__ = ["DTYPES", "OPERATIONS", "Prepare", "Prepared", "Unsupported", "exactly", "operation", "seeded"]
+__all__ = ["DTYPES", "OPERATIONS", "CaseUnsupported", "Prepare", "Prepared", "exactly", "operation", "seeded"]
 
 DTYPES = {
     "tf32": torch.float32,
@@ -29,7 +29,7 @@ Judge = Callable[[torch.Tensor], dict[str, Any]]
 """Returns evidence of the errors in a result; empty if it is right."""
 
 
-class Unsupported(Exception):
+class CaseUnsupported(Exception):
     """The device cannot run the case; the message names what it lacks."""
 
 

@@ -9,7 +9,7 @@ import torch
 from mgpu_check.suite.common.counters import fractions, several
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.freivalds import freivalds
-from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, Unsupported, exactly, operation, seeded
+from mgpu_check.suite.devices.computing.prepared import DTYPES, CaseUnsupported, Prepared, exactly, operation, seeded
 
 __all__ = ["LARGEST", "factors", "multiplied", "require"]
 
@@ -84,17 +84,17 @@ def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], tor
 
 
 def require(dtype: str, device: torch.device) -> None:
-    """Raise `Unsupported` if the device has no units for a dtype."""
+    """Raise `CaseUnsupported` if the device has no units for a dtype."""
     if device.type != "cuda":
         return
     least = {"tf32": (8, 0), "bfloat16": (8, 0), "int8": (7, 5), "float8_e4m3fn": (8, 9), "float8_e5m2": (8, 9)}
     here = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None:
         if dtype in ("tf32", "float8_e4m3fn", "float8_e5m2"):
-            raise Unsupported(f"{dtype} is not checked with ROCm")
+            raise CaseUnsupported(f"{dtype} is not checked with ROCm")
     elif here < least.get(dtype, (0, 0)):
         needed = ".".join(map(str, least[dtype]))
-        raise Unsupported(f"{dtype} needs compute capability {needed}; this device has {here[0]}.{here[1]}")
+        raise CaseUnsupported(f"{dtype} needs compute capability {needed}; this device has {here[0]}.{here[1]}")
 
 
 def _result(dtype: str) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from mgpu_check.asserts.covered import covered
-from mgpu_check.suite.common.agreement import Places, Wrong, difference, named_wrong
+from mgpu_check.suite.common.agreement import Places, WrongCase, difference, named_wrong
 from mgpu_check.suite.common.counters import fractions
 from mgpu_check.suite.common.values import shaped
 from mgpu_check.torch_hooks.precision import repeatable
@@ -133,7 +133,7 @@ def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0
         DeviceMismatch: naming devices, operator, and the dtype or the first wrong element.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     count = 0
     with repeatable():
         for low in (torch.float16, torch.bfloat16):
@@ -144,7 +144,7 @@ def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0
                 places = Places(device)
                 for case in cases:
                     if what := _off(case, places):
-                        wrong.append(Wrong(device, f"{case.name}, autocast to {name_of(low)}", what))
+                        wrong.append(WrongCase(device, f"{case.name}, autocast to {name_of(low)}", what))
     covered(cases=count)
     if wrong:
         raise named_wrong(wrong, devices, count, "the documentation")
@@ -157,7 +157,7 @@ def _has(device: torch.device, low: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _AutocastCase:
     """A call under autocast, with its operands.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Case:
     dtype: torch.dtype
 
 
-def _off(case: _Case, places: Places) -> str:
+def _off(case: _AutocastCase, places: Places) -> str:
     """Describe the error of a case on a device; "" if there is no error."""
     try:
         got = case.call(*[places.held(one) for one in case.operands])
@@ -184,7 +184,7 @@ def _off(case: _Case, places: Places) -> str:
     return difference(got, case.right.to(case.dtype), "close")
 
 
-def _cases(low: torch.dtype, seed: int) -> list[_Case]:
+def _cases(low: torch.dtype, seed: int) -> list[_AutocastCase]:
     """Return all cases for one dtype of autocast."""
     host = torch.device("cpu")
     shapes = ((_ROWS, _COLUMNS), (_COLUMNS, _OUT), (_ROWS, _OUT), (_ROWS, _COLUMNS))
@@ -204,7 +204,7 @@ def _cases(low: torch.dtype, seed: int) -> list[_Case]:
         turn = None if dtype == low else (seed + (low == torch.bfloat16)) % 2
         # Operators that run in float32 do so from either dtype, so each dtype tries half of them.
         for name, operation in list(operations.items())[turn :: 1 if turn is None else 2]:
-            found.append(_Case(name, partial(_within, low, operation), operands, operation(*exactly), dtype))
+            found.append(_AutocastCase(name, partial(_within, low, operation), operands, operation(*exactly), dtype))
     return [*found, *_regions(a, b, low), *_functions(a, b, low)]
 
 
@@ -223,7 +223,7 @@ def _refused(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x)
 
 
-def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Case]:
+def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_AutocastCase]:
     """Yield cases of ineligible operators, of nested regions, and of code after a region."""
     full, double, half = torch.float32, torch.float64, torch.float16
     wide, narrow, in_half = (_product(a, b, dtype) for dtype in (full, low, half))
@@ -265,13 +265,17 @@ def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Ca
 
     sums = eighths.sum(0)[:, None].expand_as(b).double()
     with_dtype = partial(torch.sum, dtype=double)
-    yield _Case("mm of float64", partial(within, torch.mm), (a.double(), b.double()), a.double() @ b.double(), double)
-    yield _Case("addmm_, which is in place", partial(within, in_place), (a, b), wide, full)
-    yield _Case("sum with dtype=torch.float64", partial(within, with_dtype), (a,), a.double().sum(), double)
-    yield _Case("binary_cross_entropy, which is refused", partial(within, _refused), (a,), a.double(), full)
-    yield _Case("mm in a region with enabled=False", partial(within, torch.mm, enabled=False), (a, b), wide, full)
-    yield _Case("mm in a region of float16", partial(within, torch.mm, dtype=half), (a, b), in_half, half)
-    yield _Case("mm after the regions", after, (a, b), wide, full)
+    yield _AutocastCase(
+        "mm of float64", partial(within, torch.mm), (a.double(), b.double()), a.double() @ b.double(), double
+    )
+    yield _AutocastCase("addmm_, which is in place", partial(within, in_place), (a, b), wide, full)
+    yield _AutocastCase("sum with dtype=torch.float64", partial(within, with_dtype), (a,), a.double().sum(), double)
+    yield _AutocastCase("binary_cross_entropy, which is refused", partial(within, _refused), (a,), a.double(), full)
+    yield _AutocastCase(
+        "mm in a region with enabled=False", partial(within, torch.mm, enabled=False), (a, b), wide, full
+    )
+    yield _AutocastCase("mm in a region of float16", partial(within, torch.mm, dtype=half), (a, b), in_half, half)
+    yield _AutocastCase("mm after the regions", after, (a, b), wide, full)
     inners: list[dict[str, Any]] = [
         {"enabled": False},
         {"dtype": torch.bfloat16 if low == half else half},
@@ -280,9 +284,9 @@ def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Ca
     for inner, escape in itertools.product(inners, (False, True)):
         asked = ", ".join(f"{key}={value}" for key, value in inner.items())
         name = f"mm after an inner region with {asked}" + ", left by an exception" * escape
-        yield _Case(name, partial(after_inner, inner, escape), (a, b), narrow, low)
-    yield _Case("mm with a parameter that was changed between regions", changed, (a, b), narrow, low)
-    yield _Case("the gradient of a parameter of float32", backward, (eighths, b), sums, full)
+        yield _AutocastCase(name, partial(after_inner, inner, escape), (a, b), narrow, low)
+    yield _AutocastCase("mm with a parameter that was changed between regions", changed, (a, b), narrow, low)
+    yield _AutocastCase("the gradient of a parameter of float32", backward, (eighths, b), sums, full)
 
 
 class _Escaped(Exception):
@@ -305,7 +309,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return a.to(dtype).double() @ b.to(dtype).double()
 
 
-def _functions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Case]:
+def _functions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_AutocastCase]:
     """Yield products in autograd functions with `torch.amp.custom_fwd`.
 
     Backward must use the autocast state of forward, even when it is called outside the region. With `cast_inputs=torch.float32`
@@ -326,7 +330,7 @@ def _functions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_
         for place, when in enumerate(("forward", "backward")):
             name = f"mm {when} in a function of {how}"
             operands = a.to(low), b.to(low)
-            yield _Case(name, partial(called, cast, place), operands, _product(a, b, low), cast or low)
+            yield _AutocastCase(name, partial(called, cast, place), operands, _product(a, b, low), cast or low)
 
 
 def _noting(cast: torch.dtype | None, made: list[torch.Tensor]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mgpu_check.suite.common.agreement import Wrong, named_wrong
+from mgpu_check.suite.common.agreement import WrongCase, named_wrong
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_drawn_by_weight"]
@@ -29,13 +29,13 @@ def assert_drawn_by_weight(devices: Sequence[torch.device], seed: int = 0) -> in
         DeviceMismatch: naming devices, case, and the wrong draws.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     names: set[str] = set()
     for device in devices:
         for name, what in _judged(device, seed):
             names.add(name)
             if what:
-                wrong.append(Wrong(device, name, what))
+                wrong.append(WrongCase(device, name, what))
     if wrong:
         raise named_wrong(wrong, devices, len(names), "the weights")
     return len(names)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from mgpu_check.suite.common.agreement import Wrong, named_wrong
+from mgpu_check.suite.common.agreement import WrongCase, named_wrong
 from mgpu_check.suite.devices.computing import examine  # noqa: F401  # it imports all operations
 from mgpu_check.suite.devices.computing.cases import FAMILIES, ComputeCase
-from mgpu_check.suite.devices.computing.prepared import OPERATIONS, Unsupported
+from mgpu_check.suite.devices.computing.prepared import OPERATIONS, CaseUnsupported
 from mgpu_check.torch_hooks import precision
 
 __all__ = ["assert_arithmetic_known"]
@@ -27,7 +27,7 @@ def assert_arithmetic_known(devices: Sequence[torch.device], families: Sequence[
         DeviceMismatch: naming devices, operation and dtype, and the first wrong element.
     """
     __tracebackhide__ = True
-    wrong: list[Wrong] = []
+    wrong: list[WrongCase] = []
     judged = 0
     for family in families:
         for operation, dtypes in FAMILIES[family].items():
@@ -36,7 +36,9 @@ def assert_arithmetic_known(devices: Sequence[torch.device], families: Sequence[
                 found = [(device, _seen(case, device)) for device in devices]
                 judged += any(seen is not None for _, seen in found)
                 wrong += [
-                    Wrong(device, f"{operation} of {dtype}, {_SIZE}x{_SIZE}", seen) for device, seen in found if seen
+                    WrongCase(device, f"{operation} of {dtype}, {_SIZE}x{_SIZE}", seen)
+                    for device, seen in found
+                    if seen
                 ]
     if wrong:
         raise named_wrong(wrong, devices, judged, "the known results")
@@ -51,7 +53,7 @@ def _seen(case: ComputeCase, device: torch.device) -> str | None:
             if prepared.judge is None:
                 return None
             evidence = prepared.judge(prepared.call())
-        except Unsupported:
+        except CaseUnsupported:
             return None
         except Exception as error:
             return f"it raised {type(error).__name__}: {error}"
