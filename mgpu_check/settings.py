@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from mgpu_check import option_values
@@ -27,6 +27,7 @@ DEFAULT_MEMORY_SHARE = 0.9
 
 DEFAULT_LEVEL: Level = "quick"
 
+_OPTION = "option"
 _SWITCH = {"action": "store_const", "const": "true"}
 
 
@@ -68,165 +69,148 @@ class Option(Generic[T]):
             raise ValueError(f"{origin}: {text!r} is not valid; {error}") from None
 
 
-OPTIONS: dict[str, Option[Any]] = {
-    option.name: option
-    for option in (
-        Option(
-            "gpus",
-            option_values.gpus,
-            "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible",
-            "none",
-            {"metavar": "N|all"},
-        ),
-        Option(
-            "simulate",
-            option_values.simulate,
-            "make the GPUs in software, on the CPU or on one real device such as cuda:0; proves code, never hardware",
-            "real GPUs; --simulate alone: cpu",
-            {"metavar": "cpu|cuda:I", "nargs": "?", "const": "cpu"},
-        ),
-        Option(
-            "rank_timeout",
-            option_values.seconds,
-            "seconds that the ranks get for a test, or for one example of a property",
-            f"{DEFAULT_RANK_TIMEOUT:g}",
-            {"metavar": "SECONDS"},
-        ),
-        Option(
-            "agent_timeout",
-            option_values.seconds,
-            "beyond one machine: seconds to wait for processes that have not come, or are lost",
-            f"{DEFAULT_AGENT_TIMEOUT:g}",
-            {"metavar": "SECONDS"},
-        ),
-        Option(
-            "agent_key_file",
-            option_values.file,
-            "beyond one machine: file with the key by which the processes of a run know each other, the same on all hosts; "
-            "made if it is not there",
-            "mgpu-check/agent-key in $XDG_CONFIG_HOME, or in ~/.config",
-            {"metavar": "FILE"},
-        ),
-        Option(
-            "trust_network",
-            option_values.switch,
-            "beyond one machine: use no key file; whoever reaches the launcher's port can then run code in the run",
-            "use the key file",
-            _SWITCH,
-        ),
-        Option(
-            "strict_gpus",
-            option_values.switch,
-            "fail, instead of skip, a test that needs more GPUs than --gpus gives",
-            "skip, with counts",
-            _SWITCH,
-        ),
-        Option(
-            "gpu_report",
-            option_values.reports,
-            "write a summary of the run to this file, which ends in .md; can be given several times, in the ini file one "
-            "file per line",
-            "none",
-            {"metavar": "FILE.md", "action": "append"},
-            repeats=False,
-        ),
-        Option(
-            "gpu_level",
-            option_values.level,
-            "how much the packaged suites do: quick, standard or long",
-            f"{DEFAULT_LEVEL}; accept and selftest: standard",
-            {"metavar": "|".join(option_values.LEVELS)},
-        ),
-        Option(
-            "accept_for",
-            option_values.duration,
-            "acceptance: keep the GPUs under load for so long after the checks, such as 90s, 30m or 2h",
-            "no soak; at --gpu-level=long: 10m",
-            {"metavar": "TIME"},
-        ),
-        Option(
-            "accept_memory",
-            option_values.share,
-            "acceptance: the share of the free memory of each GPU that is written and read back",
-            f"{DEFAULT_MEMORY_SHARE}",
-            {"metavar": "SHARE"},
-        ),
-        Option(
-            "accept_baseline",
-            option_values.file,
-            "acceptance: hold facts and speed of the GPUs against this file, which --accept-record-baseline has written",
-            "none",
-            {"metavar": "FILE"},
-        ),
-        Option(
-            "accept_record_baseline",
-            option_values.file,
-            "acceptance: write facts and speed of the GPUs to this file, unless something was wrong",
-            "none",
-            {"metavar": "FILE"},
-            repeats=False,
-        ),
-        Option(
-            "accept_report",
-            option_values.acceptance_reports,
-            "acceptance: write a report to this file, which ends in .html, .json, .md or .xml (JUnit); can be given several "
-            "times, in the ini file one file per line",
-            "none",
-            {"metavar": "FILE", "action": "append"},
-            repeats=False,
-        ),
-        Option(
-            "accept_plant",
-            option_values.lines,
-            "acceptance of a simulated node: plant a defect, such as copy-zeros:device=0,peer=2; can be given several times",
-            "none",
-            {"metavar": "FAULT", "action": "append"},
-        ),
-    )
-}
+def _option(
+    value: Any,
+    parse: Callable[[str], object],
+    help: str,
+    default: str,
+    command_line: Mapping[str, Any],
+    repeats: bool = True,
+) -> Any:
+    """Return a field of `Settings` with the option that sets it; `value` holds if nothing is said."""
+    return field(default=value, metadata={_OPTION: (parse, help, default, command_line, repeats)})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of this run.
+    """The settings of this run. Each field made by `_option` is an option, with its help.
 
     Attributes:
-        gpus: number of devices; 0 where none were asked for, None for "all" as long as they are not counted.
+        gpus: number of devices; 0 if none were asked for, None for "all" until they are counted.
         simulate: backing device of the simulated node ("cpu", "cuda:0", …); None on real devices.
-        rank_timeout: seconds.
-        strict_gpus: a test that lacks devices fails instead of being skipped.
-        origins: option name -> where its value comes from, in the user's words.
-        agent_timeout: seconds.
-        agent_key_file: where the key of a run beyond one machine is; None is the default place.
-        trust_network: such a run has no key that only its user can read.
-        per_host: number of devices of each host, empty on one machine.
-        host: where tests run now that run in one process.
-        gpu_report: the files that a summary is written to.
-        accept_for: seconds of load after the checks of an acceptance; None where nothing was said.
+        rank_timeout, agent_timeout: seconds.
+        agent_key_file: the key of a run beyond one machine; None for the default place.
+        accept_for: seconds of load after the checks of an acceptance; None if nothing was said.
         accept_memory: share of the free memory of each GPU that an acceptance writes and reads back.
-        accept_baseline, accept_record_baseline: files with facts and speed of the GPUs, to compare with and to write.
-        accept_report: the files that reports of an acceptance are written to.
-        accept_plant: defects that are planted in the simulated node of an acceptance.
+        origins: option name -> the origin of its value, in the user's words.
+        per_host: number of devices of each host, empty on one machine.
+        host: the host of tests that run in one process.
     """
 
-    gpus: int | None
-    simulate: str | None
-    rank_timeout: float
-    strict_gpus: bool
-    origins: Mapping[str, str]
-    agent_timeout: float = DEFAULT_AGENT_TIMEOUT
-    agent_key_file: str | None = None
-    trust_network: bool = False
+    gpus: int | None = _option(
+        0,
+        option_values.gpus,
+        "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible",
+        "none",
+        {"metavar": "N|all"},
+    )
+    simulate: str | None = _option(
+        None,
+        option_values.simulate,
+        "make the GPUs in software, on the CPU or on one real device such as cuda:0; proves code, never hardware",
+        "real GPUs; --simulate alone: cpu",
+        {"metavar": "cpu|cuda:I", "nargs": "?", "const": "cpu"},
+    )
+    rank_timeout: float = _option(
+        DEFAULT_RANK_TIMEOUT,
+        option_values.seconds,
+        "seconds that the ranks get for a test, or for one example of a property",
+        f"{DEFAULT_RANK_TIMEOUT:g}",
+        {"metavar": "SECONDS"},
+    )
+    agent_timeout: float = _option(
+        DEFAULT_AGENT_TIMEOUT,
+        option_values.seconds,
+        "beyond one machine: seconds to wait for processes that have not come, or are lost",
+        f"{DEFAULT_AGENT_TIMEOUT:g}",
+        {"metavar": "SECONDS"},
+    )
+    agent_key_file: str | None = _option(
+        None,
+        option_values.file,
+        "beyond one machine: file with the key by which the processes of a run know each other, the same on all hosts; "
+        "made if it is not there",
+        "mgpu-check/agent-key in $XDG_CONFIG_HOME, or in ~/.config",
+        {"metavar": "FILE"},
+    )
+    trust_network: bool = _option(
+        False,
+        option_values.switch,
+        "beyond one machine: use no key file; whoever reaches the launcher's port can then run code in the run",
+        "use the key file",
+        _SWITCH,
+    )
+    strict_gpus: bool = _option(
+        False,
+        option_values.switch,
+        "fail, instead of skip, a test that needs more GPUs than --gpus gives",
+        "skip, with counts",
+        _SWITCH,
+    )
+    gpu_report: tuple[str, ...] = _option(
+        (),
+        option_values.reports,
+        "write a summary of the run to this file, which ends in .md; can be given several times, in the ini file one "
+        "file per line",
+        "none",
+        {"metavar": "FILE.md", "action": "append"},
+        repeats=False,
+    )
+    gpu_level: Level = _option(
+        DEFAULT_LEVEL,
+        option_values.level,
+        "how much the packaged suites do: quick, standard or long",
+        f"{DEFAULT_LEVEL}; accept and selftest: standard",
+        {"metavar": "|".join(option_values.LEVELS)},
+    )
+    accept_for: float | None = _option(
+        None,
+        option_values.duration,
+        "acceptance: keep the GPUs under load for so long after the checks, such as 90s, 30m or 2h",
+        "no soak; at --gpu-level=long: 10m",
+        {"metavar": "TIME"},
+    )
+    accept_memory: float = _option(
+        DEFAULT_MEMORY_SHARE,
+        option_values.share,
+        "acceptance: the share of the free memory of each GPU that is written and read back",
+        f"{DEFAULT_MEMORY_SHARE}",
+        {"metavar": "SHARE"},
+    )
+    accept_baseline: str | None = _option(
+        None,
+        option_values.file,
+        "acceptance: hold facts and speed of the GPUs against this file, which --accept-record-baseline has written",
+        "none",
+        {"metavar": "FILE"},
+    )
+    accept_record_baseline: str | None = _option(
+        None,
+        option_values.file,
+        "acceptance: write facts and speed of the GPUs to this file, unless something was wrong",
+        "none",
+        {"metavar": "FILE"},
+        repeats=False,
+    )
+    accept_report: tuple[str, ...] = _option(
+        (),
+        option_values.acceptance_reports,
+        "acceptance: write a report to this file, which ends in .html, .json, .md or .xml (JUnit); can be given several "
+        "times, in the ini file one file per line",
+        "none",
+        {"metavar": "FILE", "action": "append"},
+        repeats=False,
+    )
+    accept_plant: tuple[str, ...] = _option(
+        (),
+        option_values.lines,
+        "acceptance of a simulated node: plant a defect, such as copy-zeros:device=0,peer=2; can be given several times",
+        "none",
+        {"metavar": "FAULT", "action": "append"},
+    )
+    origins: Mapping[str, str] = field(default_factory=dict)
     per_host: tuple[int, ...] = ()
     host: int = 0
-    gpu_report: tuple[str, ...] = ()
-    gpu_level: Level = DEFAULT_LEVEL
-    accept_for: float | None = None
-    accept_memory: float = DEFAULT_MEMORY_SHARE
-    accept_baseline: str | None = None
-    accept_record_baseline: str | None = None
-    accept_report: tuple[str, ...] = ()
-    accept_plant: tuple[str, ...] = ()
 
     @property
     def asked(self) -> bool:
@@ -241,6 +225,11 @@ class Settings:
     def counted(self, visible: int) -> Settings:
         """Return the same with ``gpus="all"`` resolved to `visible` devices."""
         return self if self.gpus is not None else replace(self, gpus=visible)
+
+
+OPTIONS: dict[str, Option[Any]] = {
+    one.name: Option(one.name, *one.metadata[_OPTION]) for one in fields(Settings) if _OPTION in one.metadata
+}
 
 
 def resolve(
@@ -262,11 +251,8 @@ def resolve(
     Raises:
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
     """
-    values: dict[str, Any] = {"gpus": 0, "simulate": None, "rank_timeout": DEFAULT_RANK_TIMEOUT, "strict_gpus": False}
-    values |= {"agent_timeout": DEFAULT_AGENT_TIMEOUT, "agent_key_file": None, "trust_network": False, "gpu_report": ()}
-    values |= {"gpu_level": DEFAULT_LEVEL, "accept_for": None, "accept_memory": DEFAULT_MEMORY_SHARE}
-    values |= {"accept_baseline": None, "accept_record_baseline": None, "accept_report": (), "accept_plant": ()}
-    origins = dict.fromkeys(values, "default")
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(OPTIONS, "default")
     for name, option in OPTIONS.items():
         for origin, text in (
             (origin_of(option.flag), command_line.get(name)),
