@@ -12,6 +12,7 @@ import pytest
 from tests.docs.pages import DOCS, MISTAKES, ROOT, all_pages, blocks, first_files, last_files
 
 GPUS = ("--gpus=4", "--simulate")
+README = ROOT / "README.md"
 QUICKSTART = DOCS / "quickstart.md"
 WRITE_TESTS = DOCS / "how-to" / "write-tests.md"
 CI = DOCS / "how-to" / "ci.md"
@@ -40,6 +41,16 @@ def write(directory: Path, files: dict[str, str]) -> None:
     directory.mkdir(exist_ok=True)
     for name, text in files.items():
         (directory / name).write_text(text)
+
+
+def test_the_programs_of_the_readme_are_complete_and_their_report_is_as_shown(
+    run: Run, pytester: pytest.Pytester
+) -> None:
+    (shown,) = blocks(README, "")
+    write(pytester.path, first_files(README))
+    result = run(*GPUS)
+    result.assert_outcomes(failed=1, passed=2)
+    assert_shows(result, shown.text)
 
 
 def test_the_step_of_the_quickstart_is_refuted_as_shown(run: Run, pytester: pytest.Pytester) -> None:
@@ -89,17 +100,6 @@ def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester) -> None:
         write(pytester.path / page.stem, files)
         tests += sum(text.count("def test_") for text in files.values())
     run(*GPUS).assert_outcomes(passed=tests)
-
-
-def test_the_readme_shows_what_the_pages_show() -> None:
-    examples = [block.text for page in (QUICKSTART, WRITE_TESTS) for block in blocks(page, "python")]
-    reports = [block.text for block in blocks(QUICKSTART, "")]
-    python, printed = blocks(ROOT / "README.md", "python"), blocks(ROOT / "README.md", "")
-    assert python and printed
-    for block in python:
-        assert any(block.text in text for text in examples), block.text
-    for block in printed:
-        assert any(block.text in text for text in reports), block.text
 
 
 def test_the_command_of_the_workflow_works_and_leaves_what_it_uploads(

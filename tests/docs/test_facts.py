@@ -89,23 +89,24 @@ def test_pages_that_the_code_names_exist() -> None:
     assert [page for page in named if not (ROOT / page).exists()] == []
 
 
-def test_links_of_the_readme_lead_somewhere_wherever_it_is_shown() -> None:
-    """Package indexes show it without the files beside it: a relative link would lead nowhere there."""
-    urls = project()["project"]["urls"]
-    site, files = urls["Documentation"], urls["Source"] + "/blob/main/"
+def test_links_of_the_readme_are_relative_and_absolute_on_a_package_index() -> None:
+    """A package index shows the README without the files beside it: the build makes its links absolute."""
     text = (ROOT / "README.md").read_text()
-    addresses = dict(re.findall(r"^\[([\w/-]+)\]: (\S+)$", text, re.MULTILINE))
-    assert {*re.findall(r"\]\[([^\]]+)\]", text)} == addresses.keys()
-    for link in (*addresses.values(), *re.findall(r"\]\(([^)\s]+)\)", text)):
-        address = link.partition("#")[0]
-        if address.startswith(site):
-            page = address.removeprefix(site)
-            assert page.endswith("/"), link
-            # As MkDocs names the pages: a README is that of its directory.
-            assert any((DOCS / name).is_file() for name in (f"{page[:-1]}.md", f"{page}README.md")), link
-        else:
-            assert address.startswith(files), link
-            assert (ROOT / address.removeprefix(files)).is_file(), link
+    relative = _links(text)
+    assert relative and not [link for link in relative if "://" in link]
+    for rule in project()["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    files = project()["project"]["urls"]["Source"] + "/blob/main/"
+    assert _links(text) == [files + link for link in relative]
+
+
+def test_the_source_distribution_has_every_page() -> None:
+    included = project()["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert {f"/{page.relative_to(ROOT).parts[0]}" for page in all_pages()} <= {*included}
+
+
+def _links(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", text)
 
 
 @pytest.mark.parametrize("path", sorted(FRAGMENTS.glob("*")), ids=lambda path: path.name)
