@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tests.docs.pages import DOCS, MISTAKES, ROOT, all_pages, blocks, first_file
 
 GPUS = ("--gpus=4", "--simulate")
 README = ROOT / "README.md"
-QUICKSTART = DOCS / "quickstart.md"
+TUTORIAL = DOCS / "tutorial.md"
 WRITE_TESTS = DOCS / "how-to" / "write-tests.md"
 CI = DOCS / "how-to" / "ci.md"
 COMPARE = DOCS / "how-to" / "compare.md"
@@ -53,12 +55,30 @@ def test_the_programs_of_the_readme_are_complete_and_their_report_is_as_shown(
     assert_shows(result, shown.text)
 
 
-def test_the_step_of_the_quickstart_is_refuted_as_shown(run: Run, pytester: pytest.Pytester) -> None:
-    (shown,) = blocks(QUICKSTART, "")
-    write(pytester.path, first_files(QUICKSTART))
+def test_the_gate_of_the_tutorial_fails_as_shown(run: Run, pytester: pytest.Pytester) -> None:
+    _, shown = blocks(TUTORIAL, "")
+    write(pytester.path, first_files(TUTORIAL))
     result = run(*GPUS)
     result.assert_outcomes(failed=1)
     assert_shows(result, shown.text)
+
+
+def test_the_commands_of_the_tutorial_do_what_it_says(
+    run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are pip's, and pytest's, which the gate is run with above, and in the end below."""
+    printed, _ = blocks(TUTORIAL, "")
+    install, check, train, gate = (block.text.strip() for block in blocks(TUTORIAL, "sh"))
+    assert "pip install" in install and gate == " ".join(["pytest", *GPUS])
+    write(pytester.path, first_files(TUTORIAL))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # has torchrun
+    checked, trained = (
+        pytester.run(sys.executable, "-m", "mgpu_check", *shlex.split(command)[1:]) for command in (check, train)
+    )
+    last = re.search(r"The last line says `(.*)`", TUTORIAL.read_text())
+    assert last is not None and checked.outlines[-1].startswith(last[1])
+    assert trained.ret == 0
+    assert_shows(trained, printed.text)
 
 
 def test_the_property_on_every_rank_is_refuted_as_shown(run: Run, pytester: pytest.Pytester) -> None:
@@ -87,7 +107,7 @@ def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.P
 
 
 def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester) -> None:
-    """In one run: that of the quickstart as it is in the end, and those of all other pages."""
+    """In one run: that of the tutorial as it is in the end, and those of all other pages."""
     failing = {(WRITE_TESTS, "test_mean.py"), (COMPARE, "train.py")}  # the second runs in tests/compare
     tests = 0
     for page in sorted(DOCS.rglob("*.md")):
