@@ -89,6 +89,18 @@ def test_pages_that_the_code_names_exist() -> None:
     assert [page for page in named if not (ROOT / page).exists()] == []
 
 
+def test_packages_and_modules_that_the_pages_for_maintainers_name_exist() -> None:
+    pages = [DOCS / "architecture.md", *(DOCS / "maintainers").glob("*.md")]
+    modules = {name for page in pages for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text())}
+    assert modules
+    assert [name for name in sorted(modules) if not any((top / name).is_file() for top in (PACKAGE, ROOT))] == []
+    flowchart = next(block.text for block in blocks(pages[0], "mermaid") if block.text.startswith("flowchart"))
+    packages = {name for words in re.findall(r' \w+\["([\w, ]+)"\]', flowchart) for name in words.split(", ")}
+    packages -= {"pytest process", "fork server of each host", "each rank", "and the node process"}  # titles
+    assert packages
+    assert [name for name in sorted(packages) if not (PACKAGE / name / "__init__.py").is_file()] == []
+
+
 def test_links_of_the_readme_are_relative_and_absolute_on_a_package_index() -> None:
     """A package index shows the README without the files beside it: the build makes its links absolute."""
     text = (ROOT / "README.md").read_text()
