@@ -53,7 +53,7 @@ def last_files(page: Path) -> dict[str, str]:
 
 def all_pages() -> list[Path]:
     """Every page of documentation in the repository."""
-    beside = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    beside = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
     return [
         *beside,
         *sorted((ROOT / "examples").glob("*.md")),

@@ -101,6 +101,19 @@ def test_packages_and_modules_that_the_pages_for_maintainers_name_exist() -> Non
     assert [name for name in sorted(packages) if not (PACKAGE / name / "__init__.py").is_file()] == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_pin_actions_by_hash_and_name_environments_of_tox(path: Path) -> None:
+    """A tag of an action can be moved to other code; the comment says which version the hash is."""
+    text = path.read_text()
+    for action in re.findall(r"uses: (.*)", text):
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action)
+    environments = set(
+        re.split(r"[\s{},:]+", " ".join(re.findall(r"^\[testenv:(.*)\]$", (ROOT / "tox.ini").read_text(), re.M)))
+    )
+    for listed in re.findall(r"^ +(?:environment|python): \[(.*)\]$", text, re.M):
+        assert {name.strip(' "') for name in listed.split(",")} <= environments
+
+
 def test_links_of_the_readme_are_relative_and_absolute_on_a_package_index() -> None:
     """A package index shows the README without the files beside it: the build makes its links absolute."""
     text = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ from tests.prose import prose_of
 
 TOP = Path(__file__).parents[2]
 PACKAGES = sorted(path for path in (TOP / "mgpu_check").iterdir() if (path / "__init__.py").exists())
-PAGES = [TOP / "docs", TOP / "README.md", TOP / "CONTRIBUTING.md"]
+PAGES = [TOP / "docs", *(TOP / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
 OF_A_PACKAGE, OF_ALL = 20, 15
 """Hard patterns per 10,000 words; pytest-xdist and Hypothesis have about 20."""
 
