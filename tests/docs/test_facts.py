@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import mgpu_check
+from mgpu_check import version
 from mgpu_check.cli import compare, simulate
 from mgpu_check.settings import OPTIONS, Settings
 from tests.docs.pages import DOCS, ROOT, all_pages, blocks
@@ -144,8 +145,12 @@ def test_a_fragment_of_the_changelog_has_a_type_and_a_sentence(path: Path) -> No
     assert text.endswith((".", ".`")) and "\n\n" not in text
 
 
-def test_the_changelog_has_the_place_where_releases_begin() -> None:
-    assert project()["tool"]["towncrier"]["start_string"] in (ROOT / "CHANGELOG.md").read_text()
+def test_the_changelog_has_the_place_where_releases_begin_and_this_version() -> None:
+    before, start, releases = (
+        (ROOT / "CHANGELOG.md").read_text().partition(project()["tool"]["towncrier"]["start_string"])
+    )
+    assert before and start
+    assert re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", releases, re.MULTILINE)[0] == version.__version__
 
 
 def _reference(name: str) -> str:
