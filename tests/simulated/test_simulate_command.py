@@ -50,6 +50,25 @@ def test_wrong_usage(argv, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_a_forked_child_that_clears_atexit_stays_simulated(tmp_path):
+    """As children of multiprocessing do from Python 3.13 on."""
+    script(
+        tmp_path,
+        "job.py",
+        """
+        import atexit, os, torch
+        child = os.fork()
+        if not child:
+            atexit._clear()
+            print(torch.ones(2, device="cuda:1").device, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        """,
+    )
+    ran = simulate(tmp_path, "--gpus=2", "job.py")
+    assert (ran.returncode, ran.stdout) == (0, "cuda:1\n"), ran.stderr
+
+
 def test_another_version_beside_the_script_is_not_used(tmp_path):
     (tmp_path / "mgpu_check").mkdir()
     script(tmp_path / "mgpu_check", "__init__.py", "raise AssertionError('this is another version')")

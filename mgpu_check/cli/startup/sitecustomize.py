@@ -26,6 +26,9 @@ _PR_SET_PDEATHSIG = 1
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOME = os.path.dirname(os.path.dirname(_HERE))
 
+_entered: list[object] = []
+"""Keeps the node alive: from Python 3.13 on, a forked child of multiprocessing clears atexit, which would end the simulation."""
+
 
 class _OurPackage:
     """Makes this copy of the package importable, even if none, or another version, is installed."""
@@ -51,6 +54,7 @@ def _simulate(count: int, backing: str) -> None:
         from mgpu_check.simulated.activation import simulated_node
     node = simulated_node(count, backing)
     node.__enter__()
+    _entered.append(node)
     atexit.register(node.__exit__, None, None, None)
     _tell_entered(os.environ.get("_MGPU_CHECK_ENTERED"))
 
