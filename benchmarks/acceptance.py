@@ -1,13 +1,15 @@
-"""Whether an acceptance names the part that is broken: on simulated GPUs whose hardware has a defect, planted on purpose.
+"""Whether an acceptance names the part that is broken: on simulated GPUs whose hardware has a defect, planted on
+purpose.
 
     python benchmarks/acceptance.py matrix [FAULT ...] [--level=quick|standard] [-k NAME] [--own] [--json=FILE]
     python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--gpus=4] [--seed=0] [--json=FILE]
 
-``matrix`` plants each fault once, with its defaults, and prints by which checks it was seen, which part was accused, and
-after how long; ``--own`` runs only the checks that must see it, and no healthy node. ``draws`` draws faults, their devices,
-sizes, dtypes and seeds, and plants none as often as is asked for. All runs are in one process, one after the other; the file
-of ``--json`` is written after each. The exit code is 0 if each planted fault was REJECTED, its part and no other accused, and
-each healthy node ACCEPTED. On 2 GPUs that differ no majority tells which of them is wrong: plant on 3 or more.
+``matrix`` plants each fault once, with its defaults, and prints by which checks it was seen, which part was accused,
+and after how long; ``--own`` runs only the checks that must see it, and no healthy node. ``draws`` draws faults, their
+devices, sizes, dtypes and seeds, and plants none as often as is asked for. All runs are in one process, one after the
+other; the file of ``--json`` is written after each. The exit code is 0 if each planted fault was REJECTED, its part and
+no other accused, and each healthy node ACCEPTED. On 2 GPUs that differ no majority tells which of them is wrong: plant
+on 3 or more.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Outcome:
 
 
 class Repeated:
-    """A pytest plugin that runs all tests of the acceptance once for each case, as a run of its own with its own verdict."""
+    """A pytest plugin that runs all tests of the acceptance once for each case, as a run of its own with its own
+    verdict."""
 
     def __init__(self, cases: Sequence[tuple[str, int]], own: bool = False, kept: Path | None = None) -> None:
         self.cases = cases

@@ -1,7 +1,7 @@
 """Draw programs whose model is divided among ranks, and try them: ``python benchmarks/divided.py --right N --wrong N``.
 
-Right ones must give no alarm, and leave nothing that was not compared. In wrong ones a mistake is planted: the gate must refute
-them, and name the axis of the mesh that the mistake is on. See benchmarks/README.md for what came of it.
+Right ones must give no alarm, and leave nothing that was not compared. In wrong ones a mistake is planted: the gate
+must refute them, and name the axis of the mesh that the mistake is on. See benchmarks/README.md for what came of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SHOWN = 3000
 
 
 def wrong_one(number: int, seed: int, ways: tuple[str, ...]) -> Draw:
-    """A program with one mistake. Mistakes that fewer of the programs can have are drawn as often as the others there."""
+    """A program with one mistake. Mistakes that fewer of the programs can have are drawn as often as the others
+    there."""
     for attempt in range(20):
         program = drawn(number + attempt * 1000 * len(ways), seed, ways)
         if mistakes := planted(program, seed):

@@ -220,7 +220,8 @@ class Run:
 def harness(source: str, count: int, *arguments: str) -> dict[str, float]:
     """First test (with the start of pytest), each further one, the processor time of that, and what follows the last.
 
-    Processor time is that of all processes of the run: where nobody leaves the processors alone, it tells more than seconds.
+    Processor time is that of all processes of the run: where nobody leaves the processors alone, it tells more than
+    seconds.
     """
     run = Run(source.format(count=count), *arguments).passed()
     ends = run.times("end")

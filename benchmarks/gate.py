@@ -1,4 +1,5 @@
-"""Measure the gate: ``python benchmarks/gate.py false-alarms|bit-flips|cost``. See benchmarks/README.md for what came of it."""
+"""Measure the gate: ``python benchmarks/gate.py false-alarms|bit-flips|cost``. See benchmarks/README.md for what came
+of it."""
 
 from __future__ import annotations
 
@@ -167,8 +168,8 @@ def largest(rank, program, scenario, name):
 
 
 def bit_flips(ranks: Any, names: list[str], flips: int, seed: int) -> dict[str, Any]:
-    """For each program how many flips are caught: of the largest element that any rank has, and of random ones; and how many
-    of these what is measured provisionally would have let pass.
+    """For each program how many flips are caught: of the largest element that any rank has, and of random ones; and how
+    many of these what is measured provisionally would have let pass.
     """
     generator = random.Random(seed)
     found: dict[str, Any] = {}
@@ -227,8 +228,8 @@ def _names_of(rank, program):
 def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
     """Seconds for each part of a case on 4 ranks, and of the step alone on one device: medians, ratios last.
 
-    The parts are of a case that the first pair of perturbations tells. Whole cases are as a gate tries them, with whatever the
-    first pair does not tell: their mean is what many cost.
+    The parts are of a case that the first pair of perturbations tells. Whole cases are as a gate tries them, with
+    whatever the first pair does not tell: their mean is what many cost.
 
     Args:
         in_full: measure in full, too, as every case was before it was done provisionally.

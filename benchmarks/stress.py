@@ -1,8 +1,8 @@
 """Run thousands of tests with random faults on one pool, and see that nothing is lost: ``python benchmarks/stress.py``.
 
-Each test has a random world size, duration and fault, drawn from ``--seed``, and it is known before what its verdict must
-be. The last line says what came of it; the exit code is 0 only if nothing is wrong: no result missing or another's, no
-verdict but the expected one, no process left over, and file descriptors and memory as before.
+Each test has a random world size, duration and fault, drawn from ``--seed``, and it is known before what its verdict
+must be. The last line says what came of it; the exit code is 0 only if nothing is wrong: no result missing or
+another's, no verdict but the expected one, no process left over, and file descriptors and memory as before.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def refuted(request: pytest.FixtureRequest) -> Callable[[str, ScalingMismatch], str]:
-    """``refuted(name, mismatch)``: what the gate takes the mistake for; with --reports the report is written to a file."""
+    """``refuted(name, mismatch)``: what the gate takes the mistake for; with --reports the report is written to a
+    file."""
 
     def keep(name: str, mismatch: ScalingMismatch) -> str:
         directory = request.config.getoption("--reports")

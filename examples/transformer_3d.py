@@ -1,7 +1,7 @@
 """A small language model, divided among GPUs three ways: data, tensor and pipeline parallel.
 
-``torchrun --nproc-per-node=8 transformer_3d.py``. Every GPU has one stage of the layers, and in it some of the heads and
-hidden features. GPUs with the same part of the model divide the batch.
+``torchrun --nproc-per-node=8 transformer_3d.py``. Every GPU has one stage of the layers, and in it some of the heads
+and hidden features. GPUs with the same part of the model divide the batch.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ usage: mgpu-check [--gpus=N|all] [--simulate[=cpu|cuda:I]] [--gpu-level=quick|st
        mgpu-check COMMAND ...
 
 Runs the packaged suite of multi-GPU checks; --simulate makes the GPUs in software, which proves code, never hardware.
---gpu-level: quick (default) takes about a minute; standard draws four times as many examples; long ten times as many again.
+--gpu-level: quick (default) takes about a minute; standard draws four times as many examples, long forty times.
 Without --gpus it takes all visible GPUs. Every argument of pytest works: -k NAME, -x, -n 2, --junitxml=FILE, ...
 A FILE of the suite, such as test_scatter.py, or a CHECK in it, runs that only.
 
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first and not first.startswith("-") and not suite.names_a_check(first):
         print(
             f"mgpu-check: {first!r} is no command; choose one of {', '.join(_COMMANDS)}, or give options only to run "
-            f"the packaged suite, or one of its files: {', '.join(suite.files())}. To run tests of your own, use pytest: "
-            "pytest --gpus=4 " + first,
+            f"the packaged suite, or one of its files: {', '.join(suite.files())}. To run tests of your own, use "
+            "pytest: pytest --gpus=4 " + first,
             file=sys.stderr,
         )
         return WRONG_USAGE

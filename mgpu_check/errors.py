@@ -111,7 +111,8 @@ def _rebuild_not_compared(message: str, ranks: tuple[int, ...], names: tuple[str
 
 
 class DeviceMismatch(CheckFailure):
-    """A device did not give what the CPU gives, or an operator over several raised, or did not, or said, what it should not have."""
+    """A device did not give what the CPU gives, or an operator over several raised, or did not, or said, what it should
+    not have."""
 
 
 class RankFailure(CheckFailure):
@@ -160,7 +161,8 @@ def _rebuild_hang(kind: type[RankHang], message: str, ranks: tuple[int, ...]) ->
 
 
 class RankHangInFixture(RankHang, Exception):
-    """Ranks did not finish in time, in a fixture: pytest keeps account of what is set up only where Exceptions end it."""
+    """Ranks did not finish in time, in a fixture: pytest keeps account of what is set up only where Exceptions end
+    it."""
 
 
 class AgentLost(RankHang):

@@ -1,7 +1,7 @@
 """Pages for people: one HTML file that loads nothing, light or dark, on a desktop or a telephone.
 
-Jinja2 makes them. It comes with the extra ``mgpu-check[report]``, and is imported when a page is made. The style sheet in
-``pages.html`` has a class for each look of a line, so that a chart brings no colours of its own.
+Jinja2 makes them. It comes with the extra ``mgpu-check[report]``, and is imported when a page is made. The style sheet
+in ``pages.html`` has a class for each look of a line, so that a chart brings no colours of its own.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def require(what: str) -> None:
 
 
 def render(template: Path, *, version: str, **values: object) -> str:
-    """Fill a template, which extends ``pages.html`` beside this file; what is put in is escaped, except charts of `svg`.
+    """Fill a template, which extends ``pages.html`` beside this file; what is put in is escaped, except charts of
+    `svg`.
 
     Args:
         version: of mgpu-check, shown at the end of the page.

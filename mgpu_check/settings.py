@@ -195,8 +195,8 @@ class Settings:
     accept_report: tuple[str, ...] = _option(
         (),
         option_values.acceptance_reports,
-        "acceptance: write a report to this file, which ends in .html, .json, .md or .xml (JUnit); can be given several "
-        "times, in the ini file one file per line",
+        "acceptance: write a report to this file, which ends in .html, .json, .md or .xml (JUnit); can be given "
+        "several times, in the ini file one file per line",
         "none",
         {"metavar": "FILE", "action": "append"},
         repeats=False,
@@ -204,7 +204,8 @@ class Settings:
     accept_plant: tuple[str, ...] = _option(
         (),
         option_values.lines,
-        "acceptance of a simulated node: plant a defect, such as copy-zeros:device=0,peer=2; can be given several times",
+        "acceptance of a simulated node: plant a defect, such as copy-zeros:device=0,peer=2; can be given several "
+        "times",
         "none",
         {"metavar": "FAULT", "action": "append"},
     )
@@ -241,8 +242,8 @@ def resolve(
     """Resolve settings from the three places that can hold them, the first of them first.
 
     Args:
-        command_line: option name -> text, or the texts of one that can be given several times, which stand on a line each
-            elsewhere; None or absent where not given.
+        command_line: option name -> text, or the texts of one that can be given several times, which stand on a line
+            each elsewhere; None or absent where not given.
         environment: usually `os.environ`.
         ini: option name -> text, absent where the ini file does not say.
         origin_of: where the value of an option on the command line comes from, by its flag: some commands have shorter
@@ -273,13 +274,13 @@ def resolve(
         raise ValueError("--simulate: say how many devices to simulate, such as --gpus=4 --simulate")
     if settings.accept_plant and settings.asked and not settings.simulate:
         raise ValueError(
-            f"{origins['accept_plant']}: {', '.join(settings.accept_plant)}: a defect is planted in a simulated node only; add "
-            "--simulate"
+            f"{origins['accept_plant']}: {', '.join(settings.accept_plant)}: a defect is planted in a simulated node "
+            "only; add --simulate"
         )
     if settings.trust_network and settings.agent_key_file is not None:
         raise ValueError(
-            f"{origins['trust_network']}: a run that trusts its network uses no key file, but {origins['agent_key_file']} "
-            f"names {settings.agent_key_file}; choose one of them"
+            f"{origins['trust_network']}: a run that trusts its network uses no key file, but "
+            f"{origins['agent_key_file']} names {settings.agent_key_file}; choose one of them"
         )
     return settings
 

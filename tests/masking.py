@@ -1,4 +1,5 @@
-"""What a process sees that sets `CUDA_VISIBLE_DEVICES` itself, before or after it has used CUDA, on a machine with four devices.
+"""What a process sees that sets `CUDA_VISIBLE_DEVICES` itself, before or after it has used CUDA, on a machine with four
+devices.
 
 Run as a program, this file prints what torch does here, as JSON. The simulated node must do the same.
 """
@@ -14,8 +15,8 @@ from contextlib import AbstractContextManager
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-# Code -> what it notes. `mask` sets the variable, `which(i)` is cuda:i as a device of the machine, `uuids` is of all devices,
-# `error(call)` the last word of what it raises.
+# Code -> what it notes. `mask` sets the variable, `which(i)` is cuda:i as a device of the machine, `uuids` is of all
+# devices, `error(call)` the last word of what it raises.
 CASES: dict[str, list[object]] = {
     "note(count(), which(0), which(3))": [4, 0, 3],
     "mask('2,1'); note(count(), which(0), which(1), count())": [2, 2, 1, 2],

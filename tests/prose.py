@@ -1,7 +1,8 @@
-"""Find sentences that are hard to read, in docstrings, comments, messages and pages: ``python tests/prose.py [PATH ...]``.
+"""Find sentences that are hard to read, in docstrings, comments, messages and pages: ``python tests/prose.py [PATH
+...]``.
 
-Each pattern is one that a native speaker would mostly rewrite. A hit is a place to look at; `tests/docs/test_prose.py` bounds
-their number.
+Each pattern is one that a native speaker would mostly rewrite. A hit is a place to look at; `tests/docs/test_prose.py`
+bounds their number.
 """
 
 from __future__ import annotations

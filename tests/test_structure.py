@@ -188,7 +188,8 @@ def first_to_import(unwanted: str, *modules: str) -> str:
 
 
 def imported_by_tests_of_ranks(path: Path) -> set[str]:
-    """The modules that tests of the suite import in their bodies, where these run in the pytest process and call ranks."""
+    """The modules that tests of the suite import in their bodies, where these run in the pytest process and call
+    ranks."""
     bodies = [
         node
         for node in ast.parse(path.read_text()).body

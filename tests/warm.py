@@ -9,8 +9,8 @@ To the run and its test all is as if an interpreter had been started: arguments,
 standard streams, a session of its own, `__main__`, the end by `sys.exit`, and its exit code. Different are: torch and
 torch._dynamo are in `sys.modules` from the beginning, a fork server has not the umask and the limits that the run has
 given itself, and the interpreter ends after its threads and what was registered with `atexit`, without destroying the
-thousands of objects that torch has made: that takes half a second. So a run starts a new interpreter where that is what a
-test is about (`Template.fits`), or if it is started without the fixture `warm`.
+thousands of objects that torch has made: that takes half a second. So a run starts a new interpreter where that is what
+a test is about (`Template.fits`), or if it is started without the fixture `warm`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Template:
         self._environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
 
     def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether `command` is a program of this interpreter, in an environment that is no other for what is imported."""
+        """Whether `command` is a program of this interpreter, in an environment that is no other for what is
+        imported."""
         return command[0] == sys.executable and bool(program_of(command)[0]) and self.has(environment)
 
     def has(self, environment: Mapping[str, str]) -> bool:
@@ -160,7 +161,8 @@ def program_of(command: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _standbys(words: Sequence[str]) -> int:
-    """How many a program needs: for ranks and one device of a comparison; or one for each worker, or one fork server."""
+    """How many a program needs: for ranks and one device of a comparison; or one for each worker, or one fork
+    server."""
     line = " ".join([*words, ""])
     if line.startswith("-m mgpu_check compare "):
         ranks = re.search(r" --gpus=(\d+) ", line)

@@ -1,8 +1,9 @@
-"""Run the clients: ``python benchmarks/clients/run.py [--only=WORD]... [--list]``; exit code 0 if every verdict is right.
+"""Run the clients: ``python benchmarks/clients/run.py [--only=WORD]... [--list]``; exit code 0 if every verdict is
+right.
 
-Each script runs on two simulated GPUs under `mgpu-check simulate` and `mgpu-check compare`, and what they train goes through the
-gate. A table tells which verdicts are right, and in how many seconds. Clients and gates of packages that are not installed are
-left out, and counted.
+Each script runs on two simulated GPUs under `mgpu-check simulate` and `mgpu-check compare`, and what they train goes
+through the gate. A table tells which verdicts are right, and in how many seconds. Clients and gates of packages that
+are not installed are left out, and counted.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def float16_compressed(model, batch, rank):
 
 @program(regressor, numbers)
 class ShardedOptimizer:
-    """ZeRO: each rank gets its part of the summed gradients, updates its part of the parameters, and gathers the rest."""
+    """ZeRO: each rank gets its part of the summed gradients, updates its part of the parameters, and gathers the
+    rest."""
 
     def __init__(self, model, rank):
         placed(model, rank)

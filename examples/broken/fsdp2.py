@@ -1,4 +1,5 @@
-"""`fsdp2`, but it is told of the GPUs of a node only: gradients are reduced among them, and nodes train models of their own."""
+"""`fsdp2`, but it is told of the GPUs of a node only: gradients are reduced among them, and nodes train models of their
+own."""
 
 from __future__ import annotations
 

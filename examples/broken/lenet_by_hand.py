@@ -1,4 +1,5 @@
-"""`lenet_by_hand`, but sums over all ranks are divided by the samples of one rank: gradients grow with the number of ranks."""
+"""`lenet_by_hand`, but sums over all ranks are divided by the samples of one rank: gradients grow with the number of
+ranks."""
 
 from __future__ import annotations
 

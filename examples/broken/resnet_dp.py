@@ -1,4 +1,5 @@
-"""`resnet_dp`, but the weights of the samples are a list: DataParallel splits tensors, and gives a list to each GPU whole.
+"""`resnet_dp`, but the weights of the samples are a list: DataParallel splits tensors, and gives a list to each GPU
+whole.
 
 Each GPU then weighs its samples by those of the first GPU; `zip` cuts off the rest without a word.
 """

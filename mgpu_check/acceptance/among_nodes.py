@@ -43,8 +43,9 @@ class Outlier:
     def __str__(self) -> str:
         c = self.comparison
         return (
-            f"{self.name}: {self.quantity} of size {self.size} is {amount(self.value, self.unit)}, {c.missing:.0%} slower than "
-            f"{amount(c.reference or 0.0, self.unit)}, the median of {self.nodes} other nodes (limit {c.limit:.0%})"
+            f"{self.name}: {self.quantity} of size {self.size} is {amount(self.value, self.unit)}, {c.missing:.0%} "
+            f"slower than {amount(c.reference or 0.0, self.unit)}, the median of {self.nodes} other nodes (limit "
+            f"{c.limit:.0%})"
         )
 
 
@@ -65,8 +66,8 @@ class AmongNodes:
 def among_nodes(reports: Sequence[RunReport]) -> AmongNodes:
     """Compare each node with the others of the same model and software, real with real, simulated with simulated.
 
-    A node has one value for each quantity and size: the median over its GPUs or links. A single slow GPU or link does not move
-    it; the verdict of the node's own run names that part.
+    A node has one value for each quantity and size: the median over its GPUs or links. A single slow GPU or link does
+    not move it; the verdict of the node's own run names that part.
     """
     groups: defaultdict[tuple[Any, ...], dict[tuple[int, int], list[Measurement]]] = defaultdict(
         lambda: defaultdict(list)

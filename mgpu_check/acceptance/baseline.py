@@ -2,8 +2,9 @@
 
 The dataclasses `Baseline`, `Entry` and `Recorded` are the format of the file.
 
-Speed depends on driver and libraries. A measurement is compared only with an entry of the same software; without such an entry
-it is unknown. Facts are compared with any entry of the model, because a different driver is itself a fact that differs.
+Speed depends on driver and libraries. A measurement is compared only with an entry of the same software; without such
+an entry it is unknown. Facts are compared with any entry of the model, because a different driver is itself a fact that
+differs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ __all__ = [
 ]
 
 SOFTWARE = ("driver", "cuda", "nccl", "torch")
-"""Versions that affect speed: kernels come from torch and CUDA, collectives from NCCL, clocks and copies from the driver."""
+"""Versions that affect speed: kernels come from torch and CUDA, collectives from NCCL, clocks and copies from the
+driver."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class Baseline:
     def expected(self, gpus: Sequence[Gpu], software: Mapping[str, str] | None = None) -> tuple[dict[str, Value], str]:
         """Return the facts that the GPUs of one host should have and "", or no facts and the reason.
 
-        The facts come from the entry with the same software, or else from the latest one: a driver that differs is itself
-        a fact to compare.
+        The facts come from the entry with the same software, or else from the latest one: a driver that differs is
+        itself a fact to compare.
         """
         kinds = set(models(gpus).values())
         if len(kinds) != 1:
@@ -209,6 +211,7 @@ def read_baseline(path: Path) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        ValueError: the file is not a valid baseline. The message names the file, the key, its value and the valid values.
+        ValueError: the file is not a valid baseline. The message names the file, the key, its value and the valid
+            values.
     """
     return FORM.decoded(read_document(path), str(path))

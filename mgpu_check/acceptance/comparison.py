@@ -33,10 +33,11 @@ LEAST_REPEATS = 3
 LEAST_SHORTFALL: Mapping[str, float] = {"FLOP/s": 0.20, "B/s": 0.15, "host B/s": 0.25, "s": 0.50}
 """The least share of the speed, by unit, that a value must miss before it can fail.
 
-FLOP/s: GPUs of one SKU differ by 8 % on average. The slowest of a cluster is at most 22 % behind the fastest, because chips
-differ in their speed within the power limit. Outliers were slower by a third (Sinha et al., "Not All GPUs Are Created Equal",
-SC 2022). B/s: three times the noise of burn-in tools (SuperBench accuses from 5 % on). Host links: host memory is nearer to
-some GPUs than to others; a link at half its width or one generation below loses half. s: latencies contain the driver.
+FLOP/s: GPUs of one SKU differ by 8 % on average. The slowest of a cluster is at most 22 % behind the fastest, because
+chips differ in their speed within the power limit. Outliers were slower by a third (Sinha et al., "Not All GPUs Are
+Created Equal", SC 2022). B/s: three times the noise of burn-in tools (SuperBench accuses from 5 % on). Host links: host
+memory is nearer to some GPUs than to others; a link at half its width or one generation below loses half. s: latencies
+contain the driver.
 """
 
 UNUSABLE = 0.50

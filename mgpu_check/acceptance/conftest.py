@@ -1,4 +1,5 @@
-"""Pytest hooks of the acceptance: start and end its run, begin a section of the log for each test, and report the verdict."""
+"""Pytest hooks of the acceptance: start and end its run, begin a section of the log for each test, and report the
+verdict."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the checks by `CHECKS`: the most informative per second first, health last, because it covers all the others.
+    """Sort the checks by `CHECKS`: the most informative per second first, health last, because it covers all the
+    others.
 
     Deselect the soak unless it was requested.
     """

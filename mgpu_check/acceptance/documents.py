@@ -43,7 +43,8 @@ _WORDS = {
 
 
 def read_document(path: Path) -> Any:
-    """Read a JSON file. NaN and infinities are kept, so that the lint can report them. A whole number becomes an integer.
+    """Read a JSON file. NaN and infinities are kept, so that the lint can report them. A whole number becomes an
+    integer.
 
     Raises:
         ValueError: the file cannot be read, or is not JSON.
@@ -94,7 +95,8 @@ def _umask() -> int:
 
 @dataclass(frozen=True)
 class DocumentType(Generic[Content]):
-    """A kind of JSON file. Its content is an instance of a dataclass, so the annotations of the dataclass are the format.
+    """A kind of JSON file. Its content is an instance of a dataclass, so the annotations of the dataclass are the
+    format.
 
     Attributes:
         name, version: the values of ``format`` and ``version`` in the file.
@@ -179,7 +181,8 @@ def _schema_of_number(kind: Any) -> dict[str, Any]:
     return {"anyOf": [{"type": "number"}, {"enum": list(_NOT_FINITE)}]}
 
 
-# --- messages: msgspec names a type for a value that does not fit; users need the value and the valid values as well ---
+# --- messages: msgspec names a type for a value that does not fit; users need the value and the valid values as well
+# ---
 
 
 def _misfit(kind: Any, value: Any, at: str) -> str:

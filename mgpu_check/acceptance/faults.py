@@ -63,8 +63,9 @@ class HardwareFault:
     """A defect of hardware that can be planted.
 
     Attributes:
-        defaults: its parameters with their defaults: "device", "peer", "dtype", "operation", "above" (bytes), "probability" (per
-            operation), "every" (affects every n-th operation), "after" (seconds since the start), "factor", ...
+        defaults: its parameters with their defaults: "device", "peer", "dtype", "operation", "above" (bytes),
+            "probability" (per operation), "every" (affects every n-th operation), "after" (seconds since the start),
+            "factor", ...
         parts: the parts that the verdict must accuse.
         caught_by: the checks that must detect it.
         level: the lowest level that must detect it.
@@ -105,7 +106,8 @@ class Planted:
 
 
 def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defect]:
-    """Return a function that makes the class `name` of `defects.<module>` from parameters and `given`. Its call imports torch."""
+    """Return a function that makes the class `name` of `defects.<module>` from parameters and `given`. Its call imports
+    torch."""
 
     def make(parameters: Parameters) -> Defect:
         found = importlib.import_module(f"mgpu_check.simulated.defects.{module}")

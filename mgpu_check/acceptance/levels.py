@@ -10,7 +10,8 @@ from mgpu_check.settings import active
 __all__ = ["SEEDS", "drawn", "seconds_for_a_call"]
 
 SEEDS = st.integers(0, 2**16).filter(bool)
-"""Seeds of data, except 0. Hypothesis tries the simplest value first, so a property with one example would always draw 0."""
+"""Seeds of data, except 0. Hypothesis tries the simplest value first, so a property with one example would always draw
+0."""
 
 _SECONDS = {"quick": 20.0, "standard": 120.0, "long": 600.0}
 
@@ -18,8 +19,9 @@ _SECONDS = {"quick": 20.0, "standard": 120.0, "long": 600.0}
 def drawn(*, quick: int, standard: int, long: int) -> settings:
     """Make Hypothesis settings for a property, with the given number of examples at each level.
 
-    Examples are not shrunk: each covers all GPUs and records its failures, and second looks find the GPU at fault. There is
-    no deadline, because ranks have their own; and no example database, because a run leaves no files in its directory.
+    Examples are not shrunk: each covers all GPUs and records its failures, and second looks find the GPU at fault.
+    There is no deadline, because ranks have their own; and no example database, because a run leaves no files in its
+    directory.
     """
     return settings(
         max_examples={"quick": quick, "standard": standard, "long": long}[active().gpu_level],
@@ -31,5 +33,6 @@ def drawn(*, quick: int, standard: int, long: int) -> settings:
 
 
 def seconds_for_a_call() -> float:
-    """Return the time limit in seconds of one call on all GPUs: that of the level, or ``--rank-timeout`` if it is less."""
+    """Return the time limit in seconds of one call on all GPUs: that of the level, or ``--rank-timeout`` if it is
+    less."""
     return min(_SECONDS[active().gpu_level], active().rank_timeout)

@@ -1,7 +1,7 @@
 """``mgpu-check accept lint FILE...``: find thresholds that cannot detect a broken machine.
 
-A floor of zero, in the wrong unit, or of the previous PCIe generation passes every broken machine without a sign. The lint
-therefore checks tables of floors and baselines against plausible ranges, data sheets and their own entries.
+A floor of zero, in the wrong unit, or of the previous PCIe generation passes every broken machine without a sign. The
+lint therefore checks tables of floors and baselines against plausible ranges, data sheets and their own entries.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SCALES: Mapping[str, tuple[float, float]] = {
 """Lowest and highest plausible value. The key is the unit "s", or the start or end of the name of the quantity."""
 
 _VACUOUS = {"B/s": 0.5, "FLOP/s": 0.2, "s": 0.2}
-"""Least useful floor as a share of the data sheet: a link at half its width has half the bandwidth, and a GPU at its lowest
-clock computes a fifth of the products."""
+"""Least useful floor as a share of the data sheet: a link at half its width has half the bandwidth, and a GPU at its
+lowest clock computes a fifth of the products."""
 
 _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 _FALLS = 0.5  # a larger size may have half the speed of a smaller one, because caches help small sizes
@@ -100,7 +100,10 @@ def _off_scale(value: float, quantity: str, unit: str, what: str) -> str:
     scale = _scale(quantity, unit)
     if scale is None or scale[0] <= value <= scale[1]:
         return ""
-    text = f"{what} is {amount(value, unit)}, outside of {amount(scale[0], unit)} to {amount(scale[1], unit)} that hardware has"
+    text = (
+        f"{what} is {amount(value, unit)}, outside of {amount(scale[0], unit)} to {amount(scale[1], unit)} that "
+        "hardware has"
+    )
     units = ((1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"))
     fitting = [(factor, name) for factor, name in units if scale[0] <= value * factor <= scale[1]]
     if fitting:
@@ -195,7 +198,10 @@ def _against_known(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, 
         if (other.subject, other.quantity, other.unit) != (floor.subject, floor.quantity, floor.unit):
             continue
         ratio = floor.data_sheet / other.data_sheet
-        what = f"data_sheet is {amount(floor.data_sheet, floor.unit)}, and {amount(other.data_sheet, floor.unit)} is published"
+        what = (
+            f"data_sheet is {amount(floor.data_sheet, floor.unit)}, and {amount(other.data_sheet, floor.unit)} is "
+            "published"
+        )
         if not 0.5 <= ratio <= 2.5:
             tens = round(math.log10(ratio))
             hint = f": a digit is missing or too many, 10^{tens}" if tens and 0.7 < ratio / 10**tens < 1.4 else ""
@@ -217,11 +223,12 @@ def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[
         yield (
             "scale",
             (
-                f"data_sheet is {amount(floor.data_sheet, 'B/s')}, more than the {amount(rate, 'B/s')} of PCIe {sku.pcie} "
-                "in one direction; vendors give both directions together"
+                f"data_sheet is {amount(floor.data_sheet, 'B/s')}, more than the {amount(rate, 'B/s')} of PCIe "
+                f"{sku.pcie} in one direction; vendors give both directions together"
             ),
         )
-    # A generation is at most twice as fast as the previous one, so half the width is never faster than one generation less.
+    # A generation is at most twice as fast as the previous one, so half the width is never faster than one generation
+    # less.
     below, worse = rate / 2, f"Gen{generation} x{width / 2:g}"
     if generation > 1:
         below, worse = bytes_per_second(generation - 1, width), f"Gen{generation - 1} x{width}"
@@ -292,7 +299,8 @@ def _of_recorded(measurement: Recorded) -> Iterator[tuple[str, str]]:
         yield f"{measurement.repeats} repeats are too few; record with at least {LEAST_REPEATS}", "repeats"
     if not measurement.places and measurement.spread > UNUSABLE / 8 * measurement.value:
         yield (
-            f"values scatter by {measurement.spread / measurement.value:.0%}: a part at half its speed would still pass",
+            f"values scatter by {measurement.spread / measurement.value:.0%}: a part at half its speed would still "
+            "pass",
             "spread",
         )
 

@@ -126,7 +126,8 @@ class Node:
             timeout: seconds for all ranks; default by level.
 
         Returns:
-            What each rank returned, with numbers of GPUs in each `SubjectResult`. Empty if a rank did not return; the failure is recorded.
+            What each rank returned, with numbers of GPUs in each `SubjectResult`. Empty if a rank did not return; the
+            failure is recorded.
         """
         chosen = self.numbers if gpus is None else [number for number in gpus if number not in self.lost]
         if not chosen:
@@ -154,7 +155,8 @@ class Node:
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> list[Any]:
-        """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the returned results.
+        """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the returned
+        results.
 
         Returns:
             The results of all hosts, joined. A host that did not return contributes none; its failure is recorded.
@@ -213,7 +215,8 @@ class Node:
         return translated
 
     def _patience(self, check: str) -> float:
-        """Return the time limit of a call, shorter after a call of this check has hung: others hang for the same reason."""
+        """Return the time limit of a call, shorter after a call of this check has hung: others hang for the same
+        reason."""
         return seconds_for_a_call() / (_HURRY if check in self._hung else 1)
 
     def _probe(self, check: str) -> None:

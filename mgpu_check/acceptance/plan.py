@@ -28,7 +28,8 @@ class Plan:
         planted: defects of the simulated node.
         baseline: the baseline to compare the GPUs with; None without one.
         reports: files to write.
-        record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record nothing.
+        record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record
+            nothing.
     """
 
     level: Level
@@ -45,8 +46,8 @@ class Plan:
         """Make the plan for `settings`.
 
         Raises:
-            ValueError: a file cannot be read or written, or a defect is unknown. The message names the option, its value and
-                the remedy.
+            ValueError: a file cannot be read or written, or a defect is unknown. The message names the option, its
+                value and the remedy.
         """
         option = "accept_plant"
         try:
@@ -55,7 +56,8 @@ class Plan:
                 _check_places(one, settings.gpus or 0)
                 if one.fault.defect is not None and settings.simulate != "cpu":
                     raise ValueError(
-                        f"{one.text}: hardware is simulated on the CPU only, not on {settings.simulate}; give --simulate"
+                        f"{one.text}: hardware is simulated on the CPU only, not on {settings.simulate}; give "
+                        "--simulate"
                     )
             option = "accept_baseline"
             baseline = read_baseline(Path(settings.accept_baseline)) if settings.accept_baseline else None

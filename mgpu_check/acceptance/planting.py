@@ -12,7 +12,8 @@ __all__ = ["hardware_planted"]
 
 
 def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context that gives the simulated node of this process the hardware of a text of `registry.hardware_text`.
+    """Return a context that gives the simulated node of this process the hardware of a text of
+    `registry.hardware_text`.
 
     Counters and time of the hardware continue from one context to the next.
 

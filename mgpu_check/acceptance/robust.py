@@ -1,16 +1,18 @@
 """Robust statistics for speeds: median, scaled MAD, limits that noise does not reach, and classes of links by speed.
 
-The median absolute deviation (MAD), times 1.4826, estimates the standard deviation of normal data, even if half of the data is
-arbitrary (Leys et al., "Detecting outliers: Do not use standard deviation around the mean, use absolute deviation around
-the median", Journal of Experimental Social Psychology 49, 2013). A mean and a standard deviation are themselves moved by the
-outlier that they should find: one of four values is never more than 1.5 standard deviations from the mean.
+The median absolute deviation (MAD), times 1.4826, estimates the standard deviation of normal data, even if half of the
+data is arbitrary (Leys et al., "Detecting outliers: Do not use standard deviation around the mean, use absolute
+deviation around the median", Journal of Experimental Social Psychology 49, 2013). A mean and a standard deviation are
+themselves moved by the outlier that they should find: one of four values is never more than 1.5 standard deviations
+from the mean.
 
-Leys et al. reject a value from 2.5 or 3 deviations on. Their limit is for one test over many values. An acceptance tests
-hundreds of values with two to seven peers each, and the MAD of so few values is often small by chance. A value therefore fails
-only if it misses the median of its peers by a least share of the speed *and* by `DEVIATIONS` standard deviations. The standard
-deviation is the larger of the estimates from the peers and from the repeats.
+Leys et al. reject a value from 2.5 or 3 deviations on. Their limit is for one test over many values. An acceptance
+tests hundreds of values with two to seven peers each, and the MAD of so few values is often small by chance. A value
+therefore fails only if it misses the median of its peers by a least share of the speed *and* by `DEVIATIONS` standard
+deviations. The standard deviation is the larger of the estimates from the peers and from the repeats.
 
-A simulation with normal noise, three repeats each and 15 % as the least share gives the probability that a healthy value fails:
+A simulation with normal noise, three repeats each and 15 % as the least share gives the probability that a healthy
+value fails:
 
 ====================================  ========  ========  =========
 standard deviation of a single repeat  3 values  4 values  8 values
@@ -39,7 +41,8 @@ DEVIATIONS = 8.0
 """A value fails if it is this many standard deviations slower than the median of its peers; see the table above."""
 
 LEAST_PEERS = 2
-"""Least number of other values in a comparison: two of three values are a majority, but two values do not show which is right."""
+"""Least number of other values in a comparison: two of three values are a majority, but two values do not show which is
+right."""
 
 NORMAL = 1.4826
 """Standard deviation of normal data in units of its MAD: 1 / the upper quartile of the standard normal distribution."""
@@ -73,7 +76,8 @@ def noise_of_median(spreads: Iterable[tuple[float, int]]) -> float:
         for spread, repeats in spreads
         if repeats > 2
     ]
-    # The median of few spreads is small by chance, so use the mean; limit it to twice the median, because one may be an outlier.
+    # The median of few spreads is small by chance, so use the mean; limit it to twice the median, because one may be an
+    # outlier.
     return min(sum(errors) / len(errors), 2 * median(errors)) if errors else 0.0
 
 
@@ -96,10 +100,11 @@ class LinkClass:
 def modes(speeds: Mapping[Pair, float], least: float, topology_known: bool) -> list[LinkClass]:
     """Divide ordered pairs of GPUs into classes of links that have one speed, such as NVLink and PCIe.
 
-    An unknown topology is derived from the speeds. They are split into modes at gaps of at least `least`. A slower mode is a
-    class of its own if every GPU has such links, both as source and as destination. This holds for real topologies: bridged
-    pairs, sockets, the hybrid cube mesh. It does not hold for a slow link, nor for a GPU that is slow to all others, unless
-    such GPUs are half of all. With three GPUs, a slow GPU and two bridged GPUs look the same.
+    An unknown topology is derived from the speeds. They are split into modes at gaps of at least `least`. A slower mode
+    is a class of its own if every GPU has such links, both as source and as destination. This holds for real
+    topologies: bridged pairs, sockets, the hybrid cube mesh. It does not hold for a slow link, nor for a GPU that is
+    slow to all others, unless such GPUs are half of all. With three GPUs, a slow GPU and two bridged GPUs look the
+    same.
 
     Args:
         speeds: speed of each pair; higher is better.

@@ -88,7 +88,8 @@ class Accusation:
     Attributes:
         because: the evidence in lines, the strongest first.
         observations: indices into the observations of the report, of the failed ones that the part explains.
-        arm: result of the second look: "follows the device", "follows the rank", "only over the direct path", ... or "".
+        arm: result of the second look: "follows the device", "follows the rank", "only over the direct path", ... or
+            "".
         advice: what to do, in one line.
         repeat: the command that repeats the failed checks.
     """

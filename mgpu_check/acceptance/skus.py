@@ -127,7 +127,8 @@ class Floors:
         return (sku.pcie.generation, sku.pcie.width) if sku is not None and sku.pcie is not None else None
 
     def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu]) -> list[Comparison]:
-        """Compare a measurement with the lowest floor of its GPUs. Return an empty list if one of the GPUs has no floor.
+        """Compare a measurement with the lowest floor of its GPUs. Return an empty list if one of the GPUs has no
+        floor.
 
         Args:
             gpus: all GPUs of the run, by number.

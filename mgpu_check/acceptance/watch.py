@@ -1,8 +1,8 @@
 """Telemetry of all hosts of a run: continuous on the first host, which runs pytest; at intervals on the others.
 
-On another host, telemetry is read within calls of its processes: after tests, at most every few seconds, and under the load of
-the checks of inventory and health. These calls read its counters and state, and its clocks and links under load. An Xid there
-is seen only if it occurs during such a call.
+On another host, telemetry is read within calls of its processes: after tests, at most every few seconds, and under the
+load of the checks of inventory and health. These calls read its counters and state, and its clocks and links under
+load. An Xid there is seen only if it occurs during such a call.
 """
 
 from __future__ import annotations

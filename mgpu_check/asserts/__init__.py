@@ -1,1 +1,2 @@
-"""Public assertions on tensors, gradients, shards, replicas and refused operands, and the findings that they are built of."""
+"""Public assertions on tensors, gradients, shards, replicas and refused operands, and the findings that they are built
+of."""

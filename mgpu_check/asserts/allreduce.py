@@ -26,13 +26,13 @@ def assert_allreduce_matches(
 ) -> None:
     """Assert that every result is the reduction of all contributions.
 
-    Elements whose sum is the same in every order are compared bit for bit: integers, and floating-point data such as that of
-    `mgpu_check.numerics.exact.exact_parts`. Others may be off by gamma(n-1)·Σ|x| in the unit roundoff of the dtype, the bound
-    for every order of summation.
+    Elements whose sum is the same in every order are compared bit for bit: integers, and floating-point data such as
+    that of `mgpu_check.numerics.exact.exact_parts`. Others may be off by gamma(n-1)·Σ|x| in the unit roundoff of the
+    dtype, the bound for every order of summation.
 
     Args:
-        results: the tensors of ranks (or devices) after the operation: all of them in order, or some of them by rank. On
-            any device, in any layout.
+        results: the tensors of ranks (or devices) after the operation: all of them in order, or some of them by rank.
+            On any device, in any layout.
         contributions: the input of each rank, in order, unchanged by the operation; all of the same shape and dtype.
         operation: "sum", "avg", "product", "min" or "max".
         what: the name of the operation under test, for the message.

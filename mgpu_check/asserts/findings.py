@@ -18,7 +18,8 @@ __all__ = ["Findings", "on_any_rank"]
 class Findings:
     """The errors that a rank finds, kept until the context ends, after the last collective.
 
-    The end of the context raises the first finding, even if another exception, which may follow from it, ends the context.
+    The end of the context raises the first finding, even if another exception, which may follow from it, ends the
+    context.
     """
 
     def __init__(self) -> None:

@@ -30,14 +30,14 @@ def assert_gradients_agree(
 ) -> None:
     """Assert that the named results of a parallel step agree with those of one device.
 
-    There is no default tolerance, because none fits all models. Measure it with `mgpu_check.numerics.steps.measure_step`, whose
-    result replaces `expected` and `tolerance`.
+    There is no default tolerance, because none fits all models. Measure it with
+    `mgpu_check.numerics.steps.measure_step`, whose result replaces `expected` and `tolerance`.
 
     Args:
         got: gradients (or parameters, buffers, outputs) by name, on any device.
         expected: the same names and shapes, in float64 if the values are exact; or a `MeasuredStep`.
-        tolerance: for each name the largest error of an element: a number, or a tensor of the shape of the result. 0 means
-            that the values must be equal.
+        tolerance: for each name the largest error of an element: a number, or a tensor of the shape of the result. 0
+            means that the values must be equal.
         rank: the rank that holds `got`, for the message.
         parts: for each name the contribution of each rank to a sum or mean; for the diagnosis.
         previous: the results of the step before; for the diagnosis.

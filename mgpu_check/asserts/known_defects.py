@@ -5,10 +5,11 @@ To add a defect, add a `KnownDefect` to `_TABLE`, and mark the code that may mee
     with known_defect("gloo-views-with-gaps", contiguous=tensor.is_contiguous(), size=rank.size):
         assert_allreduce_matches(...)
 
-A failure in the block is reported as KNOWN, with the link. The check continues, and its example counts as passed. The failure
-is raised as usual in four cases: the facts do not meet the condition, this version of torch does not have the defect, the
-exception is of another kind, or `explained` shows that the defect would have another result. If the condition holds and nothing
-fails, the run reports that the defect did not show. A check that collects errors and raises later calls `is_known` instead.
+A failure in the block is reported as KNOWN, with the link. The check continues, and its example counts as passed. The
+failure is raised as usual in four cases: the facts do not meet the condition, this version of torch does not have the
+defect, the exception is of another kind, or `explained` shows that the defect would have another result. If the
+condition holds and nothing fails, the run reports that the defect did not show. A check that collects errors and raises
+later calls `is_known` instead.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ _TABLE = (
     ),
     KnownDefect(
         "batched-power-sgd-refuses",
-        "batched_powerSGD_hook raises AssertionError in its first compressed step: it passes a matrix where a batch is needed",
+        "batched_powerSGD_hook raises AssertionError in its first compressed step: it passes a matrix where a batch "
+        "is needed",
         "https://github.com/pytorch/pytorch/pull/75157",
         shown_by=("test_distributed.py::test_low_rank_hook",),
         strikes=lambda hook: hook == "batched_powerSGD_hook",
@@ -150,8 +152,8 @@ def known_defect(name: str, *, explained: Callable[[], object] | None = None, **
     """Report a failure in the context as known, if the defect `name` occurs under `facts`.
 
     Args:
-        explained: called after a failure; raises an `AssertionError` if the defect would have another result. A check of a
-            result should pass it, so that this defect does not hide another one.
+        explained: called after a failure; raises an `AssertionError` if the defect would have another result. A check
+            of a result should pass it, so that this defect does not hide another one.
         facts: the arguments of the defect's condition.
 
     Raises:

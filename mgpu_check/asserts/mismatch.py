@@ -30,8 +30,9 @@ _INDEXED = re.compile(r"indices should be either on cpu or on the same device as
 def devices_named(message: str) -> set[str]:
     """Return the devices that an error message of torch names: "cpu", "cuda:1", or "cuda" without an index.
 
-    It reads device names, the types of tensors in a convolution's message, and the bare indices in cuDNN's message. From the
-    message about a misplaced index it returns the device of the indexed tensor only, because "cpu" there is a permitted device.
+    It reads device names, the types of tensors in a convolution's message, and the bare indices in cuDNN's message.
+    From the message about a misplaced index it returns the device of the indexed tensor only, because "cpu" there is a
+    permitted device.
     """
     if indexed := _INDEXED.search(message):
         return {indexed[1]}
@@ -51,9 +52,9 @@ def raises_device_mismatch(first: Device, second: Device) -> Iterator[None]:
         with raises_device_mismatch("cuda:0", "cpu"):
             net(batch)
 
-    Two of torch's messages do not name both devices, and are accepted if they fit them: a convolution names the types of its
-    tensors (``torch.cuda.FloatTensor`` and ``torch.FloatTensor``), and the message about an index on the wrong device names
-    the device of the indexed tensor only.
+    Two of torch's messages do not name both devices, and are accepted if they fit them: a convolution names the types
+    of its tensors (``torch.cuda.FloatTensor`` and ``torch.FloatTensor``), and the message about an index on the wrong
+    device names the device of the indexed tensor only.
 
     Args:
         first: one device; "cuda" stands for any GPU.

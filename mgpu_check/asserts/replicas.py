@@ -26,13 +26,13 @@ def assert_replicas_agree(
 ) -> None:
     """Assert that replicas hold the same tensors, bit for bit.
 
-    The members of a sequence are compared with each other, in this process. With one module or mapping, every rank of `group`
-    must call this function with its own, and they are compared across the ranks. This is a collective, of 16 bytes per rank
-    if all agree.
+    The members of a sequence are compared with each other, in this process. With one module or mapping, every rank of
+    `group` must call this function with its own, and they are compared across the ranks. This is a collective, of 16
+    bytes per rank if all agree.
 
     Args:
-        replicas: modules, compared by their parameters and buffers, or mappings. Tensors may be on any device; for an NCCL
-            group they must be on the devices of the ranks.
+        replicas: modules, compared by their parameters and buffers, or mappings. Tensors may be on any device; for an
+            NCCL group they must be on the devices of the ranks.
         group: the ranks that hold the replicas; the default process group if not given.
         what: the name of the replicas, for the message.
 

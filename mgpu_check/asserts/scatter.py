@@ -40,10 +40,10 @@ def assert_shards_cover(batch: Any, shards: Sequence[Any], devices: Sequence[Dev
     """Assert that `shards` are `batch`, split along `dim`: every row once, in order, shard i on ``devices[i]``.
 
     Args:
-        batch: a tensor of any shape, dtype, layout and device, or tensors nested in tuples, lists and dicts. Every shard must
-            have the other leaves unchanged.
-        shards: one part of the same nesting per device, in the order of the devices. There may be fewer shards than devices,
-            and their sizes are free (`assert_shard_sizes` asserts those).
+        batch: a tensor of any shape, dtype, layout and device, or tensors nested in tuples, lists and dicts. Every
+            shard must have the other leaves unchanged.
+        shards: one part of the same nesting per device, in the order of the devices. There may be fewer shards than
+            devices, and their sizes are free (`assert_shard_sizes` asserts those).
         devices: the device of each shard; an int is the index of a GPU.
         dim: the split dimension; may be negative.
 
@@ -67,7 +67,8 @@ def assert_shards_cover(batch: Any, shards: Sequence[Any], devices: Sequence[Dev
 
 
 def assert_leaves_replicated(batch: Any, shards: Sequence[Any], devices: Sequence[Device]) -> None:
-    """Assert that every shard has the leaves of `batch` that are not tensors unchanged, as `nn.parallel.scatter` documents.
+    """Assert that every shard has the leaves of `batch` that are not tensors unchanged, as `nn.parallel.scatter`
+    documents.
 
     Raises:
         ShardError: naming the leaf, the shard and its device.
@@ -134,8 +135,8 @@ def _assert_replicated(name: str, leaf: Any, parts: Sequence[Any], devices: Sequ
         # 1, 1.0 and True are equal.
         if part is not leaf and (type(part) is not type(leaf) or part != leaf):
             raise ShardError(
-                f"{name} is not a tensor and must reach every device unchanged, but shard {index}, for {devices[index]}, "
-                f"got {part!r} instead of {leaf!r}",
+                f"{name} is not a tensor and must reach every device unchanged, but shard {index}, for "
+                f"{devices[index]}, got {part!r} instead of {leaf!r}",
                 ranks=(index,),
             )
 

@@ -34,13 +34,13 @@ usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for
        mgpu-check accept lint [FILE ...]
 
 Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and prints one verdict.
-Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the GPUs of all hosts, with a verdict per host.
+Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the GPUs of all hosts, each with a verdict.
 
   --gpu-level       quick: under a minute on 8 GPUs; standard (default): under ten; long: as thorough as possible
   --for             keep the GPUs under load for this time after the checks: 90s, 30m, 2h
   --memory          share of the free memory that is written and read back (default: 0.9)
   --baseline        compare facts and speed with a file that --record-baseline has written on a good node
-  --record-baseline write facts and speed of these GPUs to a file, unless a check failed; use it on a node that you trust
+  --record-baseline write facts and speed of these GPUs to a file, unless a check failed; use a node that you trust
   --report          write a report; can be given several times
   --simulate        simulate the GPUs in software: shows how the checks work, and proves nothing about hardware
   --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists all defects

@@ -18,14 +18,15 @@ from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 __all__ = ["main"]
 
 _EPILOG = """\
-exit codes: the worst verdict counts: 0 all nodes are ACCEPTED; 1 a node is REJECTED; 2 a node is INCONCLUSIVE, no node is
+exit codes: the worst verdict counts: 0 all nodes are ACCEPTED; 1 a node is REJECTED; 2 a node is INCONCLUSIVE, none
 REJECTED; 3 internal error; 4 wrong usage.
 The report names nodes that are slower than others with the same GPU model. This does not change their verdicts.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Join the reports of `argv`, print the verdict, write the reports, and return the exit code of the worst verdict."""
+    """Join the reports of `argv`, print the verdict, write the reports, and return the exit code of the worst
+    verdict."""
     parser = Parser(
         prog="mgpu-check accept merge",
         usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.md|.xml]",
@@ -43,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
         default=[],
         type=Path,
         metavar="FILE",
-        help=f"write a report of all nodes; the suffix is the format: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given several "
-        "times",
+        help=f"write a report of all nodes; the suffix is the format: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given "
+        "several times",
     )
     try:
         given = parser.parse_args(list(argv))

@@ -31,9 +31,9 @@ processes of the run: --batch-size={64/W}, --lr={0.1*W}.
 
 exit codes:
   0 equal   1 differs, or fails or hangs on the ranks
-  2 not comparable: the ranks saw other samples or started from other parameters, or the script is not repeatable, makes no
-    optimizer step, or has no finite numbers from the first step on; or undecided: a trained parameter, a state of it, or a
-    buffer was not compared, and nothing else differs
+  2 not comparable: the ranks saw other samples or started from other parameters, or the script is not repeatable, makes
+    no optimizer step, or has no finite numbers from the first step on; or undecided: a trained parameter, a state of
+    it, or a buffer was not compared, and nothing else differs
   3 internal error of mgpu-check, no verdict on the script   4 wrong usage   130 interrupted
 Requirements for a comparable script: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
 """
@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check compare",
         usage=_USAGE,
-        description="Run an unchanged training script on one device and on N ranks, and name the first optimizer step and "
-        "parameter that differ.",
+        description="Run an unchanged training script on one device and on N ranks, and name the first optimizer step "
+        "and parameter that differ.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN=REASON",
-        help="parameters that need not be compared, and the reason, which the report repeats (may be given several times)",
+        help="parameters that need not be compared, and the reason, which the report repeats (may be given several "
+        "times)",
     )
     add(
         "--html",
@@ -158,8 +159,8 @@ def _script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> 
     command = simulate.program_command(program, parser)
     if command[0] != sys.executable and not python:
         parser.error(
-            f"{program[0]} is a program, but compare runs Python scripts only: give the script that it starts, with the "
-            "script's arguments"
+            f"{program[0]} is a program, but compare runs Python scripts only: give the script that it starts, with "
+            "the script's arguments"
         )
     return command
 
@@ -191,8 +192,8 @@ def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
     count = torch.cuda.device_count()  # creates no CUDA context, which would occupy memory of the first device
     if 0 < count < gpus:
         parser.error(
-            f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or --simulate. For a "
-            "script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= mgpu-check compare …"
+            f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or "
+            "--simulate. For a script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= mgpu-check compare …"
         )
     return count
 

@@ -1,4 +1,5 @@
-"""Run `mgpu-check` as one of many processes of a launcher: torchrun, srun, or one that sets ``RANK``, ``WORLD_SIZE``, ...
+"""Run `mgpu-check` as one of many processes of a launcher: torchrun, srun, or one that sets ``RANK``, ``WORLD_SIZE``,
+...
 
 Each launched process is an agent with ranks as its children. The agent of rank 0 also starts the driver, a process that
 runs the command line as on one machine.
@@ -116,7 +117,8 @@ def settings_of(arguments: Sequence[str]) -> Settings:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Within the context, disable third-party plugins of pytest, whose import may have side effects, and all warnings."""
+    """Within the context, disable third-party plugins of pytest, whose import may have side effects, and all
+    warnings."""
     before = os.environ.get(_NO_PLUGINS)
     os.environ[_NO_PLUGINS] = "1"
     try:

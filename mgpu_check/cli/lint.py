@@ -14,12 +14,13 @@ from mgpu_check.cli.codes import RIGHT, WRONG, WRONG_USAGE, Parser
 __all__ = ["main"]
 
 _DESCRIPTION = (
-    "Find thresholds that no node can miss, or that every node misses: wrong units; floors of zero, for a PCIe generation below "
-    "the card's, or far below the data sheet; too few repeats; sizes with low bandwidth; baselines of a defective node."
+    "Find thresholds that no node can miss, or that every node misses: wrong units; floors of zero, for a PCIe "
+    "generation below the card's, or far below the data sheet; too few repeats; sizes with low bandwidth; baselines "
+    "of a defective node."
 )
 _EPILOG = """\
-FILE is a baseline (--record-baseline of mgpu-check accept) or a table of floors. Without FILE, the table of this package is
-checked.
+FILE is a baseline (--record-baseline of mgpu-check accept) or a table of floors. Without FILE, the table of this
+package is checked.
 
 exit codes: 0 nothing found; 1 something found, one line each; 4 a file cannot be read, or is neither.
 """

@@ -1,4 +1,5 @@
-"""`mgpu-check selftest`: plant every fault, run the checks that must catch it, and print which check catches which fault."""
+"""`mgpu-check selftest`: plant every fault, run the checks that must catch it, and print which check catches which
+fault."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _HELP = """\
 usage: mgpu-check selftest [--quick] [--all-pairs] [--seeds=N] [--gpus=N] [--simulate] [pytest arguments]
                            [FILE[::CHECK] ...]
 
-Plants each known fault, runs the checks that must catch it, and prints which check catches which fault. Also runs each check
-without a fault. Without --gpus it simulates 4 GPUs. Without --gpu-level it plants faults at the level standard.
+Plants each known fault, runs the checks that must catch it, and prints which check catches which fault. Also runs each
+check without a fault. Without --gpus it simulates 4 GPUs. Without --gpu-level it plants faults at the level standard.
 All arguments of pytest work, except -n: -k NAME, -x, ...
 
   --quick      plant the same third of the faults each time; skip checks without a fault to catch
@@ -50,9 +51,9 @@ exit codes:
 def main(argv: Sequence[str]) -> int:
     """Plant each fault for the checks that must catch it, and run every check without a fault.
 
-    ``--quick`` plants always the same third of the faults. ``--all-pairs`` tries each fault on all checks of its property,
-    and requires each check to catch a fault that no other check catches. ``--seeds=N`` tries each pair with the seeds 0 to
-    N-1, and requires that 19 of 20 catch the fault.
+    ``--quick`` plants always the same third of the faults. ``--all-pairs`` tries each fault on all checks of its
+    property, and requires each check to catch a fault that no other check catches. ``--seeds=N`` tries each pair with
+    the seeds 0 to N-1, and requires that 19 of 20 catch the fault.
 
     Returns:
         0 if every check catches all its faults, has at least one, and passes without a fault; 1 if not; 4 for a wrong
@@ -102,8 +103,8 @@ class Selftest:
     run's level, until the first example that fails.
 
     Args:
-        quick: plant a third of the faults; the choice depends only on the names of the faults. Checks without a fault to
-            catch do not run.
+        quick: plant a third of the faults; the choice depends only on the names of the faults. Checks without a fault
+            to catch do not run.
         all_pairs: try each fault on all checks of its property.
         seeds: number of seeds to try each pair with; 0 for the seed of the run.
     """
@@ -154,8 +155,8 @@ class Selftest:
         if foreign:
             items.clear()  # because hooks after the error still process them
             raise pytest.UsageError(
-                f"mgpu-check selftest: {foreign[0].path.name}::{foreign[0].name} is not a check of the packaged suite, and no "
-                f"fault is planted for it: give options only, or one of {', '.join(files())}"
+                f"mgpu-check selftest: {foreign[0].path.name}::{foreign[0].name} is not a check of the packaged "
+                f"suite, and no fault is planted for it: give options only, or one of {', '.join(files())}"
             )
         without = [item for item in items if _try_of(item) is None]  # an empty parameter set: nothing to run
         config.hook.pytest_deselected(items=without)

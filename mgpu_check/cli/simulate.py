@@ -29,8 +29,8 @@ _USAGE = (
 
 
 _NOT_SIMULATED = (
-    "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A Python is not "
-    "simulated if it runs with -I or -E, without the environment of its parent, or on another host"
+    "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A "
+    "Python is not simulated if it runs with -I or -E, without the environment of its parent, or on another host"
 )
 
 
@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check simulate",
         usage=_USAGE,
-        description="Run a Python script, or a PROGRAM of the PATH such as torchrun, mpiexec or bash, and every Python that "
-        "it starts, on a SIMULATED node with N GPUs.",
+        description="Run a Python script, or a PROGRAM of the PATH such as torchrun, mpiexec or bash, and every "
+        "Python that it starts, on a SIMULATED node with N GPUs.",
         epilog="The exit code is the program's own (128 + N if signal N has ended it), or 4 on wrong usage. "
         "A simulated run proves code, never hardware.",
         allow_abbrev=False,

@@ -94,7 +94,8 @@ def misuse(arguments: Sequence[str]) -> str:
 
 
 def names_a_check(argument: str, package: ModuleType = mgpu_check.suite) -> bool:
-    """Return whether an argument names a file of the package, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
+    """Return whether an argument names a file of the package, or a check in it:
+    ``test_scatter.py::test_tutorial_shapes``."""
     return argument.partition("::")[0] in files(package)
 
 
@@ -148,8 +149,8 @@ class _Words:
             name = word.partition("::")[0]
             if not Path(config.invocation_params.dir, name).exists() and not _is_module(name):
                 raise pytest.UsageError(
-                    f"mgpu-check: {word!r} is neither a file nor a module; choose one of {', '.join(files(self.package))}, or "
-                    "checks by -k NAME"
+                    f"mgpu-check: {word!r} is neither a file nor a module; choose one of "
+                    f"{', '.join(files(self.package))}, or checks by -k NAME"
                 )
 
 

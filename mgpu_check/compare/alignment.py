@@ -13,8 +13,8 @@ from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chun
 __all__ = ["Aligned", "Deviation", "Kind", "Samples", "deviation", "of_kind"]
 
 Kind = Literal["before", "gradient", "parameter", "state"]
-"""A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of the
-optimizer or a buffer after the step."""
+"""A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of
+the optimizer or a buffer after the step."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class Samples:
 
     @property
     def hidden(self) -> bool:
-        """True if ranks hold parts of the model, and no rank received a sample: their inputs may be outputs of other ranks."""
+        """True if ranks hold parts of the model, and no rank received a sample: their inputs may be outputs of other
+        ranks."""
         return self.divided and not self.common
 
     @property
@@ -235,7 +236,8 @@ class Aligned:
         ]
 
     def samples(self, step: int) -> Samples:
-        """Return the rows of the model's inputs, or the columns if only the columns on ranks equal those of one device."""
+        """Return the rows of the model's inputs, or the columns if only the columns on ranks equal those of one
+        device."""
         steps = [trace.steps[step] for trace in self.ranks]
         one = self.one.steps[step]
         rows = self._samples(one.seen, [here.seen for here in steps])
@@ -262,7 +264,8 @@ class Aligned:
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
         """Return the loss on one device, the mean loss of the ranks, and the loss of each rank.
 
-        The mean is weighted by the number of samples of each rank if all numbers are known. It is None if a loss is unknown.
+        The mean is weighted by the number of samples of each rank if all numbers are known. It is None if a loss is
+        unknown.
         """
         here = [trace.steps[step].loss for trace in self.ranks]
         known = [loss for loss in here if loss is not None]

@@ -1,4 +1,5 @@
-"""Read arguments of a script that depend on its number of processes (``--batch-size={64/W}``), and options with two parts."""
+"""Read arguments of a script that depend on its number of processes (``--batch-size={64/W}``), and options with two
+parts."""
 
 from __future__ import annotations
 
@@ -53,14 +54,15 @@ def _value(text: str, world: int) -> str:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body, world)
     except (SyntaxError, ArithmeticError, TypeError) as error:
         raise ValueError(
-            f"{{{text}}} is not a valid expression for W = {world}; use numbers, W, parentheses and + - * / // %, as in {{64/W}}"
+            f"{{{text}}} is not a valid expression for W = {world}; use numbers, W, parentheses and + - * / // %, as "
+            "in {64/W}"
         ) from error
     if "." in text:
         return repr(float(value))
     if value.denominator != 1:
         raise ValueError(
-            f"{{{text}}} is not an integer for W = {world}; choose a number of ranks that divides it, or write {{{text.replace('/', '//')}}} "
-            "to round it down"
+            f"{{{text}}} is not an integer for W = {world}; choose a number of ranks that divides it, or write "
+            f"{{{text.replace('/', '//')}}} to round it down"
         )
     return str(value.numerator)
 

@@ -1,6 +1,7 @@
 """Assemble the parts of a model that ranks hold into whole tensors, to compare them with those of one device.
 
-Ranks may hold slices of parameters, one of several stages, or some of the experts. Names may differ from those on one device.
+Ranks may hold slices of parameters, one of several stages, or some of the experts. Names may differ from those on one
+device.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Assembly:
         parts: sliced parameter -> rank -> a key of its elements: ranks with the same elements have equal keys.
         open: a rank may hold a slice that is not placed yet, of a parameter or buffer. Its values may show the place.
         same_elsewhere: a rank holds values that occur in several places. Distinct values may show the place.
-        partial: state of an optimizer -> the parts of a parameter that ranks compute their own values of it from, in words.
+        partial: state of an optimizer -> the parts of a parameter that ranks compute their own values of it from, in
+            words.
     """
 
     ranks: list[Trace]
@@ -215,7 +217,8 @@ def _gap(name: str, one: Trace, some: Sequence[_LabelledSlice], reasons: dict[st
 
 
 def _apart(name: str, some: Sequence[_LabelledSlice], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
-    """Return whether ranks hold the same slice with different initial values, and record it: the tensors may be different ones."""
+    """Return whether ranks hold the same slice with different initial values, and record it: the tensors may be
+    different ones."""
     starts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for piece in some:
         before = next((s.before[piece.label] for s in ranks[piece.rank].steps if piece.label in s.before), None)
@@ -228,7 +231,8 @@ def _apart(name: str, some: Sequence[_LabelledSlice], ranks: Sequence[Trace], re
 
 
 def _first(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> tuple[int, list[tuple[HeldSlice, TensorSummary]]]:
-    """Return the first step with a value of each part of a statistic, and these values; no values if there is no such step."""
+    """Return the first step with a value of each part of a statistic, and these values; no values if there is no such
+    step."""
     wanted = {piece.place for piece in some}
     for number in range(min(len(ranks[piece.rank].steps) for piece in some)):
         found: dict[object, tuple[HeldSlice, TensorSummary]] = {}
@@ -256,7 +260,8 @@ def _unlike(
 
 
 def _own_parts(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> str:
-    """Describe the parts of a parameter that ranks compute a statistic from; "" if all ranks have the same value of it."""
+    """Describe the parts of a parameter that ranks compute a statistic from; "" if all ranks have the same value of
+    it."""
     if not any(piece.held.covers for piece in some) or not is_partial(_first(some, ranks)[1]):
         return ""
     return _told((piece.held.covers, ranks[piece.rank].rank) for piece in some)
@@ -337,7 +342,8 @@ def _step(
                 yield name, view[index]
 
     def scale(label: str) -> float:
-        """Return the final norm of the whole gradient relative to that of a slice, so that they can be compared; 1 if unknown."""
+        """Return the final norm of the whole gradient relative to that of a slice, so that they can be compared; 1 if
+        unknown."""
         own, found = step.gradients.get(label), views["gradient"].get(pieces.get(label, ""), {}).get(index)
         return found.norm / own.norm if found is not None and own is not None and own.norm else 1.0
 

@@ -23,7 +23,8 @@ _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
 
 
 def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
-    """Return why the runs cannot be compared, if the ranks clearly saw other samples than the first batch of one device.
+    """Return why the runs cannot be compared, if the ranks clearly saw other samples than the first batch of one
+    device.
 
     The list is empty if more runs are needed to decide, or if the samples are evidence of a mistake.
     """
@@ -67,13 +68,16 @@ def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) ->
     if together.total() == world * one.total():
         return [Obstacle(why, divided(one.total()))]
     if findings:
-        padded = "for the comparison, take a multiple of the global batch as the dataset, or pass drop_last=True to sampler and loader"
+        padded = (
+            "for the comparison, take a multiple of the global batch as the dataset, or pass drop_last=True to "
+            "sampler and loader"
+        )
         return [Obstacle(why, padded)]
     return [
         Obstacle(
             why,
-            "use the same global batch on one device and on the ranks at each step: one seed for the order of the samples on "
-            f"all ranks, and a sampler that splits the batch ({_SAMPLER}), also at world size 1",
+            "use the same global batch on one device and on the ranks at each step: one seed for the order of the "
+            f"samples on all ranks, and a sampler that splits the batch ({_SAMPLER}), also at world size 1",
         ),
         Obstacle(why, "for the comparison, seed augmentation with the index of the sample, or switch augmentation off"),
     ]

@@ -26,7 +26,8 @@ def call_at_fault(difference: FirstDifference) -> str:
 
 
 def told_slice(difference: FirstDifference) -> str:
-    """Describe the factor of the most wrong gradient if only some slices have it, and the call that causes it; "" if none.
+    """Describe the factor of the most wrong gradient if only some slices have it, and the call that causes it; "" if
+    none.
 
     The other slices are the control: their elements are those of one device.
     """

@@ -36,7 +36,8 @@ class ComparisonPlan:
     """The settings of a comparison.
 
     Attributes:
-        command: the Python interpreter, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads them.
+        command: the Python interpreter, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads
+            them.
         shown: the script and its arguments for reports.
         world: number of ranks.
         single, several: environments of the run on one device and of the ranks.
@@ -131,7 +132,8 @@ def _again(
     """Run on one device again. Return the run, and the verdict if the comparison ends here.
 
     Args:
-        divided: ranks may hold slices. Then the ranks run again, too, and find their slices in the parameters of one device.
+        divided: ranks may hold slices. Then the ranks run again, too, and find their slices in the parameters of one
+            device.
     """
     world = made.plan.world
     with tempfile.TemporaryFile() as wholes:
@@ -154,7 +156,8 @@ def _again(
 
 
 def _moved_apart(made: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int]) -> ScriptRun | None:
-    """Find the places of constants in runs with distinct values, and run the ranks with these places; None if a run fails."""
+    """Find the places of constants in runs with distinct values, and run the ranks with these places; None if a run
+    fails."""
     world = made.plan.world
     with contextlib.ExitStack() as undo:
         wholes, *found = (undo.enter_context(tempfile.TemporaryFile()).fileno() for _ in range(1 + world))
@@ -184,10 +187,11 @@ def _aligned(one: ScriptRun, found: Assembly, world: int) -> Aligned:
 
 
 def _several(made: ScriptComparison, tell: Callable[[str], None]) -> ScriptRun:
-    """Return the run on several devices: one rank per device, or one process if the script divides work within a process.
+    """Return the run on several devices: one rank per device, or one process if the script divides work within a
+    process.
 
-    A script that never makes a process group trains the same model on each rank. That is a mistake unless one process uses
-    several devices, through DataParallel or with layers on several devices.
+    A script that never makes a process group trains the same model on each rank. That is a mistake unless one process
+    uses several devices, through DataParallel or with layers on several devices.
     """
     world = made.plan.world
     ranks = _run(made, tell, f"{world} ranks", world)
@@ -246,7 +250,8 @@ def _led(runs: Sequence[ScriptRun]) -> Iterator[str]:
             what = f"sets {event['variable']}" if event["variable"] else "names an address"
             yield (
                 f"{place} {what}: the ranks met at the store of compare instead of {event['address']}; do: leave the "
-                "address to the launcher: torchrun also holds the store, and ranks that try another address wait until they time out"
+                "address to the launcher: torchrun also holds the store, and ranks that try another address wait "
+                "until they time out"
             )
             return
 
@@ -257,8 +262,8 @@ def _crashes_at_exit(runs: Sequence[ScriptRun]) -> Iterator[str]:
         if crashed:
             yield (
                 f"{named([ended.rank for ended in crashed])} of the run “{one.label}” ended with "
-                f"{describe_exit(crashed[0].exit_code)} after the script had ended, which torchrun reports as a failure; do: call "
-                "torch.distributed.destroy_process_group() at the script's end"
+                f"{describe_exit(crashed[0].exit_code)} after the script had ended, which torchrun reports as a "
+                "failure; do: call torch.distributed.destroy_process_group() at the script's end"
             )
 
 

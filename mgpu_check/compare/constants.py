@@ -27,7 +27,8 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Make constant parameters and buffers distinct when a module registers them, and after each time they are filled."""
+    """Make constant parameters and buffers distinct when a module registers them, and after each time they are
+    filled."""
     apart = _MovedApart()
     register_module_parameter_registration_hook(apart.registered)
     register_module_buffer_registration_hook(apart.registered)
@@ -72,7 +73,8 @@ class _MovedApart:
             with torch.no_grad():
                 first = tensor.reshape(-1)[0]
                 if math.isfinite(float(first)) and bool((tensor == first).all()):
-                    # The seed depends on the shape alone: ranks may build fewer tensors than one device, or in another order.
+                    # The seed depends on the shape alone: ranks may build fewer tensors than one device, or in another
+                    # order.
                     seed = zlib.crc32(repr(tuple(tensor.shape)).encode())
                     make_distinct(tensor, abs(float(first)), torch.Generator("cpu").manual_seed(seed))
         finally:

@@ -47,7 +47,8 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
     if (here := skips_of(difference.aligned.ranks[0], difference.step)) != one:
         return [
             Obstacle(
-                f"step {difference.step + 1}: GradScaler skipped {len(one)} steps on one device, and {len(here)} on each rank",
+                f"step {difference.step + 1}: GradScaler skipped {len(one)} steps on one device, and {len(here)} on "
+                "each rank",
                 "for the comparison, start with a smaller scale: GradScaler(init_scale=1024.0)",
             )
         ]

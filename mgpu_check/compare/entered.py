@@ -1,7 +1,7 @@
 """Count the collectives that each process of a run has entered, to name the rank that the others wait for.
 
-On real devices a collective returns at once, and a rank waits later, for example in ``loss.item()``. The runner reads the
-counts while the process hangs.
+On real devices a collective returns at once, and a rank waits later, for example in ``loss.item()``. The runner reads
+the counts while the process hangs.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
 
 
 def _repeated_epoch(aligned: Aligned, step: int) -> str:
-    """Name the step of an earlier epoch with the same samples, if set_epoch was never called; "" if there is no such step."""
+    """Name the step of an earlier epoch with the same samples, if set_epoch was never called; "" if there is no such
+    step."""
     epochs: dict[int, list[dict[str, Any]]] = {}
     for event in aligned.ranks[0].of("sampler"):
         if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
@@ -201,8 +202,8 @@ def _uneven(difference: FirstDifference) -> str:
     ):
         return ""
     return (
-        f"at step {step + 1}, with the same samples, the mean loss of the ranks is {mean:.7g}, and the loss of one device is "
-        f"{one:.7g}: each rank divides by its own count"
+        f"at step {step + 1}, with the same samples, the mean loss of the ranks is {mean:.7g}, and the loss of one "
+        f"device is {one:.7g}: each rank divides by its own count"
     )
 
 
@@ -227,8 +228,8 @@ def _of_update(difference: FirstDifference) -> Evidence:
     if factor is None:
         return Evidence(world, updates=_updates(difference))
     told = (
-        f"at step {step} the gradient equals that of one device, but the update is {factor:.4g} times as large (does the "
-        "learning rate depend on the world size?)"
+        f"at step {step} the gradient equals that of one device, but the update is {factor:.4g} times as large (does "
+        "the learning rate depend on the world size?)"
     )
     return Evidence(
         world,
@@ -241,7 +242,10 @@ def _of_update(difference: FirstDifference) -> Evidence:
 def _updates(difference: FirstDifference) -> str:
     """Describe a wrong update from correct gradients, and name the options or states of the optimizer that differ."""
     names = [wrong.name for wrong in difference.wrong["parameter"]] or difference.apart["parameter"]
-    told = f"the gradients of step {difference.step + 1} are right, but it updates {few(names, _SHOWN)} differently than on one device"
+    told = (
+        f"the gradients of step {difference.step + 1} are right, but it updates {few(names, _SHOWN)} differently than "
+        "on one device"
+    )
     if options := other_options(difference.aligned, difference.step):
         return f"{told}: {'; '.join(options)}"
     states = [wrong.name for wrong in difference.wrong["state"]]
@@ -257,8 +261,9 @@ def _of_slices(aligned: Aligned, names: Sequence[str]) -> str:
     if not partial:
         return ""
     return (
-        f"each rank computes {few(partial, _SHOWN)} from its own slice ({aligned.partial[partial[0]]}), and one device from "
-        "the whole: on slices the optimizer is another one, unless it reduces such statistics over the ranks"
+        f"each rank computes {few(partial, _SHOWN)} from its own slice ({aligned.partial[partial[0]]}), and one "
+        "device from the whole: on slices the optimizer is another one, unless it reduces such statistics over the "
+        "ranks"
     )
 
 
@@ -270,7 +275,10 @@ def _of_state(difference: FirstDifference) -> Evidence:
     if states:
         ranks = sorted({r for wrong in difference.wrong["state"] if wrong.name in states for r in wrong.ranks})
         where = f" on {named(ranks)}" if ranks else ""
-        told = f"after step {step} gradients and parameters are right, but {few(states, _SHOWN)} {_is(states)} wrong{where}"
+        told = (
+            f"after step {step} gradients and parameters are right, but {few(states, _SHOWN)} {_is(states)} "
+            f"wrong{where}"
+        )
         return Evidence(world, updates=told)
     apart = [name for name in difference.apart["state"] if not aligned.one.states[name].key]
     if apart:

@@ -1,4 +1,5 @@
-"""List the trained parameters, states of optimizers and buffers that were not compared with one device, with the reasons."""
+"""List the trained parameters, states of optimizers and buffers that were not compared with one device, with the
+reasons."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ __all__ = ["account", "left_over", "not_compared", "trained"]
 _WIDE = 0.1
 """Relative to the values: a wider tolerance would accept a factor of 2, or a missing rank."""
 _SMALL = 1e-2
-"""Relative to the largest tensor of its kind: a smaller tensor, such as the gradient of a bias before a norm, may consist
-of rounding errors only."""
+"""Relative to the largest tensor of its kind: a smaller tensor, such as the gradient of a bias before a norm, may
+consist of rounding errors only."""
 _SHOWN = 12  # more names would make a line too long
 _NOWHERE = "no rank trains a parameter of its name and shape"
 _OF_RANKS = "one device trains no parameter of its name and shape"
@@ -71,7 +72,8 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
 
 
 def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str, str]:
-    """Return the states of compared parameters, and the changing buffers, that were never compared, each with the reason."""
+    """Return the states of compared parameters, and the changing buffers, that were never compared, each with the
+    reason."""
     found: dict[str, str] = {}
     for name, state in aligned.one.states.items():
         if state.of not in judged if state.key else state.constant:

@@ -23,8 +23,8 @@ def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
     """Return name on the rank -> name on one device, for each parameter; None if unknown, or for a slice.
 
     Values that are unique on both sides decide, and they also match the names of the modules around them. Values of
-    constants and copied layers are not unique: there gradients decide, then the names of modules. A parameter whose values
-    are unknown matches the parameter of the same name and shape: the rank started from other values.
+    constants and copied layers are not unique: there gradients decide, then the names of modules. A parameter whose
+    values are unknown matches the parameter of the same name and shape: the rank started from other values.
     """
     whole = {label: parameter for label, parameter in rank.parameters.items() if parameter.held is None}
     found: dict[str, str | None] = dict.fromkeys(rank.parameters)
@@ -96,7 +96,8 @@ def prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
 
 
 def beside(label: str, modules: Mapping[str, set[str]]) -> str | None:
-    """Return the name of a parameter on one device, from the names of its modules; None if they are ambiguous or unknown."""
+    """Return the name of a parameter on one device, from the names of its modules; None if they are ambiguous or
+    unknown."""
     parts = label.split(".")
     for count in range(len(parts) - 1, -1, -1):
         names = modules.get(".".join(parts[:count]), set())

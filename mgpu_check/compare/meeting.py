@@ -1,7 +1,7 @@
 """Make ranks meet at the store of this comparison, even if the script sets another address.
 
-Each rank is launched as by torchrun, whose agent holds the store, so no rank creates one. A rank that tries to reach the
-store at another address would wait until it times out.
+Each rank is launched as by torchrun, whose agent holds the store, so no rank creates one. A rank that tries to reach
+the store at another address would wait until it times out.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 class Names:
     """The models that a script calls, and the names of their parameters.
 
-    A parameter has its name in its model. If two models share a name, the name in the later model is preceded by the class
-    of that model.
+    A parameter has its name in its model. If two models share a name, the name in the later model is preceded by the
+    class of that model.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class Names:
             self._models.append(weakref.ref(module))
 
     def name(self, parameter: torch.Tensor, otherwise: str) -> tuple[str, int]:
-        """Return the name of a parameter and its place in the model; `otherwise` and a last place if no called module has
-        it.
+        """Return the name of a parameter and its place in the model; `otherwise` and a last place if no called module
+        has it.
         """
         if id(parameter) not in self._names:
             self._learn(parameter)
@@ -72,7 +72,8 @@ class Names:
         return self._names[id(parameter)]
 
     def of_key(self, module: nn.Module, key: str) -> tuple[str, int] | None:
-        """Return name and place of the parameter that a module had under a key; None if no model contains the module."""
+        """Return name and place of the parameter that a module had under a key; None if no model contains the
+        module."""
         if id(module) not in self._prefixes:
             self._learn()
         if id(module) not in self._prefixes:

@@ -28,16 +28,16 @@ SNAPSHOT = (
 )
 DROPOUT = "set the probability of dropout to 0 for the comparison"
 NUMBERS = (
-    "for the comparison, draw no random numbers; or seed a generator for each sample with its index, so that ranks and one "
-    "device draw the same numbers"
+    "for the comparison, draw no random numbers; or seed a generator for each sample with its index, so that ranks "
+    "and one device draw the same numbers"
 )
 FLOAT32 = (
     "for the comparison, compute in float32, without autocast: the mistakes are the same there, and rounding does not "
     "mask them"
 )
 LOSS = (
-    "use a loss that depends on the parameters: a softmax over one class, as in cross_entropy with one output, is constant, "
-    "and so is a detached loss"
+    "use a loss that depends on the parameters: a softmax over one class, as in cross_entropy with one output, is "
+    "constant, and so is a detached loss"
 )
 
 
@@ -70,7 +70,8 @@ def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
 
 
 def narrow(trace: Trace) -> str:
-    """Name the first dtype narrower than float32 that the script computes in, as a clause; "" if there is no such dtype."""
+    """Name the first dtype narrower than float32 that the script computes in, as a clause; "" if there is no such
+    dtype."""
     for event in trace.of("narrow"):
         return f"{event['module']} returns {event['dtype']}"
     dtypes = {p.dtype: p.name for p in trace.parameters.values() if p.dtype in ("bfloat16", "float16")}

@@ -12,8 +12,8 @@ from mgpu_check.processes.rank_lists import few, named
 __all__ = ["UPDATE_RULE", "other_options"]
 
 UPDATE_RULE = (
-    "the options of its groups equal those of one device: check its update rule, and whether state such as momentum was "
-    "lost or changed"
+    "the options of its groups equal those of one device: check its update rule, and whether state such as momentum "
+    "was lost or changed"
 )
 _NEAR = 1e-9
 """Relative: the same learning rate, computed in another order of operations, differs by less."""
@@ -41,7 +41,8 @@ def other_options(aligned: Aligned, step: int) -> list[str]:
     for trace in aligned.ranks if clauses else []:
         if (count := _groups(trace.steps[step].options)) != groups:
             clauses.append(
-                f"the parameters have {count} different sets of options on rank {trace.rank}, and {groups} on one device: were groups lost?"
+                f"the parameters have {count} different sets of options on rank {trace.rank}, and {groups} on one "
+                "device: were groups lost?"
             )
             break
     return clauses

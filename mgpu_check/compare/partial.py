@@ -1,7 +1,7 @@
 """Put statistics together that ranks keep of their own slices of a parameter, such as the column means of some rows.
 
-Equal values on all ranks are a statistic that was reduced over the ranks. Of other values `compare` takes the mean, weighted by
-the size of each slice: if the statistic is a mean, this is the statistic of the whole.
+Equal values on all ranks are a statistic that was reduced over the ranks. Of other values `compare` takes the mean,
+weighted by the size of each slice: if the statistic is a mean, this is the statistic of the whole.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _is_mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> bool:
 
 
 def _mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> TensorSummary:
-    """Return the mean of partial statistics; its norm is not a number, since it is unknown. Equal parts are the mean themselves."""
+    """Return the mean of partial statistics; its norm is not a number, since it is unknown. Equal parts are the mean
+    themselves."""
     first = parts[0][1]
     if not _is_mean(parts):
         return first

@@ -1,8 +1,8 @@
 """Perturb results in the script's process by a few unit roundoffs, to measure how fast its rounding errors grow.
 
-This is Monte Carlo arithmetic, as in :mod:`mgpu_check.numerics.steps`, applied to modules. Each element of the result of
-each innermost module, and of each gradient, is multiplied by 1 ± size with a random sign. Several ranks sum the same numbers
-in another order, which changes results by a similar amount.
+This is Monte Carlo arithmetic, as in :mod:`mgpu_check.numerics.steps`, applied to modules. Each element of the result
+of each innermost module, and of each gradient, is multiplied by 1 ± size with a random sign. Several ranks sum the same
+numbers in another order, which changes results by a similar amount.
 """
 
 from __future__ import annotations

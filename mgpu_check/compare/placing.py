@@ -1,7 +1,7 @@
 """Find, in the script's process, the slices of one device's tensors that its parameters hold.
 
-FullyShardedDataParallel (FSDP1) declares the slices in its flat parameters. Other slices are found by their values before
-the first step, in a file from the run on one device; see `mgpu_check.compare.wholes`.
+FullyShardedDataParallel (FSDP1) declares the slices in its flat parameters. Other slices are found by their values
+before the first step, in a file from the run on one device; see `mgpu_check.compare.wholes`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ class Placing:
         return self._near(part.label, part.order, copied(parameter), self._wholes) or part
 
     def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> TracePart | None:
-        """Place a constant from other placed tensors: neighbours in its module, or tensors divided along an axis of a mesh."""
+        """Place a constant from other placed tensors: neighbours in its module, or tensors divided along an axis of a
+        mesh."""
         if not value.dim():
             return None
         near = beside(name, value, self._found.get(name.rpartition(".")[0], ()), wholes)

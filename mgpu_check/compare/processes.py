@@ -1,11 +1,11 @@
 """Run the script once: start its processes with the variables of torchrun, wait for them, and end them.
 
 The processes are plain ones, not children of the engine's fork server, which has already imported torch. An unchanged
-script may set variables that torch reads on import. It must be ``__main__`` for the processes that it starts, and must not
-find a process group that it has not made.
+script may set variables that torch reads on import. It must be ``__main__`` for the processes that it starts, and must
+not find a process group that it has not made.
 
-Nothing is left behind. Traces, output and stacks are unnamed files, which the kernel deletes with their last process. Each
-process has its own process group, which is killed at the end, and each process dies with this one.
+Nothing is left behind. Traces, output and stacks are unnamed files, which the kernel deletes with their last process.
+Each process has its own process group, which is killed at the end, and each process dies with this one.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Ended:
 
     Attributes:
         exit_code: as in `subprocess`; None if the runner ended the process.
-        how: "finished"; "stopped" at the last requested step; "failed", with its own exit code; "killed", because another
-            rank had failed; "hung". A signal that ends the interpreter after the end of the script does not count as a
-            failure.
+        how: "finished"; "stopped" at the last requested step; "failed", with its own exit code; "killed", because
+            another rank had failed; "hung". A signal that ends the interpreter after the end of the script does not
+            count as a failure.
         stdout, stderr: the last lines.
         location: where the process waited when it hung.
     """
@@ -245,7 +245,8 @@ def run(
 
     Args:
         environment: the environment of the processes; variables of a launcher in it are replaced.
-        timeout: seconds within which at least one rank must make progress: start, make an optimizer step, or record an event.
+        timeout: seconds within which at least one rank must make progress: start, make an optimizer step, or record an
+            event.
         steps, moved, apart: see `mgpu_check.compare.recorder.install`.
         directory: working directory of the processes; None: the current one.
         files: file descriptors, one for all processes or one for each; see `mgpu_check.compare.placements.Files`.
@@ -285,7 +286,8 @@ def run(
 
 @contextlib.contextmanager
 def _store(listener: socket.socket, world: int) -> Iterator[None]:
-    """Hold the store where the ranks meet, as torchrun's agent does: then no rank must bind a port, which may be taken."""
+    """Hold the store where the ranks meet, as torchrun's agent does: then no rank must bind a port, which may be
+    taken."""
     import torch.distributed as dist
 
     port = listener.getsockname()[1]
@@ -316,7 +318,8 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int)
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     made.setdefault("OMP_NUM_THREADS", "1")  # as torchrun for several ranks; also on one device, to sum alike
-    # For CUDA's libraries, independent of settings in the script: no TF32, and an order of sums that does not depend on the stream.
+    # For CUDA's libraries, independent of settings in the script: no TF32, and an order of sums that does not depend on
+    # the stream.
     made.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     made.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiled kernels round differently, and skip hooks

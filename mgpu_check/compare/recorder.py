@@ -1,4 +1,5 @@
-"""Record the trace in the script's process, through hooks on optimizers, modules and backward, without changes to the script.
+"""Record the trace in the script's process, through hooks on optimizers, modules and backward, without changes to the
+script.
 
 The trace covers only calls that the script makes itself; see `docs/reference/compare.md`.
 """
@@ -271,7 +272,8 @@ class ScriptRecorder:
         return watched
 
     def _take_gradients(self, optimizer: Any) -> None:
-        """Perturb the gradients, and record the first ones of the step. Not earlier: the model may not have been called."""
+        """Perturb the gradients, and record the first ones of the step. Not earlier: the model may not have been
+        called."""
         with torch.no_grad():
             parts = self.known.parts(optimizer, self._number_of(optimizer))
             if id(optimizer) not in self._optimizers:

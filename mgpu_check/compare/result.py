@@ -19,9 +19,9 @@ _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 def curves(done: ScriptComparison) -> dict[str, list[Any]]:
     """Return losses and largest deviations of gradients and parameters, with one entry per step.
 
-    "one" is the loss on one device, "ranks" the mean over the ranks, and "each" has the loss of each rank. "deviation" is
-    relative to the tensor, and "excess" relative to its tolerance: above 1 it is not rounding. Unknown values are None;
-    both deviations are None from the first step whose values on one device are not finite.
+    "one" is the loss on one device, "ranks" the mean over the ranks, and "each" has the loss of each rank. "deviation"
+    is relative to the tensor, and "excess" relative to its tolerance: above 1 it is not rounding. Unknown values are
+    None; both deviations are None from the first step whose values on one device are not finite.
     """
     found: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
     aligned = done.aligned

@@ -1,9 +1,9 @@
 """Measure on the script itself how much two runs may differ by rounding alone.
 
-The script runs on one device once more, with every module's result and every gradient perturbed by a few unit roundoffs.
-The deviation of this run at each step shows how much sums in another order may change. The tolerance is λ times this
-deviation. λ is chosen so that rounding errors exceed the tolerance in any comparison of a run with probability 1e-9
-(`mgpu_check.numerics.steps.deviations`). There is no other tolerance.
+The script runs on one device once more, with every module's result and every gradient perturbed by a few unit
+roundoffs. The deviation of this run at each step shows how much sums in another order may change. The tolerance is λ
+times this deviation. λ is chosen so that rounding errors exceed the tolerance in any comparison of a run with
+probability 1e-9 (`mgpu_check.numerics.steps.deviations`). There is no other tolerance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _USELESS = 0.5  # a wider tolerance would accept even a factor of two
 
 @functools.cache
 def roundoff(dtype: str) -> float:
-    """Return the unit roundoff of a dtype, given by name: that of the parts of a complex dtype, that of float32 for an exact dtype."""
+    """Return the unit roundoff of a dtype, given by name: that of the parts of a complex dtype, that of float32 for an
+    exact dtype."""
     import torch  # imported late, in parallel with the first processes of the script
 
     from mgpu_check.numerics.bounds import unit_roundoff
@@ -73,7 +74,8 @@ class Rounding:
         return max(deviation(of_kind(t.steps[step], kind).get(name), expected, shape).size for t in self._others)
 
     def tolerance(self, step: int, kind: Kind, name: str) -> float:
-        """Return the tolerance for the deviation of a tensor; infinite if rounding was not measured there, or has no bound."""
+        """Return the tolerance for the deviation of a tensor; infinite if rounding was not measured there, or has no
+        bound."""
         least = max(map(roundoff, self._dtypes(name)))
         if kind == "before":
             return self.margin * least
@@ -83,7 +85,8 @@ class Rounding:
         return self.margin * max(grown[step], self._medians[kind][step], least)
 
     def _dtypes(self, name: str) -> list[str]:
-        """Return the dtypes that a tensor is rounded to; for a state also that of its parameter, whose gradients it depends on."""
+        """Return the dtypes that a tensor is rounded to; for a state also that of its parameter, whose gradients it
+        depends on."""
         state = self._one.states.get(name)
         found = [state, self._one.parameters.get(state.of if state else name)]
         return [entry.dtype for entry in found if entry is not None]
@@ -93,7 +96,8 @@ class Rounding:
         return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
 
     def drowned(self, steps: int, kind: Kind, name: str) -> int | None:
-        """Return the first of `steps` steps at which rounding alone hides a factor of two in a tensor; None if no step does."""
+        """Return the first of `steps` steps at which rounding alone hides a factor of two in a tensor; None if no step
+        does."""
         return next((step for step in range(steps) if self.tolerance(step, kind, name) > _USELESS), None)
 
     def leaves_numbers(self, step: int, kind: Kind, name: str) -> bool:
@@ -144,8 +148,8 @@ class Repeat:
 def repeatability(one: Trace, again: Trace) -> Repeat | None:
     """Return the first difference between two runs on one device that exceeds rounding; None if there is none.
 
-    Samples and initial parameters must be equal bit for bit. Later tensors may differ if kernels sum in no fixed order. A
-    first difference in the upper half of the digits has another cause.
+    Samples and initial parameters must be equal bit for bit. Later tensors may differ if kernels sum in no fixed order.
+    A first difference in the upper half of the digits has another cause.
     """
     if len(one.steps) != len(again.steps):
         return Repeat(min(len(one.steps), len(again.steps)), f"it made {len(one.steps)} and {len(again.steps)} steps")

@@ -1,7 +1,8 @@
 """Detect ranks among the processes that the script starts by "spawn" or "forkserver".
 
-A process that makes a process group is a rank that the script starts itself. It would wait for other ranks, and its parent
-for it, until the timeout. Its new interpreter is not recorded, so the pickled process object installs the watch there.
+A process that makes a process group is a rank that the script starts itself. It would wait for other ranks, and its
+parent for it, until the timeout. Its new interpreter is not recorded, so the pickled process object installs the watch
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install"]
 
-# init_process_group calls one of these first. They are replaced instead of it, because the script may have imported it by name.
+# init_process_group calls one of these first. They are replaced instead of it, because the script may have imported it
+# by name.
 _IN_MAKING_A_GROUP = ("rendezvous", "_new_process_group_helper")
 _HOME = str(Path(__file__).parents[2])
 

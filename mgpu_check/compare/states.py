@@ -1,8 +1,8 @@
 """Record, in the script's process, the state of optimizers and the buffers, which training changes besides parameters.
 
-A state with the shape of its parameter has the placement of its parameter. A state that is flat over all parameters is one
-state of each parameter. A statistic over some dimensions of a parameter is placed in the other dimensions. A single number,
-such as a step count, is not divided, and all ranks must agree on it.
+A state with the shape of its parameter has the placement of its parameter. A state that is flat over all parameters is
+one state of each parameter. A statistic over some dimensions of a parameter is placed in the other dimensions. A single
+number, such as a step count, is not divided, and all ranks must agree on it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ class States:
 
 
 def _is_read(value: torch.Tensor) -> bool:
-    """Return whether summaries can read a tensor: one of torch or of the simulated node, not a subclass from another library."""
+    """Return whether summaries can read a tensor: one of torch or of the simulated node, not a subclass from another
+    library."""
     return type(value).__module__.partition(".")[0] in ("torch", "mgpu_check") and not value.is_nested
 
 

@@ -88,8 +88,8 @@ def _mark(at: torch.Tensor) -> int:
 def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None] | None = None) -> list[Numbers | None]:
     """Return the numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for None, or for an empty tensor.
 
-    All numbers are moved to the CPU together, so that a device waits only once per step. A DTensor is gathered first, so
-    all ranks that hold it must make this call.
+    All numbers are moved to the CPU together, so that a device waits only once per step. A DTensor is gathered first,
+    so all ranks that hold it must make this call.
 
     Args:
         cuts: for each tensor, the slice that it holds; None for a whole tensor.
@@ -135,7 +135,8 @@ def over(tensor: Any) -> list[str]:
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
-    """Return the shape of a tensor in summaries: a complex tensor has a last dimension of 2, for real and imaginary parts."""
+    """Return the shape of a tensor in summaries: a complex tensor has a last dimension of 2, for real and imaginary
+    parts."""
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 
@@ -178,8 +179,8 @@ def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
     """Return one hash for each sample of a batch. Equal samples have equal hashes in every batch.
 
     Args:
-        tensors: the inputs of a model, on the CPU. A sample consists of a slice of the first tensor, and of the slices at
-            the same index of all tensors with the same number of slices.
+        tensors: the inputs of a model, on the CPU. A sample consists of a slice of the first tensor, and of the slices
+            at the same index of all tensors with the same number of slices.
         dimension: the dimension along which the samples are slices.
     """
     batch = [t.detach().movedim(dimension, 0) for t in tensors if t.dim() > dimension]

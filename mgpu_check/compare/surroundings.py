@@ -34,8 +34,8 @@ class Surroundings:
     def roots(self, called: Sequence[nn.Module]) -> list[nn.Module]:
         """Return the modules that parameters of called modules are named from, each once.
 
-        For a called module, this is the highest module that contains several called ones. If there is no such module, it is
-        the outermost `ModuleList` or `ModuleDict` around it, or the called module itself.
+        For a called module, this is the highest module that contains several called ones. If there is no such module,
+        it is the outermost `ModuleList` or `ModuleDict` around it, or the called module itself.
         """
         above = [self._ancestors(module) for module in called]
         counts = Counter(number for some in above for number in some)

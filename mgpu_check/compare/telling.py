@@ -76,8 +76,8 @@ def starts_ranks_itself(one_device: bool) -> Report:
         "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), but "
         f"compare already starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
         [
-            "run as one rank if RANK is set, and start ranks only if it is not set: if 'RANK' in os.environ: main(int(os.environ['RANK']), "
-            "int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)"
+            "run as one rank if RANK is set, and start ranks only if it is not set: if 'RANK' in os.environ: "
+            "main(int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)"
         ],
     )
 
@@ -258,7 +258,8 @@ def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
         names = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
         if names:
             remarks.append(
-                f"rounding alone changes {said} {few(names, 5)} so much that it would hide even a factor of two: not compared"
+                f"rounding alone changes {said} {few(names, 5)} so much that it would hide even a factor of two: not "
+                "compared"
             )
     return remarks
 
@@ -277,7 +278,8 @@ def _said(difference: FirstDifference, ratio: float | None) -> str:
     where = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where
     times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "different"
     agree = "" if len(main.ranks) < 2 else (
-        "; the ranks disagree" if main.name in difference.apart[difference.kind] else "; the ranks agree with each other"
+        "; the ranks disagree" if main.name in difference.apart[difference.kind] else "; the ranks agree with each "
+                                                                                      "other"
     )  # fmt: skip
     return f"{tensor.format(main.name)} is {times} on {where} ({main.worst}){agree}"
 
@@ -322,8 +324,8 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
         if any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):
             continue
         remarks.append(
-            f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} instead of "
-            f"{one:.7g}), although gradients and parameters agree: the logged loss is scaled differently"
+            f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} "
+            f"instead of {one:.7g}), although gradients and parameters agree: the logged loss is scaled differently"
         )
         break
     return remarks

@@ -1,7 +1,8 @@
 """Read and write the trace of a script's run: a file of JSON lines for each rank, one line for each event.
 
-The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. In the line of another event, ``"after"`` is
-the number of optimizer steps before it. A tensor is stored as a *summary*, a list of numbers: see `TensorSummary`.
+The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. In the line of another event,
+``"after"`` is the number of optimizer steps before it. A tensor is stored as a *summary*, a list of numbers: see
+`TensorSummary`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class TraceError(ValueError):
 
 
 def positions(count: int) -> list[int]:
-    """Return the positions of the stored elements in a flattened tensor of `count`: the first, the last, and some between."""
+    """Return the positions of the stored elements in a flattened tensor of `count`: the first, the last, and some
+    between."""
     kept = min(SAMPLES, count)
     return [i * (count - 1) // max(kept - 1, 1) for i in range(kept)]
 
@@ -64,8 +66,8 @@ class TensorSummary:
         sums: the sums of `chunk_sizes` consecutive elements, in float64.
         samples: the elements at `positions`.
 
-    In complex tensors, real and imaginary parts count as elements. The summary of a slice has sums over its own elements,
-    and None for elements at `positions` that it does not have. So summaries of slices can be added.
+    In complex tensors, real and imaginary parts count as elements. The summary of a slice has sums over its own
+    elements, and None for elements at `positions` that it does not have. So summaries of slices can be added.
     """
 
     bits: int
@@ -148,7 +150,8 @@ class Parameter:
     """A parameter of an optimizer.
 
     Attributes:
-        shape: shape of the whole tensor; with a last dimension of 2 for the real and imaginary parts of complex numbers.
+        shape: shape of the whole tensor; with a last dimension of 2 for the real and imaginary parts of complex
+            numbers.
         order: its place among the parameters of the model.
         sharded: it is a DTensor, and each rank may hold a part.
         held: the slice that the trace summarizes; None for the whole tensor.
@@ -259,8 +262,8 @@ class Trace:
     states: dict[str, State] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """The other events: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led", "group", "starts",
-    "alone", "skipped", "stopped", "ended"."""
+    """The other events: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led",
+    "group", "starts", "alone", "skipped", "stopped", "ended"."""
 
     @property
     def finite_steps(self) -> int:

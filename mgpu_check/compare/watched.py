@@ -1,8 +1,8 @@
 """Record calls in the script's process that may explain a difference. The calls otherwise behave as before.
 
-Recorded are gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that the
-script starts, and the temporary directory of these processes. The functions are replaced as soon as torch is imported, under
-all of their names in torch, before the script can import them by name.
+Recorded are gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that
+the script starts, and the temporary directory of these processes. The functions are replaced as soon as torch is
+imported, under all of their names in torch, before the script can import them by name.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def _seeds(patches: Patches, note: Note) -> None:
 
 
 def _groups(patches: Patches, witness: Witness) -> None:
-    """Watch the default process group: a script that never makes it does not use several ranks, even if launched as several.
+    """Watch the default process group: a script that never makes it does not use several ranks, even if launched as
+    several.
 
     A forked child of the script that makes a process group is a rank that the script started itself.
     """

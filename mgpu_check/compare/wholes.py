@@ -1,7 +1,7 @@
 """Store the initial parameters and buffers of one device in a file, for ranks that hold slices of them.
 
-For each tensor the file has a line of JSON, followed by the elements. States of optimizers have no elements there: ranks
-need only their shapes.
+For each tensor the file has a line of JSON, followed by the elements. States of optimizers have no elements there:
+ranks need only their shapes.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def take_inventory() -> Inventory:
     if other:
         return Inventory(
             (),
-            f"the accelerator that torch {torch.__version__} has here is {other!r}: mgpu-check runs on GPUs by CUDA or ROCm, "
-            "and in software",
+            f"the accelerator that torch {torch.__version__} has here is {other!r}: mgpu-check runs on GPUs by CUDA "
+            "or ROCm, and in software",
         )
     # Without NVML, torch reports a driver that fails to initialize as no GPU at all.
     sick = torch.version.cuda is not None and _driver_code() not in (None, *_NO_DEVICE)
@@ -103,15 +103,16 @@ def _other_accelerator() -> str:
 _NO_DEVICE = (0, 100)
 
 _REMEDIES = {
-    3: "the driver could not be initialized, as after an update without a restart, or in a container without /dev/nvidia-uvm: "
-    "look at nvidia-smi, load the module (nvidia-modprobe -u -c 0), or restart the machine",
+    3: "the driver could not be initialized, as after an update without a restart, or in a container without "
+    "/dev/nvidia-uvm: look at nvidia-smi, load the module (nvidia-modprobe -u -c 0), or restart the machine",
     34: "the driver is a stub library, made for linking only: take its directory out of LD_LIBRARY_PATH",
     802: "the GPUs are connected by NVSwitches, and their fabric manager is not running, or not ready: look at "
     "systemctl status nvidia-fabricmanager; its version must be that of the driver",
     803: "the driver in the kernel and its library are of different versions, as after an update: restart the machine",
-    804: "the library of the driver is a compatibility package that these GPUs do not support: take it out of LD_LIBRARY_PATH",
-    999: "the driver has met an unknown error, often after an Xid or a suspended machine: look at dmesg (grep for Xid), reload "
-    "nvidia_uvm, or restart the machine",
+    804: "the library of the driver is a compatibility package that these GPUs do not support: take it out of "
+    "LD_LIBRARY_PATH",
+    999: "the driver has met an unknown error, often after an Xid or a suspended machine: look at dmesg (grep for "
+    "Xid), reload nvidia_uvm, or restart the machine",
 }
 """Cause and remedy of each error code of the driver's initialization (`cuInit`)."""
 

@@ -122,7 +122,8 @@ class SubjectResult:
     subject: Subject
 
     def on(self, gpus: Sequence[int], host: int = 0) -> Self:
-        """Return a copy with positions replaced by GPU numbers: position i is GPU ``gpus[i]``, and its host is `host`."""
+        """Return a copy with positions replaced by GPU numbers: position i is GPU ``gpus[i]``, and its host is
+        `host`."""
         return replace(self, subject=_on(self.subject, gpus, host))
 
 
@@ -142,8 +143,8 @@ class Observation(SubjectResult):
         case: the drawn case in one line: operation, dtype, size, seed, ...
         work: the work behind the outcome.
         evidence: details for programs, as JSON values: offsets, bits, values.
-        suspects: positions of the GPUs that the data point at, such as the source of a wrong contribution. Other GPUs may
-            be at fault, too.
+        suspects: positions of the GPUs that the data point at, such as the source of a wrong contribution. Other GPUs
+            may be at fault, too.
     """
 
     outcome: Outcome

@@ -13,7 +13,8 @@ from mgpu_check.processes.rank_lists import few
 __all__ = ["RAISE", "Attempts"]
 
 RAISE = "_MGPU_CHECK_RAISE"
-"""Environment variable that lets errors of a diagnosis propagate; set in this project's own tests, which must see them."""
+"""Environment variable that lets errors of a diagnosis propagate; set in this project's own tests, which must see
+them."""
 
 _SHOWN = 3
 """Most parts that one line names: an error in shared evidence fails every rule."""
@@ -33,8 +34,8 @@ class Attempts:
     def remarks(self) -> list[str]:
         """A line for the report on each error, with the parts that failed with it."""
         return [
-            f"the diagnosis is incomplete: {few(parts, _SHOWN)} failed with {error}; the verdict does not depend on it; "
-            "please report this line"
+            f"the diagnosis is incomplete: {few(parts, _SHOWN)} failed with {error}; the verdict does not depend on "
+            "it; please report this line"
             for error, parts in self._failed.items()
         ]
 

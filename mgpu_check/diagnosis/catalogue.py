@@ -34,9 +34,9 @@ _ALL = (
     MistakeClass(
         "gradients-not-synchronized",
         "gradients of some parameters stay on each rank",
-        "wrap every trained parameter in DistributedDataParallel, after the last change to the model; call the wrapper, not "
-        "the module inside; keep the wrapper until backward has run; leave no_sync() before the last backward of a step; set "
-        "find_unused_parameters=True if a step leaves parameters unused",
+        "wrap every trained parameter in DistributedDataParallel, after the last change to the model; call the "
+        "wrapper, not the module inside; keep the wrapper until backward has run; leave no_sync() before the last "
+        "backward of a step; set find_unused_parameters=True if a step leaves parameters unused",
     ),
     MistakeClass(
         "world-size-factor",
@@ -46,14 +46,14 @@ _ALL = (
     MistakeClass(
         "loss-term-factor",
         "one term of the loss counts once for each rank, or one over the number of ranks, and the others do not",
-        "scale all terms alike: if gradients are summed over ranks, divide an auxiliary loss or a penalty by the number of "
-        "ranks, too; if they are averaged, multiply each term that is divided by a global count",
+        "scale all terms alike: if gradients are summed over ranks, divide an auxiliary loss or a penalty by the "
+        "number of ranks, too; if they are averaged, multiply each term that is divided by a global count",
     ),
     MistakeClass(
         "expert-gradients-factor",
         "gradients of experts are off by the size of the group that shares the experts out",
-        "scale the gradients of experts like all others: an expert sees the tokens of all ranks of its group, so its gradient "
-        "is their sum; if the other gradients are averaged over ranks, divide it by the size of the group",
+        "scale the gradients of experts like all others: an expert sees the tokens of all ranks of its group, so its "
+        "gradient is their sum; if the other gradients are averaged over ranks, divide it by the size of the group",
     ),
     MistakeClass(
         "accumulation-factor",
@@ -69,8 +69,8 @@ _ALL = (
     MistakeClass(
         "clipped-before-synchronization",
         "gradients are clipped by a norm that is not the norm of the whole, averaged gradient",
-        "synchronize (and unscale) first, then clip by the norm of the whole gradient: all-reduce the sum of squares of what "
-        "each rank holds a part of",
+        "synchronize (and unscale) first, then clip by the norm of the whole gradient: all-reduce the sum of squares "
+        "of what each rank holds a part of",
     ),
     MistakeClass(
         "wrong-process-group",
@@ -91,8 +91,8 @@ _ALL = (
     MistakeClass(
         "batch-statistics-per-rank",
         "each rank takes statistics over its own shard, but one device takes them over the whole batch",
-        "convert BatchNorm with torch.nn.SyncBatchNorm.convert_sync_batchnorm, all-reduce or gather other statistics of the "
-        "batch, or compare with a reference that takes the batch shard by shard",
+        "convert BatchNorm with torch.nn.SyncBatchNorm.convert_sync_batchnorm, all-reduce or gather other statistics "
+        "of the batch, or compare with a reference that takes the batch shard by shard",
     ),
     MistakeClass(
         "buffers-drift",
@@ -102,13 +102,14 @@ _ALL = (
     MistakeClass(
         "different-initialization",
         "ranks start from different parameters",
-        "seed all ranks alike before the model is built, or broadcast the parameters from rank 0; offset seeds after that",
+        "seed all ranks alike before the model is built, or broadcast the parameters from rank 0; offset seeds after "
+        "that",
     ),
     MistakeClass(
         "random-numbers-per-rank",
         "a result depends on random numbers that are drawn rank by rank",
-        "draw numbers that must be the same on all ranks from a generator with one seed; for the comparison, switch dropout and "
-        "augmentation off",
+        "draw numbers that must be the same on all ranks from a generator with one seed; for the comparison, switch "
+        "dropout and augmentation off",
     ),
     # sequences
     MistakeClass(
@@ -184,7 +185,8 @@ _ALL = (
     MistakeClass(
         "result-discarded",
         "a collective ran on a temporary copy, or its result was written over",
-        "keep the contiguous copy, reduce it, and copy it back; add to what was reduced before, and do not write over it",
+        "keep the contiguous copy, reduce it, and copy it back; add to what was reduced before, and do not write over "
+        "it",
     ),
     MistakeClass(
         "strided-view",
@@ -194,8 +196,8 @@ _ALL = (
     MistakeClass(
         "memory-formats-differ",
         "ranks hand a collective tensors that lie in memory in another order of dimensions",
-        "give all ranks one memory format, and communicate tensor.contiguous(): a collective combines elements by their "
-        "places in memory, not by their indices",
+        "give all ranks one memory format, and communicate tensor.contiguous(): a collective combines elements by "
+        "their places in memory, not by their indices",
     ),
     MistakeClass(
         "reduced-again",
@@ -216,13 +218,15 @@ _ALL = (
     MistakeClass(
         "wrong-reduction",
         "values are combined by a different operation than on one device",
-        "choose the op that matches: SUM of sums and counts, MAX of flags; the mean or norm of the parts is not that of the whole",
+        "choose the op that matches: SUM of sums and counts, MAX of flags; the mean or norm of the parts is not that "
+        "of the whole",
     ),
     # control flow
     MistakeClass(
         "decision-per-rank",
         "each rank decides by its own values what all ranks must do alike",
-        "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a scale, a rate or the end",
+        "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a scale, a rate or "
+        "the end",
     ),
     MistakeClass(
         "uneven-steps",
@@ -259,7 +263,8 @@ _ALL = (
     MistakeClass(
         "restored-on-one-rank",
         "a checkpoint is loaded on some ranks only",
-        "load on every rank (map_location to its own device), or broadcast what one rank has loaded, the optimizer included",
+        "load on every rank (map_location to its own device), or broadcast what one rank has loaded, the optimizer "
+        "included",
     ),
     MistakeClass(
         "evaluation-differs",

@@ -20,7 +20,8 @@ def factor_of_change(
     stages: Sequence[Mapping[Result, torch.Tensor]],
     right: Mapping[Result, torch.Tensor],
 ) -> float | None:
-    """Return the factor between the change of all ranks since `was` and the right change; None if no one factor fits."""
+    """Return the factor between the change of all ranks since `was` and the right change; None if no one factor
+    fits."""
     found = [
         pair
         for stage in stages

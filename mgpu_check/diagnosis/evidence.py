@@ -117,7 +117,8 @@ class Evidence:
         samplers: the samplers that distribute samples.
         surplus: the samples that came again.
         uneven: parts of unequal size count alike.
-        updates: an optimizer updates differently from one device although gradients are right, and which settings differ.
+        updates: an optimizer updates differently from one device although gradients are right, and which settings
+            differ.
         buffers_apart: the buffers that differ between ranks after training.
         answers_change: a rank gives another answer when it evaluates again.
         answers_apart: ranks give different answers, though their parameters and buffers are equal.

@@ -23,7 +23,8 @@ _NEAR = 1e-4
 
 
 def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
-    """Return whether each rank still holds the gradient of its own backward pass, and the gradients differ between ranks.
+    """Return whether each rank still holds the gradient of its own backward pass, and the gradients differ between
+    ranks.
 
     Args:
         left: the gradients after the backward pass, by rank.

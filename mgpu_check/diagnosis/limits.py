@@ -20,8 +20,9 @@ _SAME = 1e-4
 def shows_a_limit(tensors: Tensors) -> bool:
     """Return whether gradients are limited: clipping was called, or other samples reach the same largest size.
 
-    The size is the total norm, the largest norm of a tensor, or the largest element of the gradients of one device. A step
-    that is right for scaled-down batches proves no limit: softmax and normalization then give much the same for all.
+    The size is the total norm, the largest norm of a tensor, or the largest element of the gradients of one device. A
+    step that is right for scaled-down batches proves no limit: softmax and normalization then give much the same for
+    all.
     """
     if any(True for _ in tensors.events("clip")) or (tensors.alone is not None and tensors.alone.of("clip")):
         return True

@@ -37,8 +37,8 @@ def first_wrong_module(tensors: Tensors) -> WrongModule | None:
     """Return the first module whose output differs from one device, else the first whose gradient does, else None.
 
     Ranks have parts of the batch or of the sequence, so each of their rows must equal a row on one device. The size of
-    gradients is ignored, because a loss is averaged over other numbers of samples. Modules that ranks divide are left out,
-    and so are outputs whose rows have another length.
+    gradients is ignored, because a loss is averaged over other numbers of samples. Modules that ranks divide are left
+    out, and so are outputs whose rows have another length.
     """
     alone = tensors.alone
     if alone is None or not tensors.traces or tensors.wrong_alone:
@@ -56,8 +56,8 @@ def first_wrong_module(tensors: Tensors) -> WrongModule | None:
 def module_of_partial_gradients(tensors: Tensors) -> tuple[str, tuple[int, ...]] | None:
     """Return a module where each rank has a part of the gradient of the output, and the ranks whose parts add up to it.
 
-    The gradients of parameters of this module must be wrong, and differ between these ranks: a right program may add them
-    up later. The parts must be no multiples of the whole: ranks may share out a loss.
+    The gradients of parameters of this module must be wrong, and differ between these ranks: a right program may add
+    them up later. The parts must be no multiples of the whole: ranks may share out a loss.
     """
     alone = tensors.alone
     if alone is None or not tensors.traces or tensors.wrong_alone:

@@ -130,7 +130,8 @@ class Expected:
 
     Attributes:
         single: the run of the reference, or else of the step itself, in the precision of the step.
-        own: the run of the step on one device, if `single` is the run of a reference; None if the step cannot run alone.
+        own: the run of the step on one device, if `single` is the run of a reference; None if the step cannot run
+            alone.
         by_reference: `single` is the run of a reference.
         exact: the floating-point results, in float64.
         tolerance: the tolerance of each element of `exact`.
@@ -139,8 +140,8 @@ class Expected:
         drawn: the shapes of the random numbers that the step draws.
         snapshots, allowances: exact values and tolerances after each optimizer step, if requested.
         remarks: a line for each measurement that was not possible.
-        provisional: `exact` has the results of `single`, and `tolerance` is a lower bound: a result within it is right, and
-            any other result needs the full measurement.
+        provisional: `exact` has the results of `single`, and `tolerance` is a lower bound: a result within it is right,
+            and any other result needs the full measurement.
         widened: `tolerance` includes the rounding within operators.
     """
 
@@ -202,7 +203,8 @@ class Relations:
 
     @property
     def broken(self) -> list[Result]:
-        """The results that are wrong or differ between ranks; if there are no such results, those with any broken relation."""
+        """The results that are wrong or differ between ranks; if there are no such results, those with any broken
+        relation."""
         return [name for name in self.held if name in self.wrong or name in self.split] or [
             name for name, held in self.held.items() if False in held.values()
         ]
@@ -217,8 +219,8 @@ class CallEvent:
     """One call.
 
     Attributes:
-        kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler", "epoch",
-            "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
+        kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler",
+            "epoch", "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
         name: name of the function or class.
         site: the line of the code under test that made the call: "train.py:40".
         details: the arguments, as plain values.
@@ -285,7 +287,8 @@ class Term:
 
     Attributes:
         backward: the line that calls backward on the loss: "train.py:42".
-        paths: the indices of operands from the loss to the term in autograd's graph; several if layers add parts of the term.
+        paths: the indices of operands from the loss to the term in autograd's graph; several if layers add parts of the
+            term.
         line: the line that computes the term; "" if it is unknown.
         parameters: the parameters that the term depends on.
     """
@@ -301,15 +304,16 @@ class Change:
     """A change to the calls of one line, tried on a wrong step.
 
     Attributes:
-        kind: the change. The collective uses another "group" or another "op". Its result is divided or multiplied by the
-            size of the group ("divide", "multiply"), or has its rows in another order ("reorder"). It is left out ("skip"), or
-            receives only the part that is new since its last call ("new"). A range of numbers continues the range of the
-            previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group ("term").
+        kind: the change. The collective uses another "group" or another "op". Its result is divided or multiplied by
+            the size of the group ("divide", "multiply"), or has its rows in another order ("reorder"). It is left out
+            ("skip"), or receives only the part that is new since its last call ("new"). A range of numbers continues
+            the range of the previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group
+            ("term").
         name: name of the collective; "arange" or "slice" for a range; "backward" for a term.
         site: the line: "train.py:40".
-        value: index of the group; name of the operation; or the number of calls before the same call again. For "reorder",
-            the number of pieces of each rank's rows. For "shift", the number of parts of the range, and whether neighbours
-            have consecutive parts ("inner") or not ("outer"). For "term", the term and its factor.
+        value: index of the group; name of the operation; or the number of calls before the same call again. For
+            "reorder", the number of pieces of each rank's rows. For "shift", the number of parts of the range, and
+            whether neighbours have consecutive parts ("inner") or not ("outer"). For "term", the term and its factor.
         was, now: ranks of each group before and after the change, if the group changes.
         holds: the step is right with the change.
     """
@@ -332,8 +336,9 @@ class Change:
 Other = Literal[
     "truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor", "biases-several-times"
 ]
-"""Wrong batches or models that mistakes lead to. A batch lacks its last samples, repeats its first samples, or consists of
-its first part only; or one of its tensors repeats its first part. A model has some biases multiplied by the world size."""
+"""Wrong batches or models that mistakes lead to. A batch lacks its last samples, repeats its first samples, or consists
+of its first part only; or one of its tensors repeats its first part. A model has some biases multiplied by the world
+size."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +370,8 @@ class Alternative:
     """A wrong batch or model that the ranks together may have used, and the results of one device with it.
 
     Attributes:
-        index: for "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the group.
+        index: for "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the
+            group.
         names: names of the parameters.
     """
 

@@ -20,8 +20,8 @@ class Result:
     """The name of one result of a step.
 
     Attributes:
-        of: for gradients, parameters and buffers the name in the model. For a returned value its keys, "head.loss", or ""
-            for the whole. For the optimizer the state and its owner, "exp_avg of head.weight".
+        of: for gradients, parameters and buffers the name in the model. For a returned value its keys, "head.loss", or
+            "" for the whole. For the optimizer the state and its owner, "exp_avg of head.weight".
         step: for a returned value the number of the call that returned it, from 1; None if there was one call only.
     """
 

@@ -30,8 +30,8 @@ __all__ = ["Tensors"]
 _NEAR = 2e-3
 """Relative tolerance of each element for a common factor: each element has its own rounding errors."""
 _TELLING = 1e-2
-"""Fraction of the largest element below which elements are ignored: they are differences of larger numbers, so that their
-ratios are inexact."""
+"""Fraction of the largest element below which elements are ignored: they are differences of larger numbers, so that
+their ratios are inexact."""
 _LEAST = 1e-3
 """Smallest difference of a factor from 1 that counts."""
 
@@ -293,7 +293,8 @@ class Tensors:
 
     @staticmethod
     def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
-        """Return whether both are equal within 1e-5 of the largest magnitude in `scale`, and `other` is not all zero."""
+        """Return whether both are equal within 1e-5 of the largest magnitude in `scale`, and `other` is not all
+        zero."""
         near = (one - other).abs() <= CLOSE * float(scale.abs().max())
         return bool(near.all()) and bool((other != 0).any())
 
@@ -359,7 +360,8 @@ class Tensors:
         return columns
 
     def stays_as_left(self, name: Result, left: Sequence[Left]) -> bool:
-        """Return whether each rank ends with the gradient of its own backward pass, and the gradients differ between ranks.
+        """Return whether each rank ends with the gradient of its own backward pass, and the gradients differ between
+        ranks.
 
         Args:
             left: sums and norms of the gradients after the backward pass, by rank.

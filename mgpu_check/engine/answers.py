@@ -15,15 +15,16 @@ from mgpu_check.processes.clock import Clock
 
 __all__ = ["agree", "collect", "send", "send_rest"]
 
-# Seconds that the other ranks get once a rank has raised or died: twice the time that rank took, within these bounds, and
-# more while they compute. This decides only how much the report says about the other ranks, never the outcome.
+# Seconds that the other ranks get once a rank has raised or died: twice the time that rank took, within these bounds,
+# and more while they compute. This decides only how much the report says about the other ranks, never the outcome.
 _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
 
 _NOTHING_YET = object()
 
 
 def send(processes: Mapping[int, Process], message_for: Callable[[int], object]) -> list[int]:
-    """Send each process its message without blocking, and return the processes that are gone. `collect` sends the rest."""
+    """Send each process its message without blocking, and return the processes that are gone. `collect` sends the
+    rest."""
     gone = []
     last: object = None
     framed = b""
@@ -71,14 +72,14 @@ def collect(
         expected: the type of an answer.
         timeout: seconds for all processes together. Once one dies or fails, the others get a short grace.
         went_well: whether an answer reports success.
-        answers: receives the answers in the order of their arrival, None for a dead process. It already holds the processes
-            that were gone when the message was sent.
-        pauses: resumes processes that wait for each other during the call. If it finds a difference, or processes that can
-            never meet, all that have not answered are late.
+        answers: receives the answers in the order of their arrival, None for a dead process. It already holds the
+            processes that were gone when the message was sent.
+        pauses: resumes processes that wait for each other during the call. If it finds a difference, or processes that
+            can never meet, all that have not answered are late.
 
     Returns:
-        The processes that did not answer in time, and, for each process that sent an invalid message and so counts as dead,
-        what is wrong with the message.
+        The processes that did not answer in time, and, for each process that sent an invalid message and so counts as
+        dead, what is wrong with the message.
     """
     garbled: dict[int, str] = {}
     waiting = {index: process for index, process in processes.items() if index not in answers}

@@ -90,7 +90,8 @@ def _from_any(
     tag: int,
     receiver: int,
 ) -> list[Unmatched]:
-    """Return the differences for a rank that receives from any source, and remove its transfers from `given` and `taken`.
+    """Return the differences for a rank that receives from any source, and remove its transfers from `given` and
+    `taken`.
 
     Only kinds and numbers are compared, because such a rank may receive in any order.
     """

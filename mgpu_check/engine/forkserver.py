@@ -1,11 +1,11 @@
 """The fork server: a process that has imported torch, touches no device, and forks every rank.
 
-The launcher runs it and talks to it over a socket. The byte `FORK`, sent with the file descriptors of the new process, asks
-for a fork, and `END` ends the server. The server answers with lines of JSON.
+The launcher runs it and talks to it over a socket. The byte `FORK`, sent with the file descriptors of the new process,
+asks for a fork, and `END` ends the server. The server answers with lines of JSON.
 
-`multiprocessing`'s fork server lacks four features that ranks need. Each rank leads its own process group, so that all its
-children die with it. The output of each rank goes to its own file. The parent receives exit states at once. The server ends
-with the parent, even if the parent is killed.
+`multiprocessing`'s fork server lacks four features that ranks need. Each rank leads its own process group, so that all
+its children die with it. The output of each rank goes to its own file. The parent receives exit states at once. The
+server ends with the parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class ForkServer:
         for pid in self.children:
             _kill_group(pid)
         deadline = time.monotonic() + _TO_END
-        # torch's managers of shared memory end by themselves: 2 s after their last user they remove the memory and exit.
+        # torch's managers of shared memory end by themselves: 2 s after their last user they remove the memory and
+        # exit.
         while (left := children_but_managers()) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -203,8 +204,8 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
 def _ending_with_parent(control: socket.socket, parent: int, directory: str) -> Iterator[None]:
     """End this process if the parent ends during the imports, which take seconds and do not read the socket.
 
-    A thread watches the socket, and ends before the first rank is forked. PDEATHSIG would not do: it fires when the thread
-    of the parent that started this process ends.
+    A thread watches the socket, and ends before the first rank is forked. PDEATHSIG would not do: it fires when the
+    thread of the parent that started this process ends.
     """
     read, write = os.pipe()
 

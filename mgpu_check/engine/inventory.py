@@ -10,7 +10,8 @@ __all__ = ["look"]
 
 
 def look(pool: RankPool, host: int = 0) -> Inventory:
-    """Take the inventory of a host's GPUs in a separate process; a driver that hangs or crashes is noted in the inventory.
+    """Take the inventory of a host's GPUs in a separate process; a driver that hangs or crashes is noted in the
+    inventory.
 
     Raises:
         AgentLost: the host's agent was lost.

@@ -230,8 +230,8 @@ class LocalLauncher:
                 raise
             if message["pid"] is None:
                 raise StartupFailure(
-                    f"the operating system refused a process for a rank: {message['refused']}. Raise the limit that was "
-                    "reached, end other processes, or use fewer ranks."
+                    f"the operating system refused a process for a rank: {message['refused']}. Raise the limit that "
+                    "was reached, end other processes, or use fewer ranks."
                 )
             undo.pop_all()
         process = Process(message["pid"], Channel(ours), *files)
@@ -248,7 +248,8 @@ class LocalLauncher:
             while self._ready and self._control is not None and select.select([self._control], [], [], 0)[0]:
                 self._receive()
         except StartupFailure:
-            pass  # the server and its ranks are gone: their connections have closed, and the next launch starts a server
+            # The server and its ranks are gone: their connections have closed, and the next launch starts a server.
+            pass
         if self._second is not None:
             self._second.collect()
 
@@ -311,7 +312,8 @@ class LocalLauncher:
         return failure
 
     def _release(self) -> None:
-        """Close the connections in a forked copy of this process: the server and ranks must notice when this one ends."""
+        """Close the connections in a forked copy of this process: the server and ranks must notice when this one
+        ends."""
         if self._control is not None:
             self._control.close()
         for process in self._processes.values():

@@ -41,6 +41,7 @@ def own_environment(environment: Mapping[str, str] | None) -> OwnEnvironment:
             raise ValueError(f"environment: {name}={value!r} is not a valid value; choose a str, such as '1'")
         if name in _OF_THE_ENGINE:
             raise ValueError(
-                f"environment: {name} is set for each rank; choose other variables than {', '.join(sorted(_OF_THE_ENGINE))}"
+                f"environment: {name} is set for each rank; choose other variables than "
+                f"{', '.join(sorted(_OF_THE_ENGINE))}"
             )
     return tuple(sorted(environment.items()))

@@ -49,7 +49,8 @@ class Pauses:
         return bool(self._paused)
 
     def done(self, rank: int) -> str:
-        """Return the part of the call that a paused rank has done, such as "step 1"; empty if the rank is not paused."""
+        """Return the part of the call that a paused rank has done, such as "step 1"; empty if the rank is not
+        paused."""
         return self._paused[rank].done if rank in self._paused else ""
 
     def come(self, rank: int, message: Paused) -> None:
@@ -142,7 +143,8 @@ class Pauses:
         return None
 
     def _part_held(self) -> RankFailure | None:
-        """Return the error if a tensor, such as a gradient, has parts on only some of the ranks that should hold one."""
+        """Return the error if a tensor, such as a gradient, has parts on only some of the ranks that should hold
+        one."""
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for rank, message in sorted(self._paused.items()):
             for held in message.held:
@@ -150,7 +152,8 @@ class Pauses:
         without = {held: tuple(sorted(set(held[1]) - set(ranks))) for held, ranks in holders.items()}
         done = next(iter(self._paused.values())).done
         lines = [
-            f"{few(names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the end of {done}"
+            f"{few(names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the end of "
+            f"{done}"
             for (among, ranks), names in _by_ranks(without).items()
         ]
         if not lines:

@@ -132,7 +132,7 @@ class RankPool:
     def run_apart(
         self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
     ) -> list[Any]:
-        """Call ``fn(*args)`` for each of `arguments` at the same time, call ``i`` in its own world of size 1 on device ``i``.
+        """Call ``fn(*args)`` for each of `arguments` at once, call ``i`` in its own world of size 1 on device ``i``.
 
         Args:
             arguments: the `args` of each call, for at most `devices` calls.
@@ -142,7 +142,7 @@ class RankPool:
             One result per call, in the order of `arguments`.
 
         Raises:
-            The errors of `run`: if several calls fail, the first error in the order of `arguments`, once all have ended.
+            The errors of `run`: if several calls fail, the first in the order of `arguments`, when all have ended.
         """
         timeout = self._seconds(timeout)
         function = self.function(fn)
@@ -306,7 +306,7 @@ class RankPool:
                 backend=key.backend,
                 store=store,
                 group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
-                # DataParallel runs a thread per device in the node process, so that process gets the threads of one rank.
+                # DataParallel runs a thread per device in the node process, which gets the threads of one rank.
                 threads=max(1, (os.cpu_count() or 1) // (len(beside) if key.slots else len(here))),
                 call_context=context,
                 own_environment=environment,

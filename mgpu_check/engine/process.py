@@ -66,7 +66,8 @@ class Process:
         self._signal(signal_number)
 
     def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
-        """Return the requested stacks once they are written; `HALTED` if the process is stopped, empty if it is silent."""
+        """Return the requested stacks once they are written; `HALTED` if the process is stopped, empty if it is
+        silent."""
         if self.halted():
             return HALTED
         deadline = Clock.now() + timeout

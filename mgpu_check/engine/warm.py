@@ -116,8 +116,8 @@ class WarmWorlds:
     def clear_devices(self, key: WorldKey) -> bool:
         """End all worlds on the devices of `key`, and return whether there were any.
 
-        A device in compute mode exclusive-process, or with full memory, refuses a second process. If there were any worlds,
-        devices hold one process at a time from now on.
+        A device in compute mode exclusive-process, or with full memory, refuses a second process. If there were any
+        worlds, devices hold one process at a time from now on.
         """
         if not self._real:
             return False

@@ -79,7 +79,8 @@ class Begun(NamedTuple):
 class World(WorldProcesses):
     """Warm processes that all run the same function.
 
-    A world is *broken* once it cannot be used again: a process died or was killed, or the processes are out of lockstep.
+    A world is *broken* once it cannot be used again: a process died or was killed, or the processes are out of
+    lockstep.
     """
 
     def __init__(
@@ -180,7 +181,8 @@ class World(WorldProcesses):
         raise error
 
     def _prepare(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> protocol.Call:
-        """Reset the state of the previous call, and return the message of this one, without data that the ranks have."""
+        """Reset the state of the previous call, and return the message of this one, without data that the ranks
+        have."""
         self._failed = None
         self.told = {}
         self._answers = {}  # answers of the previous call, if this one is interrupted before `_collect`
@@ -239,7 +241,8 @@ class World(WorldProcesses):
             raise Abandoned(failures[0])
 
     def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
-        """Wait, after a successful call, until the devices of its ranks are idle; return the new answers and late ranks.
+        """Wait, after a successful call, until the devices of its ranks are idle; return the new answers and late
+        ranks.
 
         Raises:
             RankDied: a rank ended during the wait.

@@ -82,7 +82,8 @@ class WorldProcesses:
             raise StartupFailure(f"{self.who.full(late)} did not start within {_START_TIMEOUT:g} s", ranks=late)
 
     def _ask(self, message: object, timeout: float, when: str) -> tuple[dict[int, object], list[int]]:
-        """Send `message` to all processes, and return their answers and the late ones; raises `RankDied` if one died."""
+        """Send `message` to all processes, and return their answers and the late ones; raises `RankDied` if one
+        died."""
         unsent = self._send(lambda _: message)
         answers, late = self._collect(timeout, protocol.Rested, lambda answer: answer is not None, dead=unsent)
         dead = [index for index, answer in answers.items() if answer is None]
@@ -123,7 +124,9 @@ class WorldProcesses:
         deadline = Clock.now() + EXIT_TIMEOUT
         ends = {index: self._died(index, deadline) for index in indices}
         text = "\n".join(
-            f"{self.who.full([index])} died {when}: {end.cause}{after}\n{end.last_words or self._last_lines(index)}".rstrip()
+            (
+                f"{self.who.full([index])} died {when}: {end.cause}{after}\n{end.last_words or self._last_lines(index)}"
+            ).rstrip()
             for index, end in ends.items()
         )
         kind = AgentLost if any(end.lost for end in ends.values()) else RankDied

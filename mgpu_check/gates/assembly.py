@@ -27,7 +27,8 @@ Parts = dict[Result, list[tuple[int, Slice, torch.Tensor]]]
 
 @dataclass(frozen=True)
 class _Whole:
-    """A result that was assembled from slices, once per rank: each rank's own slices, and slices of others in the gaps."""
+    """A result that was assembled from slices, once per rank: each rank's own slices, and slices of others in the
+    gaps."""
 
     views: list[torch.Tensor]
     own: list[torch.Tensor]
@@ -36,7 +37,8 @@ class _Whole:
 
 
 def holders_of(seen: Sequence[ObservedRun]) -> dict[str, set[int]]:
-    """Return, for each parameter and buffer that some rank leaves unused, the ranks that use it or that train nothing."""
+    """Return, for each parameter and buffer that some rank leaves unused, the ranks that use it or that train
+    nothing."""
     found: dict[str, set[int]] = defaultdict(set)
     for name in set().union(*(one.unused for one in seen)):
         found[name] |= {rank for rank, one in enumerate(seen) if name not in one.unused or not _trains(one)}
@@ -93,7 +95,8 @@ def _trains(one: ObservedRun) -> bool:
 
 
 def _names_differ(seen: Sequence[ObservedRun]) -> bool:
-    """Return whether ranks have results of different names, except returned ones; ranks without digests do not count."""
+    """Return whether ranks have results of different names, except returned ones; ranks without digests do not
+    count."""
     names = [one.digests.keys() for one in seen if one.digests]
     return any(name.kind != "returned" for one in names for name in one ^ names[0])
 
@@ -128,7 +131,8 @@ def _wholes(
 
     Args:
         held: the ranks that use a parameter or buffer, if some ranks do not.
-        idle: by rank, the parameters that no optimizer of the rank steps. Their gradients count only if no other rank's do.
+        idle: by rank, the parameters that no optimizer of the rank steps. Their gradients count only if no other rank's
+            do.
     """
     parts: Parts = defaultdict(list)
     for rank, some in enumerate(pieces):
@@ -222,7 +226,8 @@ def _is_state_in_chunks(whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[
 def _in_order(
     name: Result, whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...], size: int
 ) -> list[tuple[int, Slice, torch.Tensor]]:
-    """Return the chunks of a state in the order of ranks; with several replicas, in the order that makes replicas agree."""
+    """Return the chunks of a state in the order of ranks; with several replicas, in the order that makes replicas
+    agree."""
     first = whole[0][1]
     dim = next(d for d in range(len(shape)) if first.shape[d] != shape[d])
     count = -(-shape[dim] // max(1, first.shape[dim]))

@@ -19,7 +19,8 @@ __all__ = [
 ]
 
 _REDRAWS = 32
-"""Most draws of lengths. Two samples with four possible lengths tie in a quarter of the draws, so 32 draws hardly all tie."""
+"""Most draws of lengths. Two samples with four possible lengths tie in a quarter of the draws, so 32 draws hardly all
+tie."""
 _IGNORED = -100
 """The label that torch's losses ignore by default."""
 
@@ -33,7 +34,8 @@ def make_batches(
     factor: float,
     seed: int,
 ) -> list[Any]:
-    """Return the global batch of each step. Equal arguments give equal batches if the user's function is deterministic."""
+    """Return the global batch of each step. Equal arguments give equal batches if the user's function is
+    deterministic."""
     batches = []
     for step in range(steps):
         seed_everything(1000 * seed + step)
@@ -123,7 +125,8 @@ def _most_valid(leaf: torch.Tensor) -> int:
 
 
 def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides, if `_REDRAWS` suffice."""
+    """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides, if `_REDRAWS`
+    suffice."""
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     for _ in range(_REDRAWS):
         parts = [

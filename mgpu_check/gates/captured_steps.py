@@ -1,4 +1,5 @@
-"""Report the optimizer steps that replays of CUDA graphs do: torch calls the hooks of a step only when it is captured."""
+"""Report the optimizer steps that replays of CUDA graphs do: torch calls the hooks of a step only when it is
+captured."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from mgpu_check.diagnosis.samples import Accepted, EpochSamples
 __all__ = ["Coverage", "Epoch", "Visits", "coverage_of", "same_orders", "samples_of"]
 
 ALL_SEEN, ONLY_ONCE, KNOWN, AS_MANY = "all seen", "only once", "known", "as many batches"
-"""Relations: each sample is on some rank; no sample is on two ranks; every sample is known at world size 1; all ranks have
-as many batches."""
+"""Relations: each sample is on some rank; no sample is on two ranks; every sample is known at world size 1; all ranks
+have as many batches."""
 _CHANCE = 1e-4  # a repeated order proves that a loader does not shuffle, if chance repeats it less often than this
 
 
@@ -107,9 +107,9 @@ def coverage_of(samples: EpochSamples) -> Coverage:
         result.details.append(samples.told_of_batches)
         result.ranks.update(sorted((ranks for _, ranks in samples.numbers_of_batches), key=len)[0])
         result.remarks.append(
-            "where ranks have different numbers of batches, DistributedDataParallel waits in backward for those that are "
-            "done: drop or pad the last ones, or use torch.distributed.algorithms.Join; uneven=True accepts it in loops "
-            "without collectives"
+            "where ranks have different numbers of batches, DistributedDataParallel waits in backward for those that "
+            "are done: drop or pad the last ones, or use torch.distributed.algorithms.Join; uneven=True accepts it in "
+            "loops without collectives"
         )
     if not samples.covered and min(samples.shares_unknown) > 0:
         result.remarks.append(

@@ -89,7 +89,8 @@ def _is_float32(value: Any) -> bool:
 
 
 class Notes(TorchDispatchMode):
-    """Notes the floating-point dtypes narrower than float32 that operators return, and the operators that draw at random.
+    """Notes the floating-point dtypes narrower than float32 that operators return, and the operators that draw at
+    random.
 
     Attributes:
         seen: the dtypes.
@@ -129,7 +130,8 @@ class Notes(TorchDispatchMode):
 
 
 def _by_generator_alone(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether the draw of an operator depends only on the generator, and on no values of its tensor arguments."""
+    """Return whether the draw of an operator depends only on the generator, and on no values of its tensor
+    arguments."""
     packet = func.overloadpacket
     given = args[1:] if packet in _FILLING else args
     return packet in _FROM_NOTHING and not any(isinstance(value, torch.Tensor) for value in given)

@@ -42,26 +42,27 @@ def assert_evaluation_agrees(
 ) -> None:
     """Assert that the models of all ranks give the same answers in evaluation mode after some training steps.
 
-    Each rank calls ``build()`` under one seed and then ``step(model, batch, rank)`` on `steps` global batches, which are
-    also made under one seed. It then calls ``model.eval()``, and ``evaluate(model, batch)`` under ``torch.no_grad()`` on
-    one more global batch, the same on all ranks, without TF32. The answers of all ranks must be equal bit for bit. If
-    parameters and buffers are equal bit for bit, answers may differ by rounding. The size of those rounding errors is
-    measured on the evaluation (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997). Each rank evaluates twice,
-    under seeds that differ between ranks: an answer must not depend on random numbers.
+    Each rank calls ``build()`` under one seed and then ``step(model, batch, rank)`` on `steps` global batches, which
+    are also made under one seed. It then calls ``model.eval()``, and ``evaluate(model, batch)`` under
+    ``torch.no_grad()`` on one more global batch, the same on all ranks, without TF32. The answers of all ranks must be
+    equal bit for bit. If parameters and buffers are equal bit for bit, answers may differ by rounding. The size of
+    those rounding errors is measured on the evaluation (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997).
+    Each rank evaluates twice, under seeds that differ between ranks: an answer must not depend on random numbers.
 
-    DistributedDataParallel with BatchNorm does not have this property by itself. It broadcasts buffers before each forward
-    pass in training, so each rank's running statistics differ again after the last pass. Broadcast buffers before
-    evaluation, or convert to SyncBatchNorm. If the training code evaluates on one rank, or on each rank's share, let
-    `evaluate` do the same.
+    DistributedDataParallel with BatchNorm does not have this property by itself. It broadcasts buffers before each
+    forward pass in training, so each rank's running statistics differ again after the last pass. Broadcast buffers
+    before evaluation, or convert to SyncBatchNorm. If the training code evaluates on one rank, or on each rank's share,
+    let `evaluate` do the same.
 
     Args:
         ranks: the fixture.
-        step: the user's parallel training step, called on every rank. It takes its share of the global batch itself, and
-            trains `model` in place. A class is called with (model, rank) first; its instance is called for each batch.
+        step: the user's parallel training step, called on every rank. It takes its share of the global batch itself,
+            and trains `model` in place. A class is called with (model, rank) first; its instance is called for each
+            batch.
         build: returns the model, not yet on a device.
         batch: ``batch(n)`` returns a global batch of n samples, with new samples for each step.
-        evaluate: returns the answers of the model: tensors, or mappings or lists of tensors. Default: ``model(x)`` of the
-            first tensor of the batch, on the device of the model.
+        evaluate: returns the answers of the model: tensors, or mappings or lists of tensors. Default: ``model(x)`` of
+            the first tensor of the batch, on the device of the model.
         steps: number of training steps.
         sizes: sizes of global batches, one or several; default 4 * world size.
         world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
@@ -69,8 +70,8 @@ def assert_evaluation_agrees(
     Raises:
         ScalingMismatch: answers differ; raised at the smallest world size and batch where they do. ``.ranks`` are the
             ranks that differ from rank 0, or from their own first answer.
-        ValueError: an argument is not valid; `build`, `batch` or `evaluate` returns something unusable; or `step` changes
-            no parameter.
+        ValueError: an argument is not valid; `build`, `batch` or `evaluate` returns something unusable; or `step`
+            changes no parameter.
     """
     __tracebackhide__ = True
     check_count("assert_evaluation_agrees", "steps", steps)
@@ -127,8 +128,8 @@ def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list
         )
     if _of(compared, "untouched"):
         raise ValueError(
-            "step(model, batch, rank) leaves all parameters of the model as build() has made them, on all ranks; train the "
-            "model that it is given, in place"
+            "step(model, batch, rank) leaves all parameters of the model as build() has made them, on all ranks; "
+            "train the model that it is given, in place"
         )
     return compared
 
@@ -158,8 +159,9 @@ def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int
         evidence = replace(evidence, buffers_apart=_listed(buffers))
     if repeated:
         told = (
-            f"rank {repeated[0].wrong[0]} gives another answer under another seed: {repeated[0].detail}; look for dropout "
-            "that is still on (model.eval() undone, functional.dropout without training=), or other random numbers"
+            f"rank {repeated[0].wrong[0]} gives another answer under another seed: {repeated[0].detail}; look for "
+            "dropout that is still on (model.eval() undone, functional.dropout without training=), or other random "
+            "numbers"
         )
         return replace(evidence, answers_change=told)
     if initial or parameters or buffers:

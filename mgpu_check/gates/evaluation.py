@@ -49,8 +49,8 @@ class Compared:
     """A value that should be the same on all ranks, as compared.
 
     Attributes:
-        kind: "initial", "parameter", "buffer" or "answer"; "repeated" for a second answer of the same rank; "batches" and
-            "untouched" for functions that cannot be used.
+        kind: "initial", "parameter", "buffer" or "answer"; "repeated" for a second answer of the same rank; "batches"
+            and "untouched" for functions that cannot be used.
         wrong: the ranks that differ from rank 0; for "repeated", from their own first answer.
         detail: the element with the largest difference, with the values of the ranks.
         rounding: whether rounding errors explain the difference.
@@ -128,7 +128,8 @@ def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
-    """Measure how far rounding errors may move each element of the answers, by Monte Carlo arithmetic; see `Perturbed`."""
+    """Measure how far rounding errors may move each element of the answers, by Monte Carlo arithmetic; see
+    `Perturbed`."""
     seed_everything(_SEED + 1000 + rank.index)
     usual = {n: v.double() for n, v in _answer(program, model, batch).items() if is_real(v)}
     spread = deviations(sum(value.numel() for value in usual.values()))

@@ -246,15 +246,18 @@ def _normalizes(tensors: Tensors) -> str:
     modules = tensors.seen[0].normalized
     if not modules or tensors.shardwise:
         return ""
-    return f"{modules[0]} is a BatchNorm in training mode: it normalizes each rank's samples by their own mean and variance"
+    return (
+        f"{modules[0]} is a BatchNorm in training mode: it normalizes each rank's samples by their own mean and "
+        "variance"
+    )
 
 
 def _draws(tensors: Tensors) -> str:
     if all(_drawn(trace) == tensors.expected.drawn for trace in tensors.traces):
         return ""
     return (
-        "each rank draws random numbers for its own part of the batch, as dropout and noise do: the comparison with one "
-        "device says nothing more"
+        "each rank draws random numbers for its own part of the batch, as dropout and noise do: the comparison with "
+        "one device says nothing more"
     )
 
 
@@ -294,6 +297,6 @@ def _repeated_epoch(tensors: Tensors) -> str:
     if len(iterated) < 2 or len({event.details["epoch"] for event in iterated}) > 1:
         return ""
     return (
-        f"a DistributedSampler that shuffles was iterated {len(iterated)} times ({iterated[0].site}), each time as epoch "
-        f"{iterated[0].details['epoch']}"
+        f"a DistributedSampler that shuffles was iterated {len(iterated)} times ({iterated[0].site}), each time as "
+        f"epoch {iterated[0].details['epoch']}"
     )

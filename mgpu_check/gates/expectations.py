@@ -58,7 +58,8 @@ class Expectations:
         self.alone = True
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
         self._elements: int | None = None
-        """Elements of the results, if ranks share the runs of this step; 0 if one rank does all runs; None before the first."""
+        """Elements of the results, if ranks share the runs of this step; 0 if one rank does all runs; None before the
+        first."""
 
     def of(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return the results of one device; measure them once for all world sizes.
@@ -130,7 +131,8 @@ class Expectations:
         return found
 
     def _measured_together(self, scenario: Scenario) -> Expected | None:
-        """Return the result of `measure_provisionally` from runs shared by ranks; None if one rank has to do all runs."""
+        """Return the result of `measure_provisionally` from runs shared by ranks; None if one rank has to do all
+        runs."""
         elements = self._elements
         if not elements or (self._program.reference is not None and scenario.change):
             return None

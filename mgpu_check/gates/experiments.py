@@ -26,7 +26,8 @@ _EXTREMES = ("max", "min")
 _SECONDS = (5.0, 20.0)
 """Shortest and longest timeout of a changed step, in seconds: the change may make it hang."""
 _TIMES = 20.0
-"""Timeout as a multiple of the latest unchanged run, so that a right change is not taken for a hang on a busy machine."""
+"""Timeout as a multiple of the latest unchanged run, so that a right change is not taken for a hang on a busy
+machine."""
 
 
 def changes_tried(
@@ -85,8 +86,8 @@ def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Resu
 
 
 def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
-    """Yield changes, the likeliest first: other groups, positions, orders, factors, terms of the loss, groups of one rank,
-    operations, calls left out.
+    """Yield changes, the likeliest first: other groups, positions, orders, factors, terms of the loss, groups of one
+    rank, operations, calls left out.
 
     If all ranks give the same number, a group of one rank or the operation MAX has the effect of a division, so factors
     come first. A factor of a collective also corrects returned values, so it comes before a factor of a term.

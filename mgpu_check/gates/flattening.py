@@ -92,8 +92,8 @@ def _opaque(value: Any, name: str, strict: bool, why: str) -> dict[str, Any]:
     if not strict:
         return {name: kind}
     raise Opaque(
-        f"{name or 'the whole'} is a {kind}, {why}; give it a state_dict(), or give in its place the tensors, numbers and "
-        "texts that it holds"
+        f"{name or 'the whole'} is a {kind}, {why}; give it a state_dict(), or give in its place the tensors, numbers "
+        "and texts that it holds"
     )
 
 

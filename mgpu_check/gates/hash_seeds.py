@@ -33,8 +33,8 @@ def with_seeds_apart(
 ) -> None:
     """Judge a case again with different hash seeds, if the code under test uses sets.
 
-    A failure counts only if it occurs twice, and if the same case passes in between with one seed. A hang counts at once,
-    because waiting for it twice takes too long.
+    A failure counts only if it occurs twice, and if the same case passes in between with one seed. A hang counts at
+    once, because waiting for it twice takes too long.
 
     Args:
         gate: the gate that the user called.
@@ -64,8 +64,8 @@ def with_seeds_apart(
         return  # the failure is intermittent, and does not depend on the seeds
     what = (str(failed).splitlines() or [type(failed).__name__])[0]
     told = (
-        f"the case passes if all ranks share one hash seed; with a seed for each rank, {what[:_LONGEST]}; sets are used in "
-        f"{few(used, _SHOWN)}"
+        f"the case passes if all ranks share one hash seed; with a seed for each rank, {what[:_LONGEST]}; sets are "
+        f"used in {few(used, _SHOWN)}"
     )
     report = Report(
         f"{gate}: ranks with different hash seeds fail, as they have them under torchrun: {what}",

@@ -1,7 +1,7 @@
 """Trace the tensors of a rank to the parameters and buffers of the built model.
 
-A step may replace parameters by shards, keep one stage of several, rebuild modules, or train flat buffers. Each tensor that
-it holds in the end is traced to the tensor, or to the slice of it, that one device holds.
+A step may replace parameters by shards, keep one stage of several, rebuild modules, or train flat buffers. Each tensor
+that it holds in the end is traced to the tensor, or to the slice of it, that one device holds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Held:
     local: bool = False
 
     def copy_of(self, value: Any) -> torch.Tensor:
-        """Return a copy of the tensor, its gradient or its state; of a DTensor that was placed locally, the local part."""
+        """Return a copy of the tensor, its gradient or its state; of a DTensor that was placed locally, the local
+        part."""
         if not self.local or not hasattr(value, "to_local"):
             return plain_copy(value)
         whole: Any = self.tensor
@@ -304,7 +305,8 @@ def _is_there(tensor: torch.Tensor) -> bool:
 def named_tensors(
     modules: Mapping[str, nn.Module], aliases: bool = False
 ) -> Iterator[tuple[_Kind, str, torch.Tensor, nn.Module, str]]:
-    """Yield each parameter and buffer of modules that are named by prefixes: kind, name, tensor, its module, its key there.
+    """Yield each parameter and buffer of modules that are named by prefixes: kind, name, tensor, its module, its key
+    there.
 
     Args:
         aliases: also yield a tensor that a module has under several names once for each.

@@ -37,9 +37,9 @@ def assert_loader_covers(
 ) -> None:
     """Assert that the loaders of all ranks together give each sample once per epoch.
 
-    A run of the same code at world size 1 gives the expected samples. A sample is identified by its content: all leaves of
-    a batch (tensors, arrays, lists of texts or numbers) have one row per sample along dim 0. At each world size and in
-    every epoch these relations must hold:
+    A run of the same code at world size 1 gives the expected samples. A sample is identified by its content: all leaves
+    of a batch (tensors, arrays, lists of texts or numbers) have one row per sample along dim 0. At each world size and
+    in every epoch these relations must hold:
 
     - *all seen*, *only once*: each sample is on exactly one rank; *known*: world size 1 gives every sample, too;
     - *as many batches*: all ranks have as many; in a loop with collectives, a rank with more batches waits forever;
@@ -52,10 +52,9 @@ def assert_loader_covers(
     Args:
         ranks: the fixture.
         make_loader: called on every rank with its `Rank`; it makes the loader as training code does. It returns the
-            loader, any iterable of batches, which is iterated once per epoch without further calls. Or it is a generator
-            function that yields the loader (not its batches) once per epoch:
-            ``for epoch in range(epochs): sampler.set_epoch(epoch); yield loader``. All ranks have the same seeds when it
-            is called.
+            loader, any iterable of batches, which is iterated once per epoch without further calls. Or it is a
+            generator function that yields the loader (not its batches) once per epoch: ``for epoch in range(epochs):
+            sampler.set_epoch(epoch); yield loader``. All ranks have the same seeds when it is called.
         epochs: number of epochs to check; from 2 on, their orders are compared.
         world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
         padding: accept repeated samples that give all ranks as many samples, or full batches: at most
@@ -77,7 +76,8 @@ def assert_loader_covers(
     check_count("assert_loader_covers", "epochs", epochs, ", and 2 or more to compare their orders")
     if not callable(make_loader):
         raise ValueError(
-            f"make_loader is a {type(make_loader).__name__}; give a function that makes the loader, so that each rank has one"
+            f"make_loader is a {type(make_loader).__name__}; give a function that makes the loader, so that each rank "
+            "has one"
         )
     if key is not None and not callable(key):
         raise ValueError(
@@ -128,19 +128,19 @@ def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
     differ = next((number for number, count in enumerate(counts) if count != counts[0]), None)
     if differ is not None and alone.bare and not counts[differ] & counts[0]:
         raise ValueError(
-            f"at world size 1, what make_loader yields for epoch {differ} has no sample in common with what it yields for "
-            "epoch 0; if it yields batches, return a loader, or a list of the batches, in place of yielding them; if it "
-            "yields loaders whose samples are augmented at random, pass key=, a function from a batch to the ids of its "
-            "samples"
+            f"at world size 1, what make_loader yields for epoch {differ} has no sample in common with what it yields "
+            "for epoch 0; if it yields batches, return a loader, or a list of the batches, in place of yielding "
+            "them; if it yields loaders whose samples are augmented at random, pass key=, a function from a batch to "
+            "the ids of its samples"
         )
     if differ is not None and not dropped:
         others = (counts[differ] - counts[0]).total() or (counts[0] - counts[differ]).total()
         raise ValueError(
-            f"at world size 1, epoch {differ} of make_loader differs from epoch 0 in {others} of {union.total()} samples, "
-            "so the set of samples is not known; where samples are augmented at random, pass key=, a "
-            "function from a batch to the ids of its samples; where drop_last drops others each time, pass dropped=True; "
-            "where a sampler draws with replacement, as WeightedRandomSampler does, pass epochs=1: all ranks together must "
-            "then draw what one draws in one epoch"
+            f"at world size 1, epoch {differ} of make_loader differs from epoch 0 in {others} of {union.total()} "
+            "samples, so the set of samples is not known; where samples are augmented at random, pass key=, a "
+            "function from a batch to the ids of its samples; where drop_last drops others each time, pass "
+            "dropped=True; where a sampler draws with replacement, as WeightedRandomSampler does, pass epochs=1: all "
+            "ranks together must then draw what one draws in one epoch"
         )
     return union
 
@@ -206,8 +206,8 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Vi
             f"run again under the same seeds, {named(others)} {'gets' if len(others) == 1 else 'get'} other samples"
         )
         coverage.remarks.append(
-            "an epoch that cannot be repeated can be neither resumed nor debugged: seed the generator that draws the order, "
-            "from one seed for all ranks"
+            "an epoch that cannot be repeated can be neither resumed nor debugged: seed the generator that draws the "
+            "order, from one seed for all ranks"
         )
         coverage.ranks.update(others)
 

@@ -68,7 +68,8 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
     remarks += main.remarks
     if not main.precise:
         remarks.append(
-            "the step does not run in float64, or draws other random numbers there; the exact values are those of float32"
+            "the step does not run in float64, or draws other random numbers there; the exact values are those of "
+            "float32"
         )
     expected = Expected(
         main.single,
@@ -87,7 +88,8 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
 
 
 def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
-    """Run the reference, or else the step, unchanged and perturbed, in its own precision, which recognises most right steps.
+    """Run the reference, or else the step, unchanged and perturbed, in its own precision, which recognises most right
+    steps.
 
     Return None if the result is inconclusive, so that `measure` is needed.
 
@@ -120,7 +122,8 @@ def measure_in_parts(
 
 
 def of_parts(program: Program, parts: Sequence[RunPart], elements: int) -> Expected | None:
-    """Join one part for each of `rounding.RUNS` to the result of `measure_provisionally`; None if it is inconclusive."""
+    """Join one part for each of `rounding.RUNS` to the result of `measure_provisionally`; None if it is
+    inconclusive."""
     main = joined(parts, elements)
     return None if main is None else _provisional(program, main, None, parts[0].drawn, parts[0].narrow)
 
@@ -147,7 +150,8 @@ def _provisional(
 def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> ObservedRun:
     """Run the reference, or else the step, once more; see `rounding.slightly_moved`.
 
-    The difference from the first run shows rounding inside operators, which a perturbation of their results cannot show.
+    The difference from the first run shows rounding inside operators, which a perturbation of their results cannot
+    show.
     """
     with full_precision(), one_thread() as threads:
         seen = slightly_moved(rank, program, scenario, program.reference is not None, threads)
@@ -175,7 +179,8 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
 def _with_room_for(stage: MeasuredStep[Result], narrower: Iterable[torch.dtype]) -> MeasuredStep[Result]:
     """Return the stage with tolerances for rounding to dtypes that only the step uses, not the reference.
 
-    The tolerances follow from the dtypes, not from the results of the step. Whole numbers, such as counts, must be exact.
+    The tolerances follow from the dtypes, not from the results of the step. Whole numbers, such as counts, must be
+    exact.
     """
     roundoff = max(map(unit_roundoff, narrower), default=0.0)
     if not roundoff:

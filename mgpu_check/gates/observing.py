@@ -225,8 +225,8 @@ def _take(seen: ObservedRun, name: Result, value: Any) -> None:
         seen.others[name] = repr(value)
     elif value is not None:
         raise Unusable(
-            f"step returned {name.label or 'a result'} of type {type(value).__name__}; return tensors, numbers or texts, in "
-            "mappings, sequences or dataclasses"
+            f"step returned {name.label or 'a result'} of type {type(value).__name__}; return tensors, numbers or "
+            "texts, in mappings, sequences or dataclasses"
         )
 
 

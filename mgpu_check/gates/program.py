@@ -48,7 +48,8 @@ class Program:
         single_process: whether one process drives all devices, as with nn.DataParallel.
         gate: the gate that the user called, for messages.
         placement: the slices of parameters that ranks hold; see `numerics.placement.declared.by_user`.
-        returned_by: the ranks whose returned values count: "last", or a function of coordinates in the mesh; None for all.
+        returned_by: the ranks whose returned values count: "last", or a function of coordinates in the mesh; None for
+            all.
     """
 
     step: Callable[..., Any]
@@ -62,7 +63,8 @@ class Program:
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:
-    """Return a function to call for each batch. A class, or a partial of a class, is called with (model, rank) first."""
+    """Return a function to call for each batch. A class, or a partial of a class, is called with (model, rank)
+    first."""
     made = step(model, rank) if isinstance(_innermost(step), type) else step
     return lambda batch: made(model, batch, rank)
 

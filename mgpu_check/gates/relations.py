@@ -232,7 +232,8 @@ def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, fl
     allowed = relative * float(finite.abs().max()) if finite.numel() else 0.0
     if not expected.provisional:
         return allowed
-    # The provisional reference has errors of its own. They get half of the tolerance, if that exceeds the known rounding.
+    # The provisional reference has errors of its own. They get half of the tolerance, if that exceeds the known
+    # rounding.
     return 0.5 * allowed if 2 * float(expected.tolerance[name].max()) <= allowed else 0.0
 
 

@@ -123,12 +123,16 @@ def explained(
 
 
 def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
-    """Describe a sampler that continues with an epoch that does not follow from the interrupted run; "" if none does."""
+    """Describe a sampler that continues with an epoch that does not follow from the interrupted run; "" if none
+    does."""
     for rank, (whole, before, after) in enumerate(of_ranks):
         # Training may continue in the interrupted epoch or in the next one, or repeat earlier epochs.
         right = [whole[start:] for start in range(min(len(before), len(whole)) + 1)]
         if after and list(after) not in [list(one) for one in right] and len(after) <= len(whole):
-            told = f"DistributedSampler continues with epoch {after[0]} on rank {rank}, and with epoch {whole[-len(after)]}"
+            told = (
+                f"DistributedSampler continues with epoch {after[0]} on rank {rank}, and with epoch "
+                f"{whole[-len(after)]}"
+            )
             return f"{told} in the uninterrupted run"
     return ""
 

@@ -37,43 +37,45 @@ def assert_resume_continues(
 ) -> None:
     """Assert that a run of `steps` steps, saved and resumed for `steps` more, equals one run of 2 * `steps` steps.
 
-    At each world size `train` runs on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 * steps in
-    the directory of that checkpoint. All generators (torch on CPU and devices, Python, and NumPy if imported) get the same
-    seeds before the runs from 0, and other seeds before the resumed run. So random numbers that matter must be restored,
-    and data or permutations that are made again must be made from seeds of their own.
+    At each world size `train` runs on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 *
+    steps in the directory of that checkpoint. All generators (torch on CPU and devices, Python, and NumPy if imported)
+    get the same seeds before the runs from 0, and other seeds before the resumed run. So random numbers that matter
+    must be restored, and data or permutations that are made again must be made from seeds of their own.
 
-    On each rank, every entry of the final state must equal that of the uninterrupted run. Bits are compared first. If they
-    differ, floating-point numbers may be off by rounding errors. Correct code may round differently after a start:
+    On each rank, every entry of the final state must equal that of the uninterrupted run. Bits are compared first. If
+    they differ, floating-point numbers may be off by rounding errors. Correct code may round differently after a start:
     DistributedDataParallel reduces in other buckets in its first step. The size of the errors is measured on four more
-    uninterrupted runs, with random rounding errors in each operator (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002,
-    1997). If two uninterrupted runs differ in some bits, 8 times their largest difference in a tensor is granted, too.
+    uninterrupted runs, with random rounding errors in each operator (Monte Carlo arithmetic: D. S. Parker, UCLA
+    CSD-970002, 1997). If two uninterrupted runs differ in some bits, 8 times their largest difference in a tensor is
+    granted, too.
 
-    Training is not repeatable if those two runs differ by more than rounding explains: 2^-10 of the largest magnitude in a
-    tensor, or 16 unit roundoffs of its dtype if that is more; or if they differ in an entry that is not floating-point.
-    The gate then gives no verdict and raises ValueError. Seed every generator that training draws from, and do not return
-    values that are not part of the state, such as a time of day.
+    Training is not repeatable if those two runs differ by more than rounding explains: 2^-10 of the largest magnitude
+    in a tensor, or 16 unit roundoffs of its dtype if that is more; or if they differ in an entry that is not
+    floating-point. The gate then gives no verdict and raises ValueError. Seed every generator that training draws from,
+    and do not return values that are not part of the state, such as a time of day.
 
     The resumed run is a new call in the same processes. Seeds and torch's global settings are those of a fresh rank.
-    `train` and the objects that it refers to are sent again with each call, including globals of the test's module and of
-    conftests. Globals of modules that ranks import, as of an installed package, stay: `train` must not keep state there.
+    `train` and the objects that it refers to are sent again with each call, including globals of the test's module and
+    of conftests. Globals of modules that ranks import, as of an installed package, stay: `train` must not keep state
+    there.
 
-    Generators alone are not judged, since many a loader draws a seed that it does not use. If results differ, the report
-    names the generators that the steps draw from. Return their states from `train` to have them compared.
+    Generators alone are not judged, since many a loader draws a seed that it does not use. If results differ, the
+    report names the generators that the steps draw from. Return their states from `train` to have them compared.
 
     Args:
         ranks: the fixture.
-        train: ``train(rank, directory, start, stop)`` trains from step `start` to before step `stop`. If `start` is above
-            0, it loads the checkpoint of an earlier call from `directory` (a `pathlib.Path`, the same for all ranks). At
-            the end it saves there, and overwrites an earlier checkpoint. It returns the state as a mapping from names to
-            tensors on any device, numbers, texts, lists and mappings of these, dataclasses, or objects with
-            ``state_dict()``: model, optimizer, scheduler, scaler, sampler. Other objects count by their attributes. Each
-            rank compares its own part of a DTensor. After a failure `train` is also called with `start` equal to `stop`, to
-            see what loading restores.
+        train: ``train(rank, directory, start, stop)`` trains from step `start` to before step `stop`. If `start` is
+            above 0, it loads the checkpoint of an earlier call from `directory` (a `pathlib.Path`, the same for all
+            ranks). At the end it saves there, and overwrites an earlier checkpoint. It returns the state as a mapping
+            from names to tensors on any device, numbers, texts, lists and mappings of these, dataclasses, or objects
+            with ``state_dict()``: model, optimizer, scheduler, scaler, sampler. Other objects count by their
+            attributes. Each rank compares its own part of a DTensor. After a failure `train` is also called with
+            `start` equal to `stop`, to see what loading restores.
         steps: number of steps before and after the interruption. An epoch must end within them to test the position in
             the data.
         world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
-        tolerance: largest error of an element, as a fraction of the largest magnitude in its tensor, from 0 to below 1. It
-            replaces the measured tolerance.
+        tolerance: largest error of an element, as a fraction of the largest magnitude in its tensor, from 0 to below 1.
+            It replaces the measured tolerance.
 
     Raises:
         ScalingMismatch: the resumed run ends with another state; raised at the smallest world size where it does.
@@ -124,18 +126,20 @@ def _check(
     ends = compared(resumed, whole)
     if ends.irreproducible:
         raise ValueError(
-            f"two uninterrupted runs of steps 0 to {2 * steps} differ by more than rounding in {ends.irreproducible}; so "
-            "a resumed run cannot be judged. Seed each generator that train makes (torch.Generator(), "
-            "numpy.random.default_rng()), and do not return values that are not part of the state, such as a time of day"
+            f"two uninterrupted runs of steps 0 to {2 * steps} differ by more than rounding in {ends.irreproducible}; "
+            "so a resumed run cannot be judged. Seed each generator that train makes (torch.Generator(), "
+            "numpy.random.default_rng()), and do not return values that are not part of the state, such as a time of "
+            "day"
         )
     if not ends.state_moves:
         raise ValueError(
-            f"train returns the same state after steps 0 to {2 * steps} as after steps 0 to {steps}, so a resumed run cannot "
-            "be judged; train from step start to step stop, and return the model and the optimizer"
+            f"train returns the same state after steps 0 to {2 * steps} as after steps 0 to {steps}, so a resumed run "
+            "cannot be judged; train from step start to step stop, and return the model and the optimizer"
         )
     remarks = []
     if ends.wrong and tolerance is None:
-        # Correct code may round differently after a start: DistributedDataParallel uses other buckets in its first step.
+        # Correct code may round differently after a start: DistributedDataParallel uses other buckets in its first
+        # step.
         try:
             perturbed = [
                 run(0, 2 * steps, name := f"perturbed {signs}{sign}", f"of {name}", _SEED, spread=spread, signs=signs)

@@ -29,8 +29,8 @@ LARGE = 1_000_000
 """Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
 random sign for every intermediate value."""
 _OF_PARTS = 4.0
-"""Factor for tolerances in a narrow dtype: ranks round their own parts, which may be larger than the sum that one device
-rounds."""
+"""Factor for tolerances in a narrow dtype: ranks round their own parts, which may be larger than the sum that one
+device rounds."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ class Runs:
         return granted_at_least(wide(of(self._exact)), [wide(of(one)) for one in self._moved], ROUNDOFF, self._spread)
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
-        """Run twice in the precision of the step; the second batch is moved, so that the same sums round differently."""
+        """Run twice in the precision of the step; the second batch is moved, so that the same sums round
+        differently."""
         self._deep = deep
         single = self._once(notes, digests=True)
         # `undecided` needs the gradients of each optimizer step.
@@ -291,12 +292,13 @@ class Runs:
         if self._failure is not None:
             said = next(iter(str(self._failure).splitlines()), "")
             remarks.append(
-                f"tolerances may be too narrow: a perturbed run of the step failed: {type(self._failure).__name__}: {said}"
+                f"tolerances may be too narrow: a perturbed run of the step failed: {type(self._failure).__name__}: "
+                f"{said}"
             )
         if not self._moved:
             remarks.append(
-                "tolerances may be too narrow: they come from unperturbed runs, because no perturbed run left comparable "
-                "results"
+                "tolerances may be too narrow: they come from unperturbed runs, because no perturbed run left "
+                "comparable results"
             )
         indices = range(len(exact.snapshots)) if deep else ()
         stages = [self._assess(index) for index in indices]
@@ -356,7 +358,8 @@ def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
 
 
 def alike(one: ObservedRun, other: ObservedRun) -> bool:
-    """Return whether two runs left results of the same names and shapes, finite in the same places, after as many steps."""
+    """Return whether two runs left results of the same names and shapes, finite in the same places, after as many
+    steps."""
     return left_alike(one, other) and all(
         _finite_alike(value, other.values[name]) for name, value in one.values.items()
     )

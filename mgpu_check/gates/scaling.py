@@ -62,21 +62,22 @@ def assert_step_scales(
     """Assert that a training step on several ranks gives the same results as on one device.
 
     The step runs on every rank of each world size drawn, on the same global batch, from the same seed. Its results are
-    compared with one device: gradients, parameters, buffers, the optimizer's state and returned values. Ranks must agree
-    with each other, and a second run must repeat the first. Tensors are compared within a tolerance that is measured on the
-    step itself (`mgpu_check.numerics.steps`): the reference runs in float64, and again with random rounding errors.
+    compared with one device: gradients, parameters, buffers, the optimizer's state and returned values. Ranks must
+    agree with each other, and a second run must repeat the first. Tensors are compared within a tolerance that is
+    measured on the step itself (`mgpu_check.numerics.steps`): the reference runs in float64, and again with random
+    rounding errors.
 
     Args:
         ranks: the fixture of that name.
         step: ``step(model, batch, rank) -> mapping of named tensors or numbers, or None``: the parallel step, called on
-            every rank with the global batch; it takes its own part. `model` and `batch` are on the CPU, as built; the step
-            moves them to ``rank.device``, or stays on the CPU. Returned values must be the same on all ranks. Tensors
-            returned under the names of parameters, or one flat tensor of all parameters, replace the gradients of the
-            model in the comparison. A class is called with (model, rank) first, and keeps objects that outlive one step:
-            an optimizer, the wrapped model.
+            every rank with the global batch; it takes its own part. `model` and `batch` are on the CPU, as built; the
+            step moves them to ``rank.device``, or stays on the CPU. Returned values must be the same on all ranks.
+            Tensors returned under the names of parameters, or one flat tensor of all parameters, replace the gradients
+            of the model in the comparison. A class is called with (model, rank) first, and keeps objects that outlive
+            one step: an optimizer, the wrapped model.
         build: ``build() -> nn.Module``, or a tuple or mapping of modules; called on every rank under the same seed.
-        batch: ``batch(n)`` returns a global batch of n samples, called on every rank under the same seed: tensors in any
-            structure, with the samples along their first dimension. Or a Hypothesis strategy of global batches.
+        batch: ``batch(n)`` returns a global batch of n samples, called on every rank under the same seed: tensors in
+            any structure, with the samples along their first dimension. Or a Hypothesis strategy of global batches.
         reference: ``reference(model, batch)`` computes the step on one device, and returns the same names as `step`.
             Default: the step itself at world size 1. A class is called with the model first, and its instance with
             (model, batch) for each step. A parameter called `world_size` gets the world size under test, for references
@@ -86,20 +87,20 @@ def assert_step_scales(
             size, or a function from the world size to a strategy. Default: sizes below, at and above the world size,
             divisible by it and not.
         observe: the kinds to compare, of "grads", "params", "buffers", "optimizer", "returned" and "rng".
-        tolerance: replaces the measured tolerance: a fraction of the largest magnitude of each tensor, for all tensors or
-            by name.
+        tolerance: replaces the measured tolerance: a fraction of the largest magnitude of each tensor, for all tensors
+            or by name.
         max_examples: approximate number of cases to try; default 24.
         single_process: one process drives all devices, as with nn.DataParallel: the step runs in one process, and
             ``rank.size`` is the number of devices.
         meshes: meshes to try instead of world sizes: ``[{"dp": 2, "tp": 2}, {"pp": 4}]``. ``rank.mesh`` is the
             `DeviceMesh`. A failure names the axes that it needs.
-        placement: the slice of each parameter that a rank holds, if the gate cannot find it out: a mapping from patterns
-            of names to slices, or a function ``(name, rank)``. A slice is a dimension that is chunked over all ranks, a
-            mapping from axes of the mesh to dimensions, "whole", or an index of the whole tensor. If the parameter has
-            another name on one device, give a tuple of that name and a slice. Default: found from DTensor, FSDP1, the
-            attributes that Megatron sets, and the values before the first step.
-        returned_by: the ranks whose returned values count: "last" for the last stage (axis "pp", or the last rank), or a
-            function of the coordinates, ``lambda at: at["tp"] == 0``. Default: all ranks.
+        placement: the slice of each parameter that a rank holds, if the gate cannot find it out: a mapping from
+            patterns of names to slices, or a function ``(name, rank)``. A slice is a dimension that is chunked over all
+            ranks, a mapping from axes of the mesh to dimensions, "whole", or an index of the whole tensor. If the
+            parameter has another name on one device, give a tuple of that name and a slice. Default: found from
+            DTensor, FSDP1, the attributes that Megatron sets, and the values before the first step.
+        returned_by: the ranks whose returned values count: "last" for the last stage (axis "pp", or the last rank), or
+            a function of the coordinates, ``lambda at: at["tp"] == 0``. Default: all ranks.
         unjudged: parameters that need not be compared: a mapping from patterns to reasons.
 
     Raises:
@@ -222,7 +223,8 @@ def _check_arguments(
 
 
 def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
-    """Return the smallest failure that Hypothesis finds among some scenarios; None if all pass, or none can be drawn."""
+    """Return the smallest failure that Hypothesis finds among some scenarios; None if all pass, or none can be
+    drawn."""
     found: list[Trial] = []
     left = _MOST_SHRINKS
 

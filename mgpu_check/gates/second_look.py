@@ -172,7 +172,8 @@ class SecondLook:
         repeats(self._relations, self._expected, self._seen, again, self._trials.tolerance)
 
     def _at_another_size(self) -> tuple[int, ObservedRun] | None:
-        """Return the results of rank 0 at the smallest other world size; note for each result whether it is the same."""
+        """Return the results of rank 0 at the smallest other world size; note for each result whether it is the
+        same."""
         case = self._scenario
         other = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
         if other is None:

@@ -1,8 +1,8 @@
 """Find places where code under test may depend on the order of a set, from its bytecode.
 
 The search covers the functions that the user passes to a gate, and the functions and classes of the user's own modules
-that they name. It misses sets that an installed package returns, functions that are looked up by a string (`getattr`), and
-objects whose class is not named.
+that they name. It misses sets that an installed package returns, functions that are looked up by a string (`getattr`),
+and objects whose class is not named.
 """
 
 from __future__ import annotations

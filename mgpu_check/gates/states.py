@@ -122,8 +122,8 @@ def train_and_keep(train: Train, part: TrainingPart, file: Path, rank: Rank) -> 
     generators = _generators(rank)
     if not isinstance(state, Mapping):
         return (
-            f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping from names "
-            "to the parts of the state: tensors, numbers, state dicts, or objects with state_dict()"
+            f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping "
+            "from names to the parts of the state: tensors, numbers, state dicts, or objects with state_dict()"
         )
     try:
         flat = flattened(state)

@@ -1,4 +1,5 @@
-"""Record in a rank the optimizers that step, with their tensors, and the buffers that DistributedDataParallel broadcasts."""
+"""Record in a rank the optimizers that step, with their tensors, and the buffers that DistributedDataParallel
+broadcasts."""
 
 from __future__ import annotations
 
@@ -241,7 +242,8 @@ def _unnamed(position: int, group: int) -> str:
 
 
 def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
-    """Return whether equal gradients on all ranks prove a reduction; constant or one-element ones may be equal by chance."""
+    """Return whether equal gradients on all ranks prove a reduction; constant or one-element ones may be equal by
+    chance."""
     gradient = parameter.grad
     if (
         gradient is None

@@ -153,8 +153,8 @@ class Trials:
         if vague := self._not_a_number(expected):
             self._refuse(
                 scenario,
-                f"leaves what is not a number on one device ({vague}, for {scenario.samples} samples); leave it out with "
-                "observe=, or give a reference",
+                f"leaves what is not a number on one device ({vague}, for {scenario.samples} samples); leave it out "
+                "with observe=, or give a reference",
             )
             return None
         self.trains |= "params" in (expected.own or expected.single).touched
@@ -164,8 +164,8 @@ class Trials:
         """Compare the results of the ranks with one device, and with a second run.
 
         Args:
-            runs: the results of the runs of this scenario so far. Missing runs are made and added. The second run is kept,
-                too, because an intermittent difference may not occur again.
+            runs: the results of the runs of this scenario so far. Missing runs are made and added. The second run is
+                kept, too, because an intermittent difference may not occur again.
         """
         if not runs:
             runs.append(self.on_ranks(scenario))
@@ -204,8 +204,8 @@ class Trials:
         """Check that there are results to compare, and that all come from the same batch.
 
         Raises:
-            ValueError: the batches differ, the returned names differ, nothing is observed, or `tolerance` has an unknown
-                name.
+            ValueError: the batches differ, the returned names differ, nothing is observed, or `tolerance` has an
+                unknown name.
         """
         gate, first, single = self.program.gate, seen[0], expected.single
         if {one.batch for one in seen} != {single.batch}:
@@ -219,13 +219,13 @@ class Trials:
             names = [_returned(one) for one in (first, single)]
             if names[0] != names[1]:
                 raise ValueError(
-                    f"{gate}: {self.name} returns {_listed(names[0])}, and the reference {_listed(names[1])}; return the same "
-                    "names from both, or leave them out with observe="
+                    f"{gate}: {self.name} returns {_listed(names[0])}, and the reference {_listed(names[1])}; return "
+                    "the same names from both, or leave them out with observe="
                 )
         if not any(name.kind in self.kinds for name in (*first.values, *first.others)):
             raise ValueError(
-                f"{gate}: {self.name} leaves no results of kind {', '.join(sorted(self.kinds))} to compare; return named "
-                "tensors or numbers from it, or choose other kinds with observe="
+                f"{gate}: {self.name} leaves no results of kind {', '.join(sorted(self.kinds))} to compare; return "
+                "named tensors or numbers from it, or choose other kinds with observe="
             )
         known = {str(name) for name in (*first.values, *single.values)}
         unknown = [name for name in self.tolerance if name not in known] if isinstance(self.tolerance, Mapping) else []
@@ -244,7 +244,8 @@ class Trials:
         return None
 
     def _counts(self, scenario: Scenario, expected: Expected) -> bool:
-        """Return whether the step is meant for a changed batch: its results on one device are finite and as expected."""
+        """Return whether the step is meant for a changed batch: its results on one device are finite and as
+        expected."""
         if scenario.change == "scaled" and not expected.finite:
             return False
         return expected.own is None or self.compared(expected, [expected.own]).holds
@@ -301,8 +302,8 @@ class Trials:
             )
         if not self._effects:
             raise ValueError(
-                f"{gate}: {self.name} leaves no gradient, changes no parameter or buffer, and returns nothing; train the "
-                "model that it is given, in place, or return what it computes"
+                f"{gate}: {self.name} leaves no gradient, changes no parameter or buffer, and returns nothing; train "
+                "the model that it is given, in place, or return what it computes"
             )
         self.coverage.finish(unjudged)
 

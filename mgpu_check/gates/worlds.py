@@ -58,12 +58,12 @@ def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> li
     """Return the world sizes to compare with one rank, in ascending order, each once.
 
     Args:
-        world_sizes: the user's choice, each from 1 to `ranks.size`. None for the powers of two from 2 on, and `ranks.size`:
-            these cover most code that works only for some sizes.
+        world_sizes: the user's choice, each from 1 to `ranks.size`. None for the powers of two from 2 on, and
+            `ranks.size`: these cover most code that works only for some sizes.
 
     Raises:
-        ValueError: `world_sizes` is empty, or has a value that is not an int in that range; or it is None and there is only
-            one rank.
+        ValueError: `world_sizes` is empty, or has a value that is not an int in that range; or it is None and there is
+            only one rank.
     """
     if world_sizes is None:
         if ranks.size < 2:
@@ -109,7 +109,8 @@ def check_count(function_name: str, argument: str, value: object, more: str = ""
 
 
 def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = True) -> None:
-    """Raise a ValueError unless `tolerance` is None or a number from 0 to below 1; a larger one would accept any result.
+    """Raise a ValueError unless `tolerance` is None or a number from 0 to below 1; a larger one would accept any
+    result.
 
     Args:
         by_name: whether to accept a mapping of names to such numbers, too.

@@ -84,7 +84,8 @@ def product_bound(
 
     Returns:
         gamma(factors-1)·|product|, plus the effect of underflow: each rounding may lose half of the smallest subnormal,
-        and later factors multiply that loss by at most `growth`. Infinite where a partial product may overflow by `growth`.
+        and later factors multiply that loss by at most `growth`. Infinite where a partial product may overflow by
+        `growth`.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps

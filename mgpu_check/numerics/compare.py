@@ -105,7 +105,8 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
 def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[int, ...], int]]:
     """Find the elements that differ from the expected ones in exactly one bit, as (index, bit).
 
-    Bit 0 is the least significant. Empty if any element differs in more than one bit, or if the dtypes or shapes differ.
+    Bit 0 is the least significant. Empty if any element differs in more than one bit, or if the dtypes or shapes
+    differ.
     """
     if got.dtype != expected.dtype or got.shape != expected.shape or not got.numel():
         return []

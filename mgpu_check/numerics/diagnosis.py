@@ -21,7 +21,8 @@ __all__ = ["diagnose"]
 _ROUNDINGS = 4
 """Two right results may differ by this many roundoffs: each is rounded a few times, in its own order."""
 _LEAST = 1 / 64
-"""Smallest error, in roundoffs of a narrower dtype, that suggests its arithmetic: its errors are hardly ever all smaller."""
+"""Smallest error, in roundoffs of a narrower dtype, that suggests its arithmetic: its errors are hardly ever all
+smaller."""
 _NARROWER = {
     torch.float64: ((torch.float32, "float32"), (torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
     torch.float32: ((torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
@@ -128,8 +129,8 @@ class _Differing:
             return []
         most = float((off / self.expected.abs()).max())
         return [
-            f"looks like another order of rounding: {self.which} {self.be} off by at most {most:.1e} of the expected, and the "
-            f"unit roundoff of {self.dtype} is {self.roundoff:.1e}"
+            f"looks like another order of rounding: {self.which} {self.be} off by at most {most:.1e} of the expected, "
+            f"and the unit roundoff of {self.dtype} is {self.roundoff:.1e}"
         ]
 
     def constant(self, constants: Mapping[str, float]) -> list[str]:

@@ -2,8 +2,8 @@
 
 Let all terms of a sum be multiples of a power of two q, and let their magnitudes sum to less than q·2^p, where p is the
 number of significand bits. Every partial sum is then q times an integer of at most p bits, so no order of summation
-rounds. The idea comes from NCCL's own tests (`verifiable.cu`). Here each element has its own q, and no two ranks hold the
-same value in an element, so that a swapped element or rank shows.
+rounds. The idea comes from NCCL's own tests (`verifiable.cu`). Here each element has its own q, and no two ranks hold
+the same value in an element, so that a swapped element or rank shows.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed:
 def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
     """Make `count` tensors of `shape` with all bits in use, so that their sums round; exact data cannot show rounding.
 
-    Floating-point values are normal deviates, each scaled by a power of two between 1/8 and 8. Integers are uniform over
-    the range of their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
+    Floating-point values are normal deviates, each scaled by a power of two between 1/8 and 8. Integers are uniform
+    over the range of their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
     """
     generator = torch.Generator().manual_seed(seed)
     parts = []

@@ -16,9 +16,9 @@ def common_factor(
 ) -> float | None:
     """Return the factor f with got = f·expected for all pairs (got, expected), or None.
 
-    f minimizes the squared error. Each number must fit within a slack: `relative` times |f·expected| of its own pair, plus
-    `of_largest` times the largest |f·expected|. The result is None if a number does not fit, if |f - 1| < `least`, if f is
-    0 or if every expected value is 0.
+    f minimizes the squared error. Each number must fit within a slack: `relative` times |f·expected| of its own pair,
+    plus `of_largest` times the largest |f·expected|. The result is None if a number does not fit, if |f - 1| < `least`,
+    if f is 0 or if every expected value is 0.
 
     Args:
         pairs: (got, expected). Pairs with a value that is not finite are ignored.

@@ -23,8 +23,8 @@ __all__ = ["Perturbed", "unfused"]
 _FEW = 4096
 """Elements up to which every element gets its own random sign; larger tensors use a table, since drawing is slow."""
 _AT_ONCE = 1 << 15
-"""Elements of a larger tensor that are perturbed together. They fit several times into a processor's cache, and torch does
-not divide them among threads, which would wait for each other most of the time.
+"""Elements of a larger tensor that are perturbed together. They fit several times into a processor's cache, and torch
+does not divide them among threads, which would wait for each other most of the time.
 """
 _TABLE = 1 << 20
 """Signs in the table: their factors take 4 MB in float32, and 8 MB in float64."""
@@ -59,7 +59,8 @@ _COPYING = {
 
 
 class Perturbed(TorchDispatchMode):
-    """Multiplies every floating-point result of an operator by 1 ± spread·u, each element with a random sign of its own.
+    """Multiplies every floating-point result of an operator by 1 ± spread·u, each element with a random sign of its
+    own.
 
     u is the unit roundoff of the result's dtype. For float64 results it is `stands_for`, because float64 computes a
     narrower dtype's step more exactly. The mode works on the CPU and on simulated and real devices. Large tensors take

@@ -49,7 +49,8 @@ def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
     """Return the result of `operation` over `parts`, one tensor per rank, all of one shape and dtype.
 
     Raises:
-        ValueError: there are no parts, their shapes or dtypes differ, the operation is unknown, or it is "avg" of integers.
+        ValueError: there are no parts, their shapes or dtypes differ, the operation is unknown, or it is "avg" of
+            integers.
     """
     if operation not in OPERATIONS:
         raise ValueError(f"reduced: operation={operation!r} is unknown; choose one of {', '.join(OPERATIONS)}")

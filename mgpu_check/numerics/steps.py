@@ -4,17 +4,17 @@ A parallel step adds the same numbers in another order. How much that may change
 data and on their conditioning; no relative tolerance fits all. Two measurements give the tolerance:
 
 - The step runs in float64, and its inputs and every intermediate result are moved by a few float32 unit roundoffs, in
-  both directions. Float32 arithmetic does not determine a result that moves. The reasons are rounding errors that grow or
-  cancel, and ReLUs and maxima that decide differently (an activation within rounding errors of zero has a gradient on
-  one device and no gradient on another).
+  both directions. Float32 arithmetic does not determine a result that moves. The reasons are rounding errors that grow
+  or cancel, and ReLUs and maxima that decide differently (an activation within rounding errors of zero has a gradient
+  on one device and no gradient on another).
 - Steps on a single device in float32 are compared with the float64 step. They show how much rounding within the
   operators exceeds those perturbations. One step takes the whole batch; others take it shard by shard, because kernels
   for a small batch may sum in another order.
 
 Random perturbation that shows which digits are significant is Monte Carlo arithmetic: D. S. Parker, *Monte Carlo
 Arithmetic*, UCLA CSD-970002, 1997. Rounding errors act like independent random errors, and exceed λ standard deviations
-with probability 2·exp(-λ²/2) at most: N. J. Higham and T. Mary, *A New Approach to Probabilistic Rounding Error Analysis*,
-SIAM J. Sci. Comput. 41 (2019).
+with probability 2·exp(-λ²/2) at most: N. J. Higham and T. Mary, *A New Approach to Probabilistic Rounding Error
+Analysis*, SIAM J. Sci. Comput. 41 (2019).
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 It must compute in the dtype of its arguments, depend on nothing else, and use no randomness."""
 
 PAIRS = 3
-"""Pairs of perturbations. Three pairs miss a ReLU or maximum within rounding errors of a tie about once in a thousand."""
+"""Pairs of perturbations. Three pairs miss a ReLU or maximum within rounding errors of a tie about once in a
+thousand."""
 
 _SURE = 0.8
 """Fraction of the movement in float64 that one pair of perturbations in the dtype of the step is sure to show."""
@@ -140,8 +141,8 @@ def measure_step_provisionally(
 ) -> MeasuredStep[str]:
     """Measure a distance from single-device results within which `measure_step` would accept a result.
 
-    Results further off may be right, too: measure them with `measure_step`. `step` is called only twice, in the dtype of
-    the inputs, on the CPU.
+    Results further off may be right, too: measure them with `measure_step`. `step` is called only twice, in the dtype
+    of the inputs, on the CPU.
 
     Args:
         step, inputs, seed: see `measure_step`.
@@ -238,7 +239,8 @@ def granted_at_least(
 
     Args:
         single: results of the step on one device in its own dtype, all finite.
-        moved: results of the same step, perturbed by `spread` roundoffs in two opposite directions, and nudged if need be.
+        moved: results of the same step, perturbed by `spread` roundoffs in two opposite directions, and nudged if need
+            be.
     """
     granted = {}
     for name, value in single.items():
@@ -250,8 +252,8 @@ def granted_at_least(
 def errors_seen(single: Mapping[Key, torch.Tensor], again: Mapping[Key, torch.Tensor]) -> dict[Key, float]:
     """Return the largest relative error of each result that two runs in one precision prove.
 
-    `assess` measures the errors of both runs from float64, and grants the larger one everywhere. It is at least half of the
-    difference between the two runs. Errors are relative to the size of the element (see `_size`).
+    `assess` measures the errors of both runs from float64, and grants the larger one everywhere. It is at least half of
+    the difference between the two runs. Errors are relative to the size of the element (see `_size`).
 
     Args:
         single: results of the step on one device in its own dtype, all finite.
@@ -323,8 +325,8 @@ def _least_mean_square(count: int) -> float:
 def full_precision() -> Iterator[None]:
     """Compute float32 without TF32 in matrix products and convolutions inside the context; see `precision.exact`.
 
-    TF32 rounds to 11 significant bits. Two steps that round differently may then differ by 5e-4, which would hide an equally
-    large flipped bit.
+    TF32 rounds to 11 significant bits. Two steps that round differently may then differ by 5e-4, which would hide an
+    equally large flipped bit.
     """
     before = precision.kept()
     precision.exact()

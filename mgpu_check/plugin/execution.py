@@ -42,7 +42,8 @@ _COPIES = "generate_mutations_from"
 
 
 class Absent(protocol.Placeholder):
-    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test gets their values."""
+    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test gets their
+    values."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -211,8 +212,8 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
 def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
     """Adapt the Hypothesis settings of `item` to code that runs in other processes.
 
-    The default deadline of 200 ms is removed, because the first example may have to start the ranks. A deadline that the
-    user has set stays. The explain phase is removed, because it traces only this process.
+    The default deadline of 200 ms is removed, because the first example may have to start the ranks. A deadline that
+    the user has set stays. The explain phase is removed, because it traces only this process.
     """
     function = item.function
     current = getattr(function, "_hypothesis_internal_use_settings", None)
@@ -241,8 +242,8 @@ def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
 def _each_example_for_itself() -> Iterator[None]:
     """Make Hypothesis draw each example independently.
 
-    By default, five of six examples after the tenth are mutations of the previous one and keep its world size, dtype and
-    layout. A check with a few dozen examples would cover only a handful of each.
+    By default, five of six examples after the tenth are mutations of the previous one and keep its world size, dtype
+    and layout. A check with a few dozen examples would cover only a handful of each.
     """
     from hypothesis.internal.conjecture.engine import ConjectureRunner
 

@@ -128,7 +128,8 @@ def keep_steps(error: BaseException) -> None:
 
 
 def steps_to(error: BaseException) -> list[str]:
-    """Return the state machine's steps that led to `error`, as Hypothesis prints them; empty without a state machine."""
+    """Return the state machine's steps that led to `error`, as Hypothesis prints them; empty without a state
+    machine."""
     return list(getattr(error, _STEPS, None) or ())
 
 
@@ -186,7 +187,8 @@ def _warn(warning: _Warning) -> None:
 
 
 def _warn_of_stray(told: tuple[str, str, str, int]) -> None:
-    """Warn of an uncaught exception, as of a thread, that came after the function returned; apply the current filters."""
+    """Warn of an uncaught exception, as of a thread, that came after the function returned; apply the current
+    filters."""
     import pytest
 
     warning, text, filename, line = told

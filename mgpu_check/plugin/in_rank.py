@@ -88,7 +88,8 @@ def call(
 
 
 def _warn_of_strays() -> None:
-    """Warn of uncaught exceptions, as of threads, like pytest does in its own process. Raise if filters make it an error.
+    """Warn of uncaught exceptions, as of threads, like pytest does in its own process. Raise if filters make it an
+    error.
 
     If the function itself raised, they are reported at the end of the test, as pytest does.
     """

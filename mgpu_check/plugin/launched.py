@@ -70,8 +70,8 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     gpus = len(slots) if settings.gpus is None else settings.gpus
     if gpus > len(slots):
         raise Misfit(
-            f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one for "
-            f"each GPU, or use --gpus={len(slots)}"
+            f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one "
+            f"for each GPU, or use --gpus={len(slots)}"
         )
     slots = slots[:gpus]
     pool.set_slots(slots)
@@ -87,8 +87,8 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
             if len(found) < wanted:
                 raise Misfit(
                     f"--gpus={gpus} ({settings.origins['gpus']}): {count} ranks were launched on "
-                    f"{launcher.hosts[host].name}, but a process there sees {len(found)} GPUs; to simulate them: --simulate"
-                    + (f"\n  {inventory.trouble}" if inventory.trouble else "")
+                    f"{launcher.hosts[host].name}, but a process there sees {len(found)} GPUs; to simulate them: "
+                    "--simulate" + (f"\n  {inventory.trouble}" if inventory.trouble else "")
                 )
             devices += found[:count]
     return replace(settings, gpus=gpus, per_host=per_host), devices

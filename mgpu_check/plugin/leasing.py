@@ -60,9 +60,9 @@ class RunDirectory:
 class Leasing:
     """The devices of the current test.
 
-    Real devices are leased among all processes of the machine. Simulated devices are leased among the workers of one run
-    that share a simulated node. A real device that backs simulated ones is not leased: other processes on it do not affect
-    the results, and leases would serialize the tests of all runs.
+    Real devices are leased among all processes of the machine. Simulated devices are leased among the workers of one
+    run that share a simulated node. A real device that backs simulated ones is not leased: other processes on it do not
+    affect the results, and leases would serialize the tests of all runs.
 
     Args:
         devices: the real devices, in the order of their indices.
@@ -165,8 +165,8 @@ def told(waits: Sequence[float]) -> list[str]:
 def tokens_of(environment: Mapping[str, str], count: int, variable: str = _CUDA) -> list[str]:
     """Return the token of each of the `count` visible devices in the mask variable: its entry there, or its index.
 
-    Only entries of the current value are returned, so no hidden device becomes visible. ROCm also honours CUDA's variable
-    if its own is not set.
+    Only entries of the current value are returned, so no hidden device becomes visible. ROCm also honours CUDA's
+    variable if its own is not set.
     """
     outer = environment.get(variable, environment.get(_CUDA))
     if outer is None:

@@ -37,7 +37,8 @@ def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str]
         lines.append(f"  {found.mask}={masked!r} restricts what is visible: change it if that is not intended")
     elif not devices:
         lines.append(
-            f"  torch {torch} finds no CUDA driver, or was built without CUDA: compare nvidia-smi with mgpu-check devices"
+            f"  torch {torch} finds no CUDA driver, or was built without CUDA: compare nvidia-smi with mgpu-check "
+            "devices"
         )
     if devices:
         lines.append(f"  lower it: --gpus={len(devices)}")

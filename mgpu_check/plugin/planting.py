@@ -1,4 +1,5 @@
-"""Plant a fault around each call of a rank, by the name of the function that plants it: the plugin has no faults of its own."""
+"""Plant a fault around each call of a rank, by the name of the function that plants it: the plugin has no faults of its
+own."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class Planting:
     """A fault, and the function that plants it in a rank.
 
     Attributes:
-        function: such as ``package.module:function``; it takes `fault`, and returns a context in which the fault is planted.
+        function: such as ``package.module:function``; it takes `fault`, and returns a context in which the fault is
+            planted.
         fault: the name of the fault.
     """
 

@@ -76,7 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "gpus(n, least=n): this test needs n GPUs in one process, and gets exactly n; with least=n it needs n and gets all",
+        "gpus(n, least=n): this test needs n GPUs in one process, and gets exactly n; with least=n it needs n and "
+        "gets all",
     )
     for line in unknown_variables(os.environ):
         config.issue_config_time_warning(pytest.PytestConfigWarning(f"mgpu-check: {line}"), stacklevel=2)

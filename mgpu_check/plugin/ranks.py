@@ -39,19 +39,19 @@ class Ranks:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
-        If `fn` has a parameter ``rank``, it receives the `mgpu_check.Rank`. `fn` is pickled by value, with everything that
-        it refers to. A text such as ``"package.module:function"`` names a function that the ranks import. Device tensors
-        come back as CPU tensors.
+        If `fn` has a parameter ``rank``, it receives the `mgpu_check.Rank`. `fn` is pickled by value, with everything
+        that it refers to. A text such as ``"package.module:function"`` names a function that the ranks import. Device
+        tensors come back as CPU tensors.
 
         Args:
             size: world size, 1 to `self.size`; default all. May differ from call to call.
             timeout: seconds for all ranks to return; default ``--rank-timeout``.
-            devices: alternative to `size`: distinct devices of the test, 0 to ``self.size - 1``, in any order. Rank ``i``
-                runs on ``devices[i]``, and its `Rank.device` says so. Default: the first devices, in order.
-            environment: variables set before the ranks start, such as those that NCCL or cuBLAS reads once. They come too
-                late for variables that torch reads at import. Ranks with different variables are different processes.
-                With ``{"PYTHONHASHSEED": "random"}`` each rank has its own hash seed, as under torchrun; otherwise all
-                ranks share one.
+            devices: alternative to `size`: distinct devices of the test, 0 to ``self.size - 1``, in any order. Rank
+                ``i`` runs on ``devices[i]``, and its `Rank.device` says so. Default: the first devices, in order.
+            environment: variables set before the ranks start, such as those that NCCL or cuBLAS reads once. They come
+                too late for variables that torch reads at import. Ranks with different variables are different
+                processes. With ``{"PYTHONHASHSEED": "random"}`` each rank has its own hash seed, as under torchrun;
+                otherwise all ranks share one.
 
         Raises:
             RankFailure: a rank raised.

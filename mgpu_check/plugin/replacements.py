@@ -1,7 +1,7 @@
 """Repeat on ranks what fixtures have replaced in modules of the pytest process, by `monkeypatch` or `unittest.mock`.
 
-A replacement affects one process. Ranks import the modules themselves, so they would use the originals, and a test could
-pass because of that. `Replacements` is for the pytest process, `replaced` for the ranks.
+A replacement affects one process. Ranks import the modules themselves, so they would use the originals, and a test
+could pass because of that. `Replacements` is for the pytest process, `replaced` for the ranks.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class _ImportPaths:
         self._known: dict[int, tuple[Any, int, tuple[str, tuple[str, ...]] | None]] = {}
 
     def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
-        """Return the module and the names below it; None if there is no such path, or the module is pickled by value."""
+        """Return the module and the names below it; None if there is no such path, or the module is pickled by
+        value."""
         known, modules, path = self._known.get(id(target), (None, 0, None))
         if known is not target or modules != len(sys.modules):
             path = _import_path(target)

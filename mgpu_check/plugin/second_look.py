@@ -1,4 +1,5 @@
-"""Rerun a failed example of the packaged suite to localise the fault: unchanged, and on other devices and world sizes."""
+"""Rerun a failed example of the packaged suite to localise the fault: unchanged, and on other devices and world
+sizes."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def is_packaged(item: pytest.Item) -> bool:
 def look_again(body: Callable[..., Any], failed: Failed, needs: Needs, session: GpuSession, error: object) -> Reruns:
     """Rerun the failed example, and return the results.
 
-    Return an empty `Reruns` if ranks hang or fail to start, or if the example draws while it runs: it cannot draw again.
+    Return an empty `Reruns` if ranks hang or fail to start, or if the example draws while it runs: it cannot draw
+    again.
     """
     if any(map(draws_on, failed.kwargs.values())) or isinstance(error, (RankHang, StartupFailure)):
         return Reruns()

@@ -88,7 +88,8 @@ def by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     """Within the context, pickle `modules` by value: ranks cannot import test modules as pytest has rewritten them."""
     registered = []
     for module in modules:
-        # With --import-mode=importlib, pytest removes a conftest from `sys.modules`; cloudpickle then pickles it by value.
+        # With --import-mode=importlib, pytest removes a conftest from `sys.modules`; cloudpickle then pickles it by
+        # value.
         there = module.__name__ in sys.modules
         if there and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)

@@ -1,11 +1,11 @@
 """Messages between the pytest process and a rank: pickled objects in frames, on a stream socket.
 
-The rank's end blocks, because a rank has nothing else to do. The pytest process never blocks on one rank, because a halted
-rank reads nothing, and may have written half a message.
+The rank's end blocks, because a rank has nothing else to do. The pytest process never blocks on one rank, because a
+halted rank reads nothing, and may have written half a message.
 
-A rank sends the large buffers of a message before the message, each in its own frame (pickle protocol 5, out of band), which
-avoids copies at both ends. Buffers of many megabytes from a rank on this machine travel as one memfd, which the pytest
-process maps, which takes half the time.
+A rank sends the large buffers of a message before the message, each in its own frame (pickle protocol 5, out of band),
+which avoids copies at both ends. Buffers of many megabytes from a rank on this machine travel as one memfd, which the
+pytest process maps, which takes half the time.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Channel:
                 self._out[0] = head[sent:]
 
     def receive(self) -> object | None:
-        """Return the next message; None until it is complete, or after a large part of it, to let the caller do other work.
+        """Return the next message; None until it is complete, or after a large part of it, to let the caller do other
+        work.
 
         Raises:
             EOFError: the other end is closed, and left no complete message.

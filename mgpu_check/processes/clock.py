@@ -1,7 +1,8 @@
 """A clock that tests cannot stop.
 
-freezegun and time-machine replace functions such as `time.monotonic` in every module that holds them. This clock is held by
-a class, and reads CLOCK_MONOTONIC through `time.clock_gettime`, which these tools do not replace for that clock.
+freezegun and time-machine replace functions such as `time.monotonic` in every module that holds them. This clock is
+held by a class, and reads CLOCK_MONOTONIC through `time.clock_gettime`, which these tools do not replace for that
+clock.
 """
 
 from __future__ import annotations

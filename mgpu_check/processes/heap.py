@@ -15,8 +15,8 @@ _KEPT, _LARGEST = 256 << 20, 32 << 20
 def keep_freed_memory() -> None:
     """Make glibc reuse freed memory; other C libraries are not changed.
 
-    By default glibc returns large tensors to the system, which must then map and zero pages for each new tensor. In a gate of
-    a ResNet-18 these pages took a third of the time.
+    By default glibc returns large tensors to the system, which must then map and zero pages for each new tensor. In a
+    gate of a ResNet-18 these pages took a third of the time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -68,8 +68,8 @@ def children_but_managers() -> list[int]:
 def _is_manager(pid: int) -> bool:
     """Return whether a process is torch's manager of shared memory.
 
-    The manager removes its names and ends 2 s after its last user. If it is killed, the names remain, and no other process
-    can remove them safely: they contain a process id, which a process of another container may have, too.
+    The manager removes its names and ends 2 s after its last user. If it is killed, the names remain, and no other
+    process can remove them safely: they contain a process id, which a process of another container may have, too.
     """
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == "torch_shm_manager"

@@ -134,7 +134,8 @@ def _uneven(
 
 
 def _first_unmatched(more: Mapping[int, Entered], less: Mapping[int, Entered], fewest: int) -> int:
-    """Return the number of the first collective in `more` that is missing in `less`, a rank with `fewest` collectives."""
+    """Return the number of the first collective in `more` that is missing in `less`, a rank with `fewest`
+    collectives."""
     begin = max(min(more, default=0), min(less, default=1))
     longer = [number for number in sorted(more) if number >= begin]
     shorter = [number for number in sorted(less) if number >= begin]

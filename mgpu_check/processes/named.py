@@ -1,8 +1,8 @@
 """Pickle by name the objects that exist once per process: modules of any kind, and torch's registries.
 
-pickle and cloudpickle send only plain modules, functions and classes by name. ``torch.backends.cudnn`` is a module of its own
-class. Operators, ``torch.default_generator`` and switches such as ``torch.backends.cuda.matmul`` are objects. Copies of them
-would be refused, or have no effect.
+pickle and cloudpickle send only plain modules, functions and classes by name. ``torch.backends.cudnn`` is a module of
+its own class. Operators, ``torch.default_generator`` and switches such as ``torch.backends.cuda.matmul`` are objects.
+Copies of them would be refused, or have no effect.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _module(value: types.ModuleType, kind: type) -> Reduced | None:
     if sys.modules.get(name) is value:
         # cloudpickle handles plain modules, and sends test modules by value.
         return None if kind is types.ModuleType else (importlib.import_module, (name,))
-    # ``torch.ops.aten`` and ``torch._C._functions`` are reachable only as attributes of their owners. torch writes the name
-    # of ``torch.classes.prim`` without its last dot.
+    # ``torch.ops.aten`` and ``torch._C._functions`` are reachable only as attributes of their owners. torch writes the
+    # name of ``torch.classes.prim`` without its last dot.
     for full in (name, f"torch.classes.{vars(value).get('name')}"):
         owner, _, attribute = full.rpartition(".")
         if owner in sys.modules and vars(sys.modules[owner]).get(attribute) is value:
@@ -61,7 +61,8 @@ def _module(value: types.ModuleType, kind: type) -> Reduced | None:
 
 
 def _class(value: type) -> Reduced | None:
-    """Reduce a class of torch that is not an attribute of its `__module__`, such as ``torch.nn.attention.SDPBackend``."""
+    """Reduce a class of torch that is not an attribute of its `__module__`, such as
+    ``torch.nn.attention.SDPBackend``."""
     if not _of_torch(value):
         return None
     here: Any = sys.modules.get(value.__module__)

@@ -1,7 +1,7 @@
 """Limit how much of a rank's output is kept, on the disk and in reports.
 
-The beginning and the end are kept. The middle of a large file becomes a hole, which frees its disk space. The size of the
-file does not change, so processes may read and write it at the same time.
+The beginning and the end are kept. The middle of a large file becomes a hole, which frees its disk space. The size of
+the file does not change, so processes may read and write it at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 def kept(file: int) -> str:
-    """Return the text of a file; of a long one, beginning and end, with a line between them that counts omitted bytes."""
+    """Return the text of a file; of a long one, beginning and end, with a line between them that counts omitted
+    bytes."""
     size = os.fstat(file).st_size
     if size <= MOST_OUTPUT:
         return os.pread(file, size, 0).decode(errors="replace")

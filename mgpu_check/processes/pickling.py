@@ -30,8 +30,8 @@ _SLOW = getattr(_cloudpickle, _FIND, None)
 def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[object]) -> list[types.ModuleType]:
     """Return the imported submodules of `dependencies` that `code` names.
 
-    cloudpickle's own function of this name scans `sys.modules` for each package that a function uses. With torch imported,
-    the scan takes a third of the pytest process's time for a small test.
+    cloudpickle's own function of this name scans `sys.modules` for each package that a function uses. With torch
+    imported, the scan takes a third of the pytest process's time for a small test.
     """
     found = []
     names = set(code.co_names)
@@ -74,7 +74,8 @@ class _CallPickler(Pickler):
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return _to_cpu(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, types.FunctionType) and getattr(obj, "is_hypothesis_test", False):
-            # A test class is sent with all its methods. Only the pytest process draws examples, so send the test's body.
+            # A test class is sent with all its methods. Only the pytest process draws examples, so send the test's
+            # body.
             inner = obj.hypothesis.inner_test  # type: ignore[attr-defined]
             obj = getattr(inner, ORIGINAL, inner)
         if (named := by_name(obj)) is not None:

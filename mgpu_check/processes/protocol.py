@@ -1,7 +1,7 @@
 """Messages between the pytest process and a rank.
 
-Each message is one pickled object on a stream socket. Functions, arguments and results of users are pickled separately and
-travel inside it as bytes. So a payload that cannot be loaded is an error of its call, never of the connection.
+Each message is one pickled object on a stream socket. Functions, arguments and results of users are pickled separately
+and travel inside it as bytes. So a payload that cannot be loaded is an error of its call, never of the connection.
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ class Outcome:
         number: of the call.
         value: the pickled result, None after a failure.
         failure: the exception, None after a result.
-        lockstep: the increases of the sequence numbers of the default group's backends during the call, and the number of
-            groups made. They are equal on all ranks if the ranks entered the same collectives, and equally many sends and
-            receives.
+        lockstep: the increases of the sequence numbers of the default group's backends during the call, and the number
+            of groups made. They are equal on all ranks if the ranks entered the same collectives, and equally many
+            sends and receives.
         agreement: for each group whose collectives it has entered: their number, and a checksum of their names, dtypes,
             sizes, operations and roots.
         told: the messages that the function reported besides its result; see `worker.tell`.
@@ -265,10 +265,11 @@ class Paused:
         done: the part, such as "step 1".
         agreement, flows: as in `Outcome`, since the start of the call.
         last: whether it is the last part. Then no message may be in transit between ranks.
-        operations: for each group whose backends count equally on all ranks: the operations counted since the start of the
-            call, including those called from C++.
+        operations: for each group whose backends count equally on all ranks: the operations counted since the start of
+            the call, including those called from C++.
         described: name of a group -> the description that its maker gave.
-        held: each tensor with a part on this rank, such as "gradient of 0.weight", with all ranks that must hold a part.
+        held: each tensor with a part on this rank, such as "gradient of 0.weight", with all ranks that must hold a
+            part.
     """
 
     done: str

@@ -1,4 +1,5 @@
-"""Set the import path of a new Python: with this package for our own code, with our ``sitecustomize`` for a user's program."""
+"""Set the import path of a new Python: with this package for our own code, with our ``sitecustomize`` for a user's
+program."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _HOME = str(Path(__file__).parents[2])
 def with_this_package(statement: str) -> str:
     """Return code for ``python -P -c`` that imports this process's copy of the package and then runs `statement`.
 
-    It works in any directory, without an installed package, and even if another version is installed. Modules beside the
-    package do not shadow others.
+    It works in any directory, without an installed package, and even if another version is installed. Modules beside
+    the package do not shadow others.
     """
     return (
         f"import sys; sys.path.insert(0, {_HOME!r}); import mgpu_check; sys.path.append(sys.path.pop(0)); {statement}"
@@ -24,6 +25,7 @@ def with_this_package(statement: str) -> str:
 
 
 def with_startup(environment: Mapping[str, str]) -> str:
-    """Return a PYTHONPATH that makes a Python run ``cli/startup/sitecustomize.py`` at its start, before the present entries."""
+    """Return a PYTHONPATH that makes a Python run ``cli/startup/sitecustomize.py`` at its start, before the present
+    entries."""
     inherited = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _STARTUP]
     return os.pathsep.join([_STARTUP, *inherited])

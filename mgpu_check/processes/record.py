@@ -1,7 +1,7 @@
 """The record of the collectives that a rank has entered: its format in a file, and its parser for the pytest process.
 
-The rank maps the file into its memory. So writing costs no system call, and the record is readable while the rank hangs, is
-halted or is dead.
+The rank maps the file into its memory. So writing costs no system call, and the record is readable while the rank
+hangs, is halted or is dead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Entered:
         options: other options that must be equal on all ranks: "sum", "src=0"; for a send or receive the peer.
         compared: a checksum of the dtypes and sizes that must be equal on all ranks; empty if they may differ.
         file, line: where the code under test called it.
-        state: "inside" the call; "pending" once an asynchronous call has returned, then "waiting" for it; "done"; "failed".
+        state: "inside" the call; "pending" once an asynchronous call has returned, then "waiting" for it; "done";
+            "failed".
     """
 
     name: str

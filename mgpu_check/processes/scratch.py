@@ -1,8 +1,8 @@
 """Temporary directories that are removed after the last process that uses them has ended, even if it was killed.
 
-Each user of a directory holds a shared lock on it (`flock`), which the kernel releases at the end of the process. A process
-that gets an exclusive lock removes the directory: the last user, the fork server of a killed one, or the next process that
-makes such a directory.
+Each user of a directory holds a shared lock on it (`flock`), which the kernel releases at the end of the process. A
+process that gets an exclusive lock removes the directory: the last user, the fork server of a killed one, or the next
+process that makes such a directory.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Scratch:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # other processes use it, or the file system has no locks
             return False
-        # An upgrade of the lock is not atomic: another process may have removed the directory meanwhile, and made a new one.
+        # An upgrade of the lock is not atomic: another process may have removed the directory meanwhile, and made a new
+        # one.
         if _stands_at(self._descriptor, self.path):
             self.remove()
         self._close()

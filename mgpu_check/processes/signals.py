@@ -1,4 +1,5 @@
-"""Signals and exit codes that the pytest process and ranks agree on. The worker is no place for them: it imports torch."""
+"""Signals and exit codes that the pytest process and ranks agree on. The worker is no place for them: it imports
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _BLOCKED_OR_PENDING = re.compile(r"^(?:SigBlk|SigPnd|ShdPnd):\s*([0-9a-f]+)$", r
 def held_back(pid: int, number: int) -> int:
     """Return the number of a process's threads that block a signal or have it pending; 0 without proc(5).
 
-    A handler in C blocks its signal while it runs. So the handler has ended once the number is back at its earlier value.
+    A handler in C blocks its signal while it runs. So the handler has ended once the number is back at its earlier
+    value.
     """
     count = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):

@@ -1,7 +1,7 @@
 """Pickle functions and classes by value for processes that ranks spawn, if `multiprocessing` cannot name them.
 
-`multiprocessing` pickles them by the name of their module. The functions of tests came to the rank by value, so their module
-may be missing in the spawned process, or be another one.
+`multiprocessing` pickles them by the name of their module. The functions of tests came to the rank by value, so their
+module may be missing in the spawned process, or be another one.
 """
 
 from __future__ import annotations

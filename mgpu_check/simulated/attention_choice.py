@@ -68,8 +68,8 @@ def _dtype_in(*known: torch.dtype) -> Condition:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
         query, key, value = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
-            f"Expected query, key and value to all be of dtype: {{{names}}}. Got Query dtype: {query}, Key dtype: {key}, "
-            f"and Value dtype: {value} instead."
+            f"Expected query, key and value to all be of dtype: {{{names}}}. Got Query dtype: {query}, Key dtype: "
+            f"{key}, and Value dtype: {value} instead."
         )
 
     return condition
@@ -156,9 +156,8 @@ def _square_if_causal(params: Params) -> str:
     if not params.is_causal or query == key:
         return ""
     return (
-        "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. "
-        f"Got seqlen_q: {query} seqlen_k: {key}. If you would like to use causal attention with non-square masks, please "
-        "see CausalAttnMask."
+        f"Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {query} "
+        f"seqlen_k: {key}. If you would like to use causal attention with non-square masks, please see CausalAttnMask."
     )
 
 
@@ -183,8 +182,8 @@ def _aligned(params: Params) -> str:
     if not SINCE_2_14 or all(t.storage_offset() * t.element_size() % 16 == 0 for t in _tensors(params)):
         return ""
     return (
-        "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size to be aligned to 16 "
-        "bytes."
+        "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size to be aligned "
+        "to 16 bytes."
     )
 
 

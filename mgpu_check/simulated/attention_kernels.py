@@ -1,8 +1,8 @@
 """CUDA's attention kernels, written with operators that every device has.
 
 They compute in float32, as the tensor cores accumulate, and round the results to the dtype of the operands. Backward
-functions recompute the weights from the given logsumexp. So a caller may pass a logsumexp over more keys than the operands
-have, as ring attention does. Results have the shapes, dtypes and strides of CUDA's kernels.
+functions recompute the weights from the given logsumexp. So a caller may pass a logsumexp over more keys than the
+operands have, as ring attention does. Results have the shapes, dtypes and strides of CUDA's kernels.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def _bare(*tensors: Optional) -> list[Tensor]:
 def _causal_square(causal: bool, query: Tensor, key: Tensor) -> bool:
     if causal and query.size(2) != key.size(2):
         raise RuntimeError(
-            "FlashAttention aligns its causal mask to the lower right, torch to the upper left: is_causal wants as many "
-            f"queries as keys, but got {query.size(2)} and {key.size(2)}"
+            "FlashAttention aligns its causal mask to the lower right, torch to the upper left: is_causal wants as "
+            f"many queries as keys, but got {query.size(2)} and {key.size(2)}"
         )
     return causal
 

@@ -313,9 +313,9 @@ class _Autocast:
         if not on_cuda and not on_cpu:
             return
         cpu_policy = policy if on_cpu else None
-        # The CPU's kernel must not cast a simulated tensor, even for an operator that only the CPU's autocast covers. On
-        # CUDA such an operator promotes natively (`cat`), or calls operators that are cast (convolutions with a padding
-        # by name).
+        # The CPU's kernel must not cast a simulated tensor, even for an operator that only the CPU's autocast covers.
+        # On CUDA such an operator promotes natively (`cat`), or calls operators that are cast (convolutions with a
+        # padding by name).
         cuda_policy = policy if on_cuda or policy is _lower else _as_it_is
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 

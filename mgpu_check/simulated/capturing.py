@@ -1,7 +1,7 @@
 """Track which streams record a CUDA graph, and refuse the calls that CUDA refuses meanwhile.
 
-A capture begins on one stream. A stream that waits for a capturing one joins its capture. It must be waited for before the
-capture ends. CUDA refuses to wait for results of the device, and to order captured work after other work.
+A capture begins on one stream. A stream that waits for a capturing one joins its capture. It must be waited for before
+the capture ends. CUDA refuses to wait for results of the device, and to order captured work after other work.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from mgpu_check.torch_hooks.table import METHODS
 __all__ = ["install_collectives", "record"]
 
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
-"""ProcessGroupNCCL views complex tensors as real ones in these. In others `torch.distributed` does, or they are refused."""
+"""ProcessGroupNCCL views complex tensors as real ones in these. In others `torch.distributed` does, or they are
+refused."""
 _NO_NCCL_OP = ("BAND", "BOR", "BXOR")
 _pg = torch._C._distributed_c10d.ProcessGroup
 _c10d = torch._C._distributed_c10d
@@ -40,7 +41,8 @@ _coalescing: dict[str, list[TransferCall]] = {}
 
 
 def _refuse(call: TransferCall, group: NcclGroup) -> None:
-    """Raise ProcessGroupNCCL's error for tensors or an operation that it refuses (check_gpu_single_tensor and similar)."""
+    """Raise ProcessGroupNCCL's error for tensors or an operation that it refuses (check_gpu_single_tensor and
+    similar)."""
     views = call.title in _VIEWS_COMPLEX
     for tensor in call.tensors():
         if not isinstance(tensor, SimulatedTensor):

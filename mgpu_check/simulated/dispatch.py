@@ -149,7 +149,8 @@ def _device_of(
 
 
 def _counts(args: tuple[object, ...]) -> bool:
-    """Return whether an operator with these indices must count the elements of a mask; a fill with one value does not."""
+    """Return whether an operator with these indices must count the elements of a mask; a fill with one value does
+    not."""
     value = args[2] if len(args) > 2 else None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return False
@@ -184,7 +185,8 @@ def _tagged(out: object, device: torch.device) -> object:
 def _run_random(
     operator: _Operator, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    """Draw from the generator of the device: ``torch.cuda.manual_seed`` seeds it, and the CPU's generator stays untouched."""
+    """Draw from the generator of the device: ``torch.cuda.manual_seed`` seeds it, and the CPU's generator stays
+    untouched."""
     node = active_node()
     if node is None:
         with _no_dispatch():

@@ -1,7 +1,7 @@
 """Run functional collectives on simulated tensors through the methods of the process group.
 
-C++ would send these operators to gloo. Through the group they raise NCCL's errors, and a result is poison until the caller
-waits for it.
+C++ would send these operators to gloo. Through the group they raise NCCL's errors, and a result is poison until the
+caller waits for it.
 """
 
 from __future__ import annotations

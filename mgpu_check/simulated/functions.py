@@ -1,8 +1,8 @@
 """Give the backward of an ``autograd.Function`` the devices and streams that it has on real devices.
 
 C++ creates gradients of zeros, for outputs that the loss does not use, on the backing device; here they get the devices
-of the outputs. During backward the device of the output is current, and so are the streams of the forward, as the engine
-of autograd ensures for real devices.
+of the outputs. During backward the device of the output is current, and so are the streams of the forward, as the
+engine of autograd ensures for real devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generators of simulated devices, with a seed and an offset like CUDA's Philox generators.
 
-The backing device draws the numbers. For each operator it is seeded with a hash of seed and offset. So the numbers of an
-operator depend only on these two, and the offset can be set. The numbers differ from those of CUDA.
+The backing device draws the numbers. For each operator it is seeded with a hash of seed and offset. So the numbers of
+an operator depend only on these two, and the offset can be set. The numbers differ from those of CUDA.
 """
 
 from __future__ import annotations

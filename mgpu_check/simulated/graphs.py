@@ -94,8 +94,8 @@ class CUDAGraph:
         nodes = underway.end()
         if not nodes:
             warnings.warn(
-                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device "
-                "or stream.",
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+                "device or stream.",
                 stacklevel=2,
             )
         self._nodes, self._device = nodes, underway.stream.device

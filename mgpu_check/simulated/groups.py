@@ -47,8 +47,8 @@ class NcclGroup:
     def await_made(self) -> None:
         """Wait until all ranks have made the group, 10 s at most.
 
-        Gloo connects while a group is made: a rank that is still connecting raises "Connection closed by peer" if another
-        rank frees the group. NCCL connects in the first collective.
+        Gloo connects while a group is made: a rank that is still connecting raises "Connection closed by peer" if
+        another rank frees the group. NCCL connects in the first collective.
         """
         with contextlib.suppress(RuntimeError):  # a rank or the store has ended
             self.store.wait([f"mgpu_check/made/{rank}" for rank in range(self.pg.size())], _BEING_MADE)
@@ -108,8 +108,8 @@ def connect(group: NcclGroup, index: int) -> None:
     group.store.set(f"{key}{rank}", mine)
     taken = next((other for other, where in known.devices.items() if where == mine and other != rank), None)
     if taken is not None:
-        # The other rank has a communicator on this device. Either all ranks change devices and it comes to the store too,
-        # or it never comes: NCCL would hang there, and this raises after `_CHANGING_PLACES`.
+        # The other rank has a communicator on this device. Either all ranks change devices and it comes to the store
+        # too, or it never comes: NCCL would hang there, and this raises after `_CHANGING_PLACES`.
         try:
             group.store.wait([f"{key}{other}" for other in range(size)], _CHANGING_PLACES)
         except RuntimeError:

@@ -1,8 +1,8 @@
 """Simulate the hardware of simulated devices, healthy or defective, below operators, copies and collectives.
 
-A simulated node has no hardware until `planted` adds it. Then the hardware sets the memory size of the devices, and blocks
-have addresses. Events measure virtual time (bytes and floating-point operations over rates), without sleeping. Each
-`Defect` receives every operation after it ran correctly, and may spoil its result.
+A simulated node has no hardware until `planted` adds it. Then the hardware sets the memory size of the devices, and
+blocks have addresses. Events measure virtual time (bytes and floating-point operations over rates), without sleeping.
+Each `Defect` receives every operation after it ran correctly, and may spoil its result.
 
 This module identifies a device by its number: the index in the machine plus `Hardware.first`. None is the host.
 """

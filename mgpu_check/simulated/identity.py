@@ -34,11 +34,12 @@ def compatible(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def become(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace the data of ``t`` by ``value``, where one is on the host and one on a device; its gradient does not move."""
+    """Replace the data of ``t`` by ``value``, where one is on the host and one on a device; its gradient does not
+    move."""
     if not t.is_leaf:
         raise RuntimeError(
-            f"t.data = u is not available on a simulated node where t, on {t.device}, is the result of an operation and "
-            f"u is on {value.device}; assign to t.detach(), or use t.to()"
+            f"t.data = u is not available on a simulated node where t, on {t.device}, is the result of an operation "
+            f"and u is on {value.device}; assign to t.detach(), or use t.to()"
         )
     grad = _base.grad.__get__(t)
     hooks = {name: found for name in _HOOKS if (found := getattr(t, name)) is not None}
@@ -81,8 +82,8 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 def _refusal(source: torch.device, target: torch.device) -> Callable[..., NoReturn]:
     def refuse(*_: object) -> NoReturn:
         raise RuntimeError(
-            f"a parameter was moved from {source} to {target} after the forward pass and before this backward pass, whose "
-            f"gradient is on {source}; move it before the forward pass, or after the backward pass"
+            f"a parameter was moved from {source} to {target} after the forward pass and before this backward pass, "
+            f"whose gradient is on {source}; move it before the forward pass, or after the backward pass"
         )
 
     return refuse

@@ -80,8 +80,8 @@ class Staging:
 class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
     """The future of a collective. Its callbacks run at once in the calling thread, as those of a CUDA future do.
 
-    C++ does not call these methods: call `finish` before C++ gets the future. (A callback in gloo's thread can deadlock:
-    gloo frees it under its own lock, and needs Python's lock to do so.)
+    C++ does not call these methods: call `finish` before C++ gets the future. (A callback in gloo's thread can
+    deadlock: gloo frees it under its own lock, and needs Python's lock to do so.)
     """
 
     def __init__(self, work: LateWork) -> None:
@@ -163,8 +163,9 @@ class LateWork(dist.Work):
                 if not self.title or ran < limit:
                     raise
                 raise dist.DistBackendError(
-                    f"[Rank {dist.get_rank()}] Watchdog caught collective operation timeout: WorkNCCL(OpType={self.title}, "
-                    f"Timeout(ms)={limit:.0f}) ran for {ran:.0f} milliseconds before timing out."
+                    f"[Rank {dist.get_rank()}] Watchdog caught collective operation timeout: "
+                    f"WorkNCCL(OpType={self.title}, Timeout(ms)={limit:.0f}) ran for {ran:.0f} milliseconds before "
+                    "timing out."
                 ) from error
         self._late.deliver()
         return True

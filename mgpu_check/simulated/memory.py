@@ -94,7 +94,8 @@ class DeviceMemory:
         self.addresses: Addresses | None = None
 
     def take(self, nbytes: int, requested: int) -> None:
-        """Add a block of ``nbytes`` for a request of ``requested`` bytes; raise ``torch.OutOfMemoryError`` past the limit."""
+        """Add a block of ``nbytes`` for a request of ``requested`` bytes; raise ``torch.OutOfMemoryError`` past the
+        limit."""
         with _lock:
             wanted = self.allocated + nbytes
             if wanted > self.limit:

@@ -78,7 +78,8 @@ def _names(func: torch._ops.OpOverload) -> tuple[str, str]:
 
 
 def allows_scalars(func: torch._ops.OpOverload) -> bool:
-    """Return whether the operator accepts a CPU tensor of 0 dims beside device tensors: the tensor iterator checks it."""
+    """Return whether the operator accepts a CPU tensor of 0 dims beside device tensors: the tensor iterator checks
+    it."""
     name, full = _names(func)
     if func._schema.is_mutable or name in _CONVOLUTIONS or name in _INDEXING:
         return False
@@ -159,8 +160,8 @@ _seen: list[int] | None = None  # while calibrating: the reference count of each
 def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Measure the reference count of an operand that C++ created; it depends on the versions of Python and torch.
 
-    ``one_hot`` compares its input with its own ``arange``. If an operand of the caller has no more references than that,
-    the two cannot be distinguished, and every mismatch is refused.
+    ``one_hot`` compares its input with its own ``arange``. If an operand of the caller has no more references than
+    that, the two cannot be distinguished, and every mismatch is refused.
     """
     global _held_by_this_call, _seen
     made: list[int] = []
@@ -247,7 +248,8 @@ def _check_convolution(operands: list[_Operand]) -> None:
             _check_arguments(operands, "wrapper_CUDA__cudnn_convolution", {})
         tail = f" or input should be a MKLDNN tensor and {name} is a dense tensor" if image.device.type == "cpu" else ""
         raise RuntimeError(
-            f"Input type ({type_name(image.tensor)}) and {name} type ({type_name(other.tensor)}) should be the same{tail}"
+            f"Input type ({type_name(image.tensor)}) and {name} type ({type_name(other.tensor)}) should be the "
+            f"same{tail}"
         )
 
 

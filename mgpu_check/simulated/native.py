@@ -23,8 +23,14 @@ from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["HARMLESS", "REFUSED", "concerns_devices", "install_native", "simulated_names"]
 
-_SWITCHES = re.compile(r"cudnn|cublas|_sdp_|SDP|flash|_attention$|[bB]las.*ackend|inalg.*ackend|rocm|ROCm|fp32_precision|float32_matmul|onednn_allow")  # fmt: skip
-_OURS = re.compile(r"_(cuda|cudart|cudnn|cusparselt|nccl|nvtx|gds|has_cu|has_gds|accelerator|FastCuda|StaticCuda|Cuda|CUDA|MemPool|graph_pool|construct_CUDA|ensureCUDA)")  # fmt: skip
+_SWITCHES = re.compile(
+    r"cudnn|cublas|_sdp_|SDP|flash|_attention$|[bB]las.*ackend|inalg.*ackend|rocm|ROCm|fp32_precision|float32_matmul"
+    r"|onednn_allow"
+)
+_OURS = re.compile(
+    r"_(cuda|cudart|cudnn|cusparselt|nccl|nvtx|gds|has_cu|has_gds|accelerator|FastCuda|StaticCuda|Cuda|CUDA|MemPool"
+    r"|graph_pool|construct_CUDA|ensureCUDA)"
+)
 _CLOCK = 1e9  # cycles per second, for `torch.cuda._sleep`
 
 # Parts of CUDA that a simulated node does not support: custom allocators and memory pools, tuning, files by DMA.

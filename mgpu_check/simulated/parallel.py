@@ -141,8 +141,8 @@ def _scatter_out(
     sizes = [target.size(dim) for target in out]
     if sum(sizes) != shape[dim]:
         raise RuntimeError(
-            f"Total size for output tensors along scatter dim {dim} does not match the source tensor size at dim {dim}. "
-            f"Expected {shape[dim]}, but got total size {sum(sizes)}"
+            f"Total size for output tensors along scatter dim {dim} does not match the source tensor size at dim "
+            f"{dim}. Expected {shape[dim]}, but got total size {sum(sizes)}"
         )
     shards = _copies(tensor.split(sizes, dim), [target.device for target in out], streams)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Track the pinned memory of the host, from torch's allocator and ``cudaHostRegister``, and the allocator's statistics."""
+"""Track the pinned memory of the host, from torch's allocator and ``cudaHostRegister``, and the allocator's
+statistics."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Record the operators of a CUDA graph, with the memory that they read and write.
 
-Operators run while they are captured, so that results have shapes, and values that later operators can index by. When the
-capture ends, all memory that they wrote holds again what it held before, or what was never written: CUDA runs nothing
-until the replay. A replay runs the same operators on the same memory.
+Operators run while they are captured, so that results have shapes, and values that later operators can index by. When
+the capture ends, all memory that they wrote holds again what it held before, or what was never written: CUDA runs
+nothing until the replay. A replay runs the same operators on the same memory.
 
-A `TorchDispatchMode` sees the operators, so what C++ calls is recorded too: autograd, and DistributedDataParallel with the
-collectives that it sends.
+A `TorchDispatchMode` sees the operators, so what C++ calls is recorded too: autograd, and DistributedDataParallel with
+the collectives that it sends.
 """
 
 from __future__ import annotations

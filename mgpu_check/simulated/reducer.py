@@ -1,7 +1,8 @@
 """Adapt the C++ half of DistributedDataParallel, which sees tensors of the backing device and runs on gloo.
 
 Because C++ cannot raise NCCL's errors for these tensors, the wrappers raise them before the call. C++ sends directly on
-gloo. If the node has simulated hardware, its transfers go through the process group instead, which the hardware observes.
+gloo. If the node has simulated hardware, its transfers go through the process group instead, which the hardware
+observes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _c10d = torch._C._distributed_c10d
 
 
 def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Connect the device of `tensors`, which C++ sends together, to `group`; raise NCCL's error for tensors of the CPU."""
+    """Connect the device of `tensors`, which C++ sends together, to `group`; raise NCCL's error for tensors of the
+    CPU."""
     found = nccl_of(group)
     if found is None or not tensors:
         return

@@ -1,6 +1,7 @@
 """Map each part of a collective's result to the links that it crossed.
 
-NCCL sends along a ring of all ranks in their order: a chunk of a sum, or the part of one rank, passes from rank to rank.
+NCCL sends along a ring of all ranks in their order: a chunk of a sum, or the part of one rank, passes from rank to
+rank.
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ def _device_count() -> int:
 
 
 def _is_available() -> bool:
-    """Return whether a device exists: by NVML if torch is set so, else by the driver, which fixes CUDA_VISIBLE_DEVICES."""
+    """Return whether a device exists: by NVML if torch is set so, else by the driver, which fixes
+    CUDA_VISIBLE_DEVICES."""
     return (_device_count() if torch.cuda._nvml_based_avail() else _node().n) > 0
 
 
@@ -335,7 +336,8 @@ def native_names() -> set[str]:
 
 
 def install_runtime(patches: Patches) -> None:
-    """Replace the device functions of ``torch.cuda`` and ``torch.accelerator``, and those of ``torch._C`` under them."""
+    """Replace the device functions of ``torch.cuda`` and ``torch.accelerator``, and those of ``torch._C`` under
+    them."""
     cuda = torch.cuda
     for name, function in {**_cuda_functions(), **_refused()}.items():
         original = getattr(cuda, name, None)

@@ -2,8 +2,8 @@
 
 Operators run at once. Late results are those of a ``non_blocking`` copy to pinned host memory, and of a collective with
 ``async_op=True``. Their destination holds poison until the caller waits for the stream that they were queued on.
-Streams take time only in ``sleep`` and on simulated hardware: a stream knows until when it is busy, and an event when it
-is reached.
+Streams take time only in ``sleep`` and on simulated hardware: a stream knows until when it is busy, and an event when
+it is reached.
 """
 
 from __future__ import annotations

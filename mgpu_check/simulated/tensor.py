@@ -56,7 +56,8 @@ _run: Runner
 
 
 def set_runner(run: Runner) -> None:
-    """Set the function that runs the operators of simulated tensors: ``dispatch`` imports this module, not vice versa."""
+    """Set the function that runs the operators of simulated tensors: ``dispatch`` imports this module, not vice
+    versa."""
     global _run
     _run = run
 

@@ -47,7 +47,8 @@ def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, .
         if isinstance(given, torch.Tensor):
             if given.device != device:
                 raise RuntimeError(
-                    f"legacy constructor expects device type: {device.type} but device type: {given.device.type} was passed"
+                    f"legacy constructor expects device type: {device.type} but device type: {given.device.type} was "
+                    "passed"
                 )
             return given.detach()
         if isinstance(given, (list, tuple)) and not isinstance(given, torch.Size):

@@ -1,8 +1,8 @@
 """Poison new device memory that has not been written yet, so that code that forgets to initialize it fails.
 
 On a real device such memory keeps its earlier contents, often zeros or the weights of the last model, so that the
-mistake shows only sometimes. Here floating and complex numbers are NaN, signed integers their least value, unsigned ones
-their greatest, and booleans True. Host memory stays as torch leaves it.
+mistake shows only sometimes. Here floating and complex numbers are NaN, signed integers their least value, unsigned
+ones their greatest, and booleans True. Host memory stays as torch leaves it.
 """
 
 from __future__ import annotations

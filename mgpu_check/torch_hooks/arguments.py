@@ -52,7 +52,8 @@ def shown(value: Any) -> str:
 
 
 def compared(value: Any) -> str:
-    """Return dtype and size of an operand, which must be equal on all ranks; for a list a checksum, as it may be long."""
+    """Return dtype and size of an operand, which must be equal on all ranks; for a list a checksum, as it may be
+    long."""
     if isinstance(value, torch.Tensor):
         return size_of(value)
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
 """Record each collective that a rank enters, with the properties that must be equal on all ranks.
 
-The public functions of ``torch.distributed`` and the functional collectives are replaced by wrappers. A wrapper notes name,
-operand and call site, and then calls the function. DistributedDataParallel's C++ reducer bypasses the wrappers.
+The public functions of ``torch.distributed`` and the functional collectives are replaced by wrappers. A wrapper notes
+name, operand and call site, and then calls the function. DistributedDataParallel's C++ reducer bypasses the wrappers.
 """
 
 from __future__ import annotations

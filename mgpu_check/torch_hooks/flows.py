@@ -1,7 +1,7 @@
 """Read from an operation's arguments what a rank sends to each peer and receives from it, to compare both sides later.
 
-This covers sends, receives, and collectives whose tensors may differ in size between ranks: those with "paired" sizes in the
-table.
+This covers sends, receives, and collectives whose tensors may differ in size between ranks: those with "paired" sizes
+in the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _MOST_RUNS = 64  # per flow, to bound the size of an answer; later tensors are o
 
 Get = Callable[[str], Any]
 Parts = Iterator[tuple[bool, int, str]]
-"""Tuples of three: True if sent, False if received; the peer's index in the group, or `ANY`; dtype and element count."""
+"""Tuples of three: True if sent, False if received; the peer's index in the group, or `ANY`; dtype and element
+count."""
 
 
 def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
@@ -31,7 +32,8 @@ def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
 
 
 def _sizes(tensors: Any, count: int) -> list[str]:
-    """Return the sizes in a list of one tensor per rank; [] if the list is invalid, which the collective will report."""
+    """Return the sizes in a list of one tensor per rank; [] if the list is invalid, which the collective will
+    report."""
     if isinstance(tensors, (list, tuple)) and len(tensors) == count:
         return [size_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return []
@@ -131,7 +133,8 @@ FLOWS: Mapping[str, Callable[[Get, int, int, int], Parts]] = {
 }
 """Name of each "paired" function of ``torch.distributed`` -> function that yields its parts.
 
-The arguments are a getter of arguments by name, the rank's own index in the group, the group's size, and the root's index.
+The arguments are a getter of arguments by name, the rank's own index in the group, the group's size, and the root's
+index.
 """
 
 

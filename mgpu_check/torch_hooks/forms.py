@@ -1,4 +1,5 @@
-"""Read the arguments of a collective, called as a function of ``torch.distributed`` or as a method of a process group."""
+"""Read the arguments of a collective, called as a function of ``torch.distributed`` or as a method of a process
+group."""
 
 from __future__ import annotations
 

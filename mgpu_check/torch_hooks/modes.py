@@ -1,4 +1,5 @@
-"""Leave torch modes that a test entered and did not leave: autocast, inference mode, dispatch modes, flushed denormals."""
+"""Leave torch modes that a test entered and did not leave: autocast, inference mode, dispatch modes, flushed
+denormals."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ __all__ = ["Parcel"]
 class Parcel:
     """A dict with tensors, in a form for pickling. It is unpickled as a plain dict.
 
-    Dense tensors on the CPU arrive without autograd history, each with its own memory, even if they shared memory before.
+    Dense tensors on the CPU arrive without autograd history, each with its own memory, even if they shared memory
+    before.
     """
 
     def __init__(self, content: Mapping[Any, Any]) -> None:

@@ -1,6 +1,7 @@
 """Replace attributes of torch, Python or recipes, and restore all of them. Imports no torch.
 
-`unittest.mock` replaces single attributes. This module can also replace an object under all its names in loaded modules.
+`unittest.mock` replaces single attributes. This module can also replace an object under all its names in loaded
+modules.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _ABSENT = object()
 class Patches:
     """A list of replacements with an exact undo, in reverse order.
 
-    `set` and `wrap` replace one attribute of one owner. `replace` replaces an object under every name that a loaded module
-    has for it, which includes an earlier ``from torch import randn``. `undo` also restores names that modules bind to the
-    replacement later. Without `undo` the replacements are permanent.
+    `set` and `wrap` replace one attribute of one owner. `replace` replaces an object under every name that a loaded
+    module has for it, which includes an earlier ``from torch import randn``. `undo` also restores names that modules
+    bind to the replacement later. Without `undo` the replacements are permanent.
     """
 
     def __init__(self, *, among: str = "", sparing: str | None = None) -> None:

@@ -1,7 +1,8 @@
 """Save, restore and fix how torch rounds float32 in matrix products, convolutions and recurrent networks.
 
-Torch has two interfaces for these settings. The getters of the older one (``allow_tf32``, ``set_float32_matmul_precision``)
-raise if the newer one (``fp32_precision``) has set a value that the older one cannot express. This module handles both.
+Torch has two interfaces for these settings. The getters of the older one (``allow_tf32``,
+``set_float32_matmul_precision``) raise if the newer one (``fp32_precision``) has set a value that the older one cannot
+express. This module handles both.
 """
 
 from __future__ import annotations

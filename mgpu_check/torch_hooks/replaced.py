@@ -3,7 +3,8 @@
 They are not restored: a library may have replaced a function during its import, which happens once per process. A fresh
 process has neither. Replacements by installed packages do not count, because they happen in every process.
 
-torch's operators in C and its classes are not checked. There are two thousand of them, and the check runs after every test.
+torch's operators in C and its classes are not checked. There are two thousand of them, and the check runs after every
+test.
 """
 
 from __future__ import annotations

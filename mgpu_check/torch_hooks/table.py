@@ -27,8 +27,8 @@ class Method:
 
     Attributes:
         function: the equivalent function, whose name reports use.
-        parameters: the function's names for the parameters, in the order of the method. Methods take ranks as indices in
-            the group.
+        parameters: the function's names for the parameters, in the order of the method. Methods take ranks as indices
+            in the group.
     """
 
     function: str
@@ -41,11 +41,12 @@ class Collective:
 
     Attributes:
         kind: the result on the ranks: a "reduction" of all tensors; "parts", one from or for each rank; a "copy" of one
-            rank's tensor; Python "objects"; nothing for a "barrier"; a "message" from one other rank; or a "model", which
-            the constructor of DistributedDataParallel checks or copies.
-        operand: the parameter whose value is compared between ranks: their contribution or result; "" for no comparison.
-        sizes: "equal" if all ranks must have tensors with the same dtype and number of elements; "paired" if the tensors
-            of a rank must match those of its peer (see `flows`); "" if sizes are not compared.
+            rank's tensor; Python "objects"; nothing for a "barrier"; a "message" from one other rank; or a "model",
+            which the constructor of DistributedDataParallel checks or copies.
+        operand: the parameter whose value is compared between ranks: their contribution or result; "" for no
+            comparison.
+        sizes: "equal" if all ranks must have tensors with the same dtype and number of elements; "paired" if the
+            tensors of a rank must match those of its peer (see `flows`); "" if sizes are not compared.
         homes: the modules of ``torch.distributed`` that define it. The operand of a functional collective is `self`.
         methods: the equivalent methods of process groups, with their parameters; see `Method`.
     """

@@ -1,4 +1,5 @@
-"""Helpers for comparisons of tensors: copies on the CPU, bits, checksums. They do not use NumPy, which torch does not need."""
+"""Helpers for comparisons of tensors: copies on the CPU, bits, checksums. They do not use NumPy, which torch does not
+need."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def all_finite(tensor: torch.Tensor) -> bool:
     """Return whether no element is infinite or NaN, which holds for every integer tensor."""
     if not tensor.is_floating_point() and not tensor.is_complex():
         return True
-    # The sum takes one pass, and `isfinite` four. A finite sum proves finite elements; an infinite one may be an overflow.
+    # The sum takes one pass, and `isfinite` four. A finite sum proves finite elements; an infinite one may be an
+    # overflow.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

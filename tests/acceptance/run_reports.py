@@ -132,7 +132,8 @@ def one_gpu() -> RunReport:
 
 
 def bad() -> RunReport:
-    """Eight GPUs: one that computes wrong results and grows hot, a link that gives zeros, and what could not be checked."""
+    """Eight GPUs: one that computes wrong results and grows hot, a link that gives zeros, and what could not be
+    checked."""
     right = good()
     wrong = [
         Observation(
@@ -201,7 +202,8 @@ def bad() -> RunReport:
         Accusation(
             Part("gpu", (3,)),
             (
-                "compute: GPU 3: 96 of 1048576 elements are wrong, every 32nd in columns 512 to 527; 3 of 4 looks failed",
+                "compute: GPU 3: 96 of 1048576 elements are wrong, every 32nd in columns 512 to 527; 3 of 4 looks "
+                "failed",
                 "training: GPU 3: parameters differ from those of 7 other GPUs after step 2; 1 of 2 looks failed",
             ),
             (*range(shift, shift + 4), shift + 7),
@@ -214,7 +216,8 @@ def bad() -> RunReport:
             ("links: copy GPU 0 -> GPU 5: 4194304 bytes from offset 2097152 are zero; 2 of 3 looks failed",),
             (shift + 4, shift + 5),
             "only by the kernel path, above 2 MiB",
-            "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the baseboard",
+            "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
+            "baseboard",
             f"{COMMAND} -k links --hypothesis-seed=7",
         ),
     )

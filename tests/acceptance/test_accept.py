@@ -106,11 +106,9 @@ def test_a_check_that_returns_at_once_leaves_the_node_undecided(
 ) -> None:
     """Every check of memory is called, and does nothing: that is no pass."""
     spoiled(
-        "from mgpu_check.acceptance.node import Node\n\n"
-        "def nothing(*_):\n    return []\n\n"
-        "for name in ('on_ranks', 'in_node_process'):\n"
-        "    real = getattr(Node, name)\n"
-        "    setattr(Node, name, lambda self, check, fn, *args, real=real, **more: real(self, check, nothing, **more))\n"
+        "from mgpu_check.acceptance.node import Node\n\ndef nothing(*_):\n    return []\n\nfor name in ('on_ranks', "
+        "'in_node_process'):\n    real = getattr(Node, name)\n    setattr(Node, name, lambda self, check, fn, *args, "
+        "real=real, **more: real(self, check, nothing, **more))\n"
     )
     text = command(*NODE, "-k", "memory", code=2)
     assert "memory did less than its least work on GPU 0, GPU 1: 0 of " in text

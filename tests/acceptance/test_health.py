@@ -109,7 +109,8 @@ def test_who_is_blamed(monkeypatch: pytest.MonkeyPatch, overrides: list[Override
     [
         ({"power_limit": 700, "p2p": "read+write"}, [], 4, []),
         ({"power_limit": 600}, [], 4, [("host 0", "of its GPUs: power limit is 700 W, and the baseline has 600 W")]),
-        ({"vbios": "00.00.00.00.00"}, [Override(1, "vbios", "x")], 4, [("GPU 1", "x, and the baseline has 00.00.00.00.00")]),
+        ({"vbios": "00.00.00.00.00"}, [Override(1, "vbios", "x")], 4, [("GPU 1", "x, and the baseline has "
+                                                                                 "00.00.00.00.00")]),
         ({"p2p": "read+write+nvlink"}, [Override(1, "p2p_3", "read+write+atomics")], 4, [("copy GPU 1 -> GPU 3", "atomics, and the")]),
         ({}, [], 8, [("host 0", "it has 4 GPUs, and the baseline has 8")]),
     ],

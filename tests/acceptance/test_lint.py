@@ -57,17 +57,19 @@ def rules(remarks: list[Remark]) -> set[str]:
     return {remark.rule for remark in remarks}
 
 
-# What stands in the table of a tool that everybody runs, in its words: H200 `memory_bandwidth` 2333 where H100 has 1905000
-# (MB/s); 137500 beside a comment that says 1372500; `min_pci_generation` 3.0 of a Gen5 card; tolerances of 0 that switch a
-# comparison off; and no floor for the link to the host of any model.
+# What stands in the table of a tool that everybody runs, in its words: H200 `memory_bandwidth` 2333 where H100 has
+# 1905000 (MB/s); 137500 beside a comment that says 1372500; `min_pci_generation` 3.0 of a Gen5 card; tolerances of 0
+# that switch a comparison off; and no floor for the link to the host of any model.
 @pytest.mark.parametrize(
     ("change", "rule", "text"),
     [
         ({"quantity": "memory bandwidth", "data_sheet": 2333e6}, "scale", "is it in kB/s? Give B/s"),
         ({"quantity": "memory bandwidth", "data_sheet": 4800000}, "scale", "is it in MB/s? Give B/s"),
-        ({"quantity": "memory bandwidth", "data_sheet": 4.8e5 * 1e6}, "data sheet", "a digit is missing or too many, 10^-1"),
+        ({"quantity": "memory bandwidth", "data_sheet": 4.8e5 * 1e6}, "data sheet", "a digit is missing or too many, "
+                                                                                    "10^-1"),
         ({"quantity": "memory bandwidth", "data_sheet": 4.8e15}, "scale", "1000 times too large"),
-        ({"pcie": {"generation": 3, "width": 16, "source": "pcie"}}, "generation", "PCIe Gen3 x16, but the data sheet says Gen5 x16"),
+        ({"pcie": {"generation": 3, "width": 16, "source": "pcie"}}, "generation", "PCIe Gen3 x16, but the data sheet "
+                                                                                   "says Gen5 x16"),
         ({"pcie": {"generation": 5, "width": 8, "source": "pcie"}}, "generation", "but the data sheet says Gen5 x16"),
         ({"pcie": {"generation": 9, "width": 16, "source": "pcie"}}, "generation", "give one of 1, 2, 3"),
         ({"pcie": {"generation": 5, "width": 7, "source": "pcie"}}, "width", "give one of 1, 2, 4"),

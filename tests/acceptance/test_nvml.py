@@ -119,7 +119,8 @@ def test_a_healthy_gpu_is_read_in_its_units(machine: Machine) -> None:
         ({"fields": {f"163/{n}": {"error": 2} for n in range(4)}, "nvmlDeviceGetNvLinkErrorCounter(1,3)": 5}, "nvlink_crc", 5),
         # Blackwell counts recoveries elsewhere
         ({"fields": {"215": 2}}, "nvlink_recovery", 8),
-        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x1064}, "throttle", "power cap, thermal (software), thermal (hardware), 0x1000"),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x1064}, "throttle", "power cap, thermal (software), thermal "
+                                                                         "(hardware), 0x1000"),
         (
             {"nvmlDeviceGetCurrentClocksEventReasons": {"error": 13}, "nvmlDeviceGetCurrentClocksThrottleReasons": 1},
             "throttle",

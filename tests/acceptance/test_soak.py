@@ -26,7 +26,8 @@ STEADY = speeds(*[5.0] * 8)
     ("rates", "failed"),
     [
         ({0: STEADY, 1: STEADY, 2: STEADY}, {}),
-        ({0: STEADY, 1: speeds(9, 5, 5, 5, 5, 4, 4, 4), 2: STEADY}, {1: "became slower by 20% under load, the others by 0%"}),
+        ({0: STEADY, 1: speeds(9, 5, 5, 5, 5, 4, 4, 4), 2: STEADY}, {1: "became slower by 20% under load, the others "
+                                                                        "by 0%"}),
         ({0: STEADY, 1: speeds(9, 5, 5, 5, 5, 4.6, 4.6, 4.6), 2: STEADY}, {}),
         ({0: STEADY, 1: speeds(9, 5, 5, 5, 5, 4, 4, 4, spread=0.4), 2: STEADY}, {}),  # as noisy as that
         ({0: speeds(5, 5, 5, 4, 4, 4, 4, 4)}, {}),
@@ -163,7 +164,8 @@ def loaded(rank, faults):
 
 
 def test_each_kind_of_work_is_looked_at(ranks):
-    """On two ranks: all is right; the ways of the host to and from the device; memory; a sum; an exchange; a product."""
+    """On two ranks: all is right; the ways of the host to and from the device; memory; a sum; an exchange; a
+    product."""
     faults = (
         "",
         "upload-truncated",

@@ -1,4 +1,5 @@
-"""What telemetry says of four simulated GPUs in a run, without a process and without waiting: time goes when it is told to."""
+"""What telemetry says of four simulated GPUs in a run, without a process and without waiting: time goes when it is told
+to."""
 
 from __future__ import annotations
 

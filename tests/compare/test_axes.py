@@ -74,7 +74,8 @@ def test_groups_without_a_mesh_are_named_by_their_ranks():
     groups = [0, 1], [2, 3], [0, 2], [1, 3]
     found = judged([with_groups(scaled(rank, scale), *groups) for rank, scale in enumerate((1, 1, 2, 2))])
     assert found.report.axes == (
-        "ranks agree along the groups of ranks 0-1 and of ranks 2-3, and differ along the groups of ranks 0, 2 and of ranks 1, 3"
+        "ranks agree along the groups of ranks 0-1 and of ranks 2-3, and differ along the groups of ranks 0, 2 and of "
+        "ranks 1, 3"
     )
 
 
@@ -159,7 +160,10 @@ def test_the_call_is_named_that_leaves_a_factor_in_all_slices():
 
 
 def test_the_factor_of_one_slice_is_told_with_its_call():
-    told = "on rank 1 the slice of the gradient of net.weight is 3 times that of one device, and the other slices are right"
+    told = (
+        "on rank 1 the slice of the gradient of net.weight is 3 times that of one device, and the other slices are "
+        "right"
+    )
     for norms, where in (
         ([0.7, 3], f"; {SUM} leaves it so"),
         ([0.7, 1], f"; {SUM} leaves the gradient of one device, and a later operation changes it"),

@@ -121,8 +121,8 @@ def test_statistics_that_are_no_means_are_undecided(of_columns):
     found = judged(of_columns)
     assert found.kind == "undecided"
     assert found.not_compared == {
-        "of_columns of net.weight": "each rank may keep a statistic of its own slice (dim 0: 0 to 2 of 8; dim 0: 3 to 7 "
-        "of 8), and their mean is not that of one device"
+        "of_columns of net.weight": "each rank may keep a statistic of its own slice (dim 0: 0 to 2 of 8; dim 0: 3 to "
+        "7 of 8), and their mean is not that of one device"
     }
 
 
@@ -137,15 +137,16 @@ def test_an_optimizer_that_is_another_one_on_slices():
     found = judged(lambda own: own.mean(0), rule=torch.sign)
     assert (found.kind, found.parameter, found.tensor) == ("differs", "net.weight", "parameter")
     told = (
-        "each rank computes of_columns of net.weight from its own slice (dim 0: 0 to 2 of 8 on rank 0; dim 0: 3 to 7 of 8 "
-        "on rank 1), and one device from the whole"
+        "each rank computes of_columns of net.weight from its own slice (dim 0: 0 to 2 of 8 on rank 0; dim 0: 3 to 7 "
+        "of 8 on rank 1), and one device from the whole"
     )
     assert told in str(found.report)
     assert told not in str(judged(lambda own: SQUARES.mean(0), rule=torch.sign).report)
 
 
 def recorded(net: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, torch.Tensor], shapes) -> Trace:
-    """Return the states that are recorded for a rank, where one device has the parameters and shapes of states that are given."""
+    """Return the states that are recorded for a rank, where one device has the parameters and shapes of states that are
+    given."""
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as wholes:
         for name, value in kept.items():
             write_whole(wholes.fileno(), name, value)

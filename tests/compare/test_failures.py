@@ -50,7 +50,10 @@ def test_a_rank_that_is_killed(compare, by_hand, changed):
 
 def test_a_rank_that_is_killed_when_the_script_is_over(compare, by_hand):
     """As interpreters are that end with a process group, now and then."""
-    dies = "import atexit, os, signal\nif os.environ['RANK'] == '1': atexit.register(os.kill, os.getpid(), signal.SIGABRT)\n"
+    dies = (
+        "import atexit, os, signal\nif os.environ['RANK'] == '1': atexit.register(os.kill, os.getpid(), "
+        "signal.SIGABRT)\n"
+    )
     outcome = compare(dies + by_hand, code=0)
     assert outcome.json["headline"].startswith("equal: 3 steps on 2 ranks")
     assert "rank 1 of the run “2 ranks” ended with signal SIGABRT after the script had ended" in outcome.text
@@ -83,7 +86,10 @@ def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
 def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand, changed):
     """The script tells through a pipe that a rank is at work, and waits for its end."""
     os.mkfifo(tmp_path / "at-work")
-    wait = "    if world > 1:\n        open('at-work', 'w').close()\n        dist.barrier(); import threading; threading.Event().wait()\n"
+    wait = (
+        "    if world > 1:\n        open('at-work', 'w').close()\n        dist.barrier(); import threading; "
+        "threading.Event().wait()\n"
+    )
     script = changed(by_hand, (STEP, STEP + wait.replace("\\\n", "\n")))
     tmp_path.joinpath("train.py").write_text(script)
     with tempfile.TemporaryFile() as output:

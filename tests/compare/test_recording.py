@@ -38,7 +38,8 @@ sys.stdout.buffer.write(pickle.dumps(done))
 
 @pytest.fixture
 def record(tmp_path, python):
-    """Run `script` in `world` processes, and give what became of them. Not in this process, which would adopt theirs."""
+    """Run `script` in `world` processes, and give what became of them. Not in this process, which would adopt
+    theirs."""
 
     def record(script: str, world: int = 1):
         tmp_path.joinpath("train.py").write_text(script)
@@ -132,10 +133,12 @@ def test_gradients_that_are_computed_within_the_step(record):
     "start",
     [
         "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=1)",
-        "process = torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,)); process.start(); process.join()",
-        "torch.multiprocessing.set_start_method('spawn'); process = torch.multiprocessing.Process(target=rank, args=(0,))\n"
-        "    process.start(); process.join()",
-        "process = multiprocessing.get_context('forkserver').Process(target=rank, args=(0,)); process.start(); process.join()",
+        "process = torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,)); process.start(); "
+        "process.join()",
+        "torch.multiprocessing.set_start_method('spawn'); process = torch.multiprocessing.Process(target=rank, "
+        "args=(0,))\n    process.start(); process.join()",
+        "process = multiprocessing.get_context('forkserver').Process(target=rank, args=(0,)); process.start(); "
+        "process.join()",
     ],
 )
 def test_ranks_that_the_script_starts_itself(record, start):

@@ -113,7 +113,8 @@ def test_a_script_without_seeds(compare, by_hand, changed):
 
 def test_a_script_that_goes_on_where_an_earlier_run_has_stopped(compare, by_hand, changed, tmp_path):
     script = changed(
-        by_hand, ("optimizer = ", 'if os.path.exists("last.pt"): net.load_state_dict(torch.load("last.pt"))\noptimizer = ')
+        by_hand, ("optimizer = ", 'if os.path.exists("last.pt"): '
+                                  'net.load_state_dict(torch.load("last.pt"))\noptimizer = ')
     )  # fmt: skip
     tmp_path.joinpath("last.pt").touch()  # that the directory has the same files before and after
     script = script.replace('os.path.exists("last.pt")', 'os.path.getsize("last.pt")')

@@ -14,7 +14,8 @@ STEPS = torch.ones(())
 
 
 def keeping(made: Trace, **states) -> Trace:
-    """Give the trace of a rank states of its only parameter, by key: values, and whether they are those of its slice."""
+    """Give the trace of a rank states of its only parameter, by key: values, and whether they are those of its
+    slice."""
     made = replace(made, states={}, steps=[replace(made.steps[0], states={})])
     (parameter,) = made.parameters.values()
     for key, (value, cut) in states.items():

@@ -1,7 +1,7 @@
 """A program for the tests of leases: it forks processes that take and give back, and says what they did, in order.
 
-One scenario per line of its input, as JSON, and one answer per line of its output. It is a process of its own, because the
-one of pytest is too large, and has too many threads, to be forked a thousand times.
+One scenario per line of its input, as JSON, and one answer per line of its output. It is a process of its own, because
+the one of pytest is too large, and has too many threads, to be forked a thousand times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A training file whose ranks part ways, as `docs/how-to/write-tests.md` shows: calls stand on the lines that it names."""
+"""A training file whose ranks part ways, as `docs/how-to/write-tests.md` shows: calls stand on the lines that it
+names."""
 
 import os
 import signal

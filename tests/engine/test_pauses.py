@@ -133,7 +133,8 @@ def test_what_some_ranks_hold_no_part_of_is_named(pool):
 
 
 def test_ranks_go_on_that_have_called_alike_in_each_group(pool):
-    """Groups of different ranks, with other numbers of collectives in each; works that are waited for later; messages."""
+    """Groups of different ranks, with other numbers of collectives in each; works that are waited for later;
+    messages."""
 
     def body(rank):
         evens, odds = dist.new_group([0, 2]), dist.new_group([1, 3])

@@ -460,7 +460,8 @@ def test_death_by_exit(pool, code):
 
 
 def test_a_call_ends_with_what_its_simulated_streams_have_to_do(pool):
-    """As on real devices: what a stream still does when the function has returned belongs to this call, and no other."""
+    """As on real devices: what a stream still does when the function has returned belongs to this call, and no
+    other."""
 
     def sleep(rank, cycles):
         import torch
@@ -772,8 +773,8 @@ def test_a_fork_server_that_still_imports_ends_with_its_parent(tmp_path):
         [
             sys.executable,
             "-c",
-            "from mgpu_check.engine.launcher import LocalLauncher as L; launcher = L(['imports_for_ever']); launcher.start()\n"
-            "import signal; signal.pause()",
+            "from mgpu_check.engine.launcher import LocalLauncher as L; launcher = L(['imports_for_ever']); "
+            "launcher.start()\nimport signal; signal.pause()",
         ],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )

@@ -1,4 +1,5 @@
-"""Training that saves and loads checkpoints, and may forget things, and what tests of the gate for checkpoints assert."""
+"""Training that saves and loads checkpoints, and may forget things, and what tests of the gate for checkpoints
+assert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Wrong programs in which one term of the loss, or a part of the sequence, counts otherwise, each beside a right twin."""
+"""Wrong programs in which one term of the loss, or a part of the sequence, counts otherwise, each beside a right
+twin."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def balanced(model: nn.Module, batch: Batch) -> None:
 
 @program("loss-term-factor", Router, regression, balanced, 8)
 def scales_the_balance_with_the_error(model, batch, rank, wrong):
-    """The loss is multiplied by the number of ranks, because it is divided by the global count; the balance is a mean."""
+    """The loss is multiplied by the number of ranks, because it is divided by the global count; the balance is a
+    mean."""
     x, y = (leaf.to(rank.device) for leaf in part(batch, rank))
     made, balance = DDP(model.to(rank.device))(x)
     error, mean = (made - y).square().sum() / len(batch[0]), 0.1 * balance / len(x)

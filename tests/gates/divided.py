@@ -1,4 +1,5 @@
-"""Steps that divide a model among ranks by tensors, layers of a library, or flat buffers; each right, or with a mistake."""
+"""Steps that divide a model among ranks by tensors, layers of a library, or flat buffers; each right, or with a
+mistake."""
 
 from __future__ import annotations
 

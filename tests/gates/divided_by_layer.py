@@ -141,7 +141,8 @@ class Exchanged(torch.autograd.Function):
 
 
 class Experts(Step):
-    """Each rank has some of the experts, and sends each sample to the rank that has its expert; all modules are kept."""
+    """Each rank has some of the experts, and sends each sample to the rank that has its expert; all modules are
+    kept."""
 
     data = ("ep",)
 

@@ -1,4 +1,5 @@
-"""Strategies of evidence: whatever a gate may have recorded of a failure, mostly nothing that a right program leaves."""
+"""Strategies of evidence: whatever a gate may have recorded of a failure, mostly nothing that a right program
+leaves."""
 
 from __future__ import annotations
 

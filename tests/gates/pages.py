@@ -21,8 +21,8 @@ from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
 from tests.docs.pages import MISTAKES, first_files
 
-# By what tells programs apart that they define: their gate, which function of theirs it judges, and what else of them it
-# is given.
+# By what tells programs apart that they define: their gate, which function of theirs it judges, and what else of them
+# it is given.
 GATES: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "make_loader": (assert_loader_covers, "make_loader", ()),
     "train": (assert_resume_continues, "train", ()),
@@ -66,7 +66,8 @@ def judge(ranks: RanksFixture, name: str, kind: str, max_examples: int | None) -
 
 
 def alarm(ranks: RanksFixture, name: str) -> object:
-    """What the gate has against the right program of a page; for a step in one case, which takes a tenth of the time."""
+    """What the gate has against the right program of a page; for a step in one case, which takes a tenth of the
+    time."""
     program, known = program_of(name, "right")
     if known != "step":
         return judge(ranks, name, "right", None)

@@ -1,11 +1,12 @@
 """Modules whose texts are other ones than they were written with: whoever reads a message does not find it again.
 
-`install` puts an import hook before Python's own. Of the modules that make messages about failures, and name mistakes, it
-rewords every text of more than one word, each occurrence by itself, and adds words where values are put in. So two texts that are written alike are not alike any
-more, and neither a regular expression nor a comparison finds in a message what another place has written into it.
+`install` puts an import hook before Python's own. Of the modules that make messages about failures, and name mistakes,
+it rewords every text of more than one word, each occurrence by itself, and adds words where values are put in. So two
+texts that are written alike are not alike any more, and neither a regular expression nor a comparison finds in a
+message what another place has written into it.
 
-Left as they are: texts of torch, which it is asked for (names that end in `_OF_TORCH`), values of a `Literal`, which are
-data, regular expressions and code.
+Left as they are: texts of torch, which it is asked for (names that end in `_OF_TORCH`), values of a `Literal`, which
+are data, regular expressions and code.
 """
 
 from __future__ import annotations

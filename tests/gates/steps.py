@@ -76,8 +76,8 @@ class Training:
         return {"loss": total}
 
 
-# One case of each kind, and not the default of 24 in all, on two ranks, and not four as well: more of them take longer, and
-# show no more here. ALL world sizes are for what differs between them.
+# One case of each kind, and not the default of 24 in all, on two ranks, and not four as well: more of them take longer,
+# and show no more here. ALL world sizes are for what differs between them.
 FEW: dict[str, Any] = {"build": build, "batch": batch, "max_examples": 8, "world_sizes": [2]}
 ALL: dict[str, Any] = {"world_sizes": None}
 

@@ -1,4 +1,5 @@
-"""Steps that divide the sequence by ``context_parallel``: right ones pass, and mistakes of positions, order and sums do not."""
+"""Steps that divide the sequence by ``context_parallel``: right ones pass, and mistakes of positions, order and sums do
+not."""
 
 from __future__ import annotations
 

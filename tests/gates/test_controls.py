@@ -81,7 +81,8 @@ class Both(torch.autograd.Function):
 
 
 def divides_layers(model, batch, rank, adds: bool, later: bool = False):
-    """Divide two layers among ranks; backward adds up the gradient of what enters them, or gradients are added up later."""
+    """Divide two layers among ranks; backward adds up the gradient of what enters them, or gradients are added up
+    later."""
     model.to(rank.device)
     for module, dim in ((model.up, 0), (model.down, 1)):
         part_of_it = module.weight.detach().chunk(rank.size, dim)[rank.index].clone()
@@ -167,7 +168,8 @@ def with_a_head_of_zeros() -> torch.nn.Module:
 
 
 def loses_its_groups(model, batch, rank):
-    """Decay weights and biases alike; on one device biases do not decay, and a first bias without gradient stays as it is."""
+    """Decay weights and biases alike; on one device biases do not decay, and a first bias without gradient stays as it
+    is."""
     model.to(rank.device)
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)

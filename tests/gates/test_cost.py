@@ -196,7 +196,8 @@ def test_rounding_within_operators_is_granted_in_full_too(ranks, step):
     for name, value in wider.items():
         assert (value >= provisional.tolerance[name]).all()
         if name.kind == "grads":
-            # Each element is an estimate from one pair of perturbations: it exceeds the one from three pairs now and then.
+            # Each element is an estimate from one pair of perturbations: it exceeds the one from three pairs now and
+            # then.
             assert (allowed_for(full, name, None) >= value * 0.8).all()
 
 
@@ -281,7 +282,8 @@ def test_wrong_large_steps_are_refuted(ranks):
 
 
 class Adaptive:
-    """A step with an optimizer that is not linear in the gradient: it is measured by more runs, each of which needs others."""
+    """A step with an optimizer that is not linear in the gradient: it is measured by more runs, each of which needs
+    others."""
 
     def __call__(self, model: nn.Module, batch: Any, rank: Any) -> None:
         right(model, batch, rank)

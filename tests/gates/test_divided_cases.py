@@ -190,7 +190,8 @@ class OneRankNeverSteps(ShardedCopy):
 
 
 class OtherOrderOnSomeRanks(ShardedCopy):
-    """The optimizers of ranks have the same parameters in another order: states of DTensors are gathered all the same."""
+    """The optimizers of ranks have the same parameters in another order: states of DTensors are gathered all the
+    same."""
 
     def taken(self, model: nn.Module) -> nn.Module:
         return model

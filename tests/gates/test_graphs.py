@@ -1,4 +1,5 @@
-"""Steps that are captured in a CUDA graph and replayed: right ones pass, and one that forgets to copy its input does not."""
+"""Steps that are captured in a CUDA graph and replayed: right ones pass, and one that forgets to copy its input does
+not."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def noisy(size, clock=False):
         state = torch.load(directory / "it.pt") if start else {"x": torch.ones(8, dtype=torch.float64), "steps": 0}
         dist.barrier()  # nobody saves before all have loaded
         for _ in range(start, stop):
-            # As kernels that add atomically: another order, another rounding. The generator is none that could be seeded.
+            # As kernels that add atomically: another order, another rounding. The generator is none that could be
+            # seeded.
             state["x"] += 1 + 1e-9 * (
                 torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(time.time_ns())) - 0.5
             )

@@ -90,7 +90,8 @@ class Dtensor(Step):
 
 
 class Subgroups(Step):
-    """Each group has its own number of collectives, ranks 2 and 3 have none in one group, and a work is waited for late."""
+    """Each group has its own number of collectives, ranks 2 and 3 have none in one group, and a work is waited for
+    late."""
 
     def __init__(self, model: nn.Module, rank: Any) -> None:
         super().__init__(model, rank)
@@ -113,7 +114,8 @@ STEPS: dict[type[Step], str] = {
     Ddp: "rank 1 made 4: all_reduce #4",
     Fsdp: "rank 1 made 7: all_gather",
     Dtensor: "ranks 0, 2-3 made",
-    Subgroups: "rank 0 made 1 collective in group mesh_tp of ranks 0-1 by the end of step 1, rank 1 made 2: all_reduce #2",
+    Subgroups: "rank 0 made 1 collective in group mesh_tp of ranks 0-1 by the end of step 1, rank 1 made 2: "
+    "all_reduce #2",
 }
 
 

@@ -2,7 +2,8 @@
 
 A row is a fault in a situation. What goes wrong is red, names the rank at fault, the cause and the place, in time; the
 next test is green, finds clean ranks, and nothing of the fault is alive any more. What only leaves something behind is
-green, because a test may well change the state of its process: all that is asked is that the next one sees nothing of it.
+green, because a test may well change the state of its process: all that is asked is that the next one sees nothing of
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Told:
 
     Attributes:
         cause: a regular expression for the line that names the rank and the cause.
-        places: what the report contains besides: where it was, and where the others were; as it stands there, or a pattern.
+        places: what the report contains besides: where it was, and where the others were; as it stands there, or a
+            pattern.
     """
 
     cause: str
@@ -162,7 +164,8 @@ IN_A_CALL = {
     "sigstop": Told(
         LATE,
         (
-            "rank 1 is stopped by a signal, such as SIGSTOP, or by a debugger, after all_reduce #1 (faults.py:{meeting})",
+            "rank 1 is stopped by a signal, such as SIGSTOP, or by a debugger, after all_reduce #1 "
+            "(faults.py:{meeting})",
             *IN_THE_BARRIER,
             STACKS[1],
         ),
@@ -344,7 +347,8 @@ WHERE = {
     "teardown": ("test_fault", "teardown"),
 }
 
-# Where a call is made makes a difference to how it is told, and hardly to what becomes of it: of each kind, these show it.
+# Where a call is made makes a difference to how it is told, and hardly to what becomes of it: of each kind, these show
+# it.
 SHOWN_EVERYWHERE = {
     *("raises", "unpicklable-argument", "unpicklable-result", "sigkill", "kills-the-fork-server", "garbage", "sleeps"),
     *("other-collective", "sigstop", "thread", "destroyed-group", "environment", "children"),

@@ -118,7 +118,8 @@ def test_a_whole_with_other_values_at_the_end_is_none_of_the_model():
 
 @st.composite
 def divisions(draw: st.DrawFn) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A tensor, and what ranks hold of it: chunks along a dimension, of each of some equal parts; or of all, flattened."""
+    """A tensor, and what ranks hold of it: chunks along a dimension, of each of some equal parts; or of all,
+    flattened."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     whole = numbers(*shape)[
         ..., torch.randperm(shape[-1], generator=torch.Generator().manual_seed(draw(st.integers(0, 9))))

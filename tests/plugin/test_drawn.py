@@ -57,7 +57,8 @@ def test_a_run_tells_what_was_drawn_and_a_skipped_check_has_drawn_nothing(run, p
         *("--gpus=1", "--simulate", "--gpu-level=quick", "--junitxml=out.xml", "--pyargs", "mgpu_check.suite"),
         *(
             "-k",
-            "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes or (devices and test_reductions)",
+            "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes or (devices "
+            "and test_reductions)",
         ),
     )
     text = result.stdout.str()

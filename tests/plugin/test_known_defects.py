@@ -1,4 +1,5 @@
-"""Known defects of others: what meets one is KNOWN, what it does not explain fails, and one that does not show is told."""
+"""Known defects of others: what meets one is KNOWN, what it does not explain fails, and one that does not show is
+told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What pytest says of a test in its own process, it says of one on ranks: results, threads, finalizers, fixtures by name."""
+"""What pytest says of a test in its own process, it says of one on ranks: results, threads, finalizers, fixtures by
+name."""
 
 from __future__ import annotations
 

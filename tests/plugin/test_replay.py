@@ -37,7 +37,8 @@ def shell(line: str, directory: Path) -> tuple[int, str]:
 
 
 def repeat(pytester: pytest.Pytester, line: str, directory: Path) -> tuple[int, str]:
-    """As `shell`: the words are what a shell makes of `line`, but the program is forked where that makes no difference."""
+    """As `shell`: the words are what a shell makes of `line`, but the program is forked where that makes no
+    difference."""
     said = subprocess.run(f"printf '%s\\0' {line}", shell=True, stdout=subprocess.PIPE, text=True, check=True)
     program, *words = said.stdout.split("\0")[:-1]
     if Path(program).name == "mgpu-check":

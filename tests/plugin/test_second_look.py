@@ -1,4 +1,5 @@
-"""A check of the packaged suite that fails looks again: which device it is, how many it needs, and how often it fails."""
+"""A check of the packaged suite that fails looks again: which device it is, how many it needs, and how often it
+fails."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def test_what_fails_now_and_then_is_told_with_its_rate():
     repeats = [Rerun((0, 1, 2, 3), number % 4 == 0) for number in range(20)]
     found = seen(*(Rerun(one, one == (1,)) for one in ALONE), repeats=repeats)
     assert found.headline == (
-        "looks like unreliable hardware, or a race: failed 5 of 20 times; looks like cuda:1: fails where it takes part, and "
-        "nowhere else"
+        "looks like unreliable hardware, or a race: failed 5 of 20 times; looks like cuda:1: fails where it takes "
+        "part, and nowhere else"
     )
     assert "on one device alone: fails on cuda:1; passes on cuda:0, cuda:2, cuda:3" in found.lines()
 

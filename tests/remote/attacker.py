@@ -1,6 +1,7 @@
 """What another user of the machine does: read the launcher's store, join as an agent, command agents as a driver.
 
-Run as root, it becomes that user before it does anything: ``attacker.py join|command PORT …``. It prints what it got, as JSON.
+Run as root, it becomes that user before it does anything: ``attacker.py join|command PORT …``. It prints what it got,
+as JSON.
 """
 
 from __future__ import annotations

@@ -185,7 +185,8 @@ Torchrun = Callable[..., Launch]
 def torchrun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, template: Template) -> Torchrun:
     """Start torchrun on each of `nodes`, each for as many of the ranks, on the tests in `source`.
 
-    It and the ranks are forked from where torch is imported; if `cold`, they are interpreters that import it themselves.
+    It and the ranks are forked from where torch is imported; if `cold`, they are interpreters that import it
+    themselves.
     """
 
     def start(

@@ -247,7 +247,8 @@ def test_a_rank_that_ends_before_anybody_asks_has_its_exit_code(connections: Con
 
 
 def test_no_call_is_sent_before_its_agent_has_marked_where_output_begins(connections: Connections):
-    """The mark goes by the agent, and the call straight to the rank: what the rank prints would be cut off by a late mark."""
+    """The mark goes by the agent, and the call straight to the rank: what the rank prints would be cut off by a late
+    mark."""
     with join(connections, 0) as connection, join(connections, 1):
         gather(connections)
         ours, theirs = socket.socketpair()

@@ -156,7 +156,8 @@ def test_a_process_with_another_key_is_refused_and_seen_by_the_driver(connection
 
 
 def test_who_hands_on_what_both_say_is_no_further(connections: Connections):
-    """A rogue that agents take for the driver, and that connects to the driver itself: each proof holds for one address."""
+    """A rogue that agents take for the driver, and that connects to the driver itself: each proof holds for one
+    address."""
     with socket.create_server(("127.0.0.1", 0)) as rogue:
         port = rogue.getsockname()[1]
 

@@ -1,4 +1,5 @@
-"""Attention on simulated devices: the operator that CUDA dispatches to, with its results, gradients and saved tensors."""
+"""Attention on simulated devices: the operator that CUDA dispatches to, with its results, gradients and saved
+tensors."""
 
 from __future__ import annotations
 

@@ -235,7 +235,8 @@ def _read_back(image, format):
 
 
 def test_memory_is_moved_as_it_lies_whatever_the_format_of_others(on_ranks):
-    """As by NCCL and gloo: ranks whose tensors have different memory formats add up elements that do not belong together."""
+    """As by NCCL and gloo: ranks whose tensors have different memory formats add up elements that do not belong
+    together."""
     for seen in on_ranks(memory_formats):
         assert all(found == [True, True, True, False] for found in seen.values()), seen
 
@@ -307,7 +308,8 @@ def test_whatever_comes_first_refuses_two_ranks_on_one_device(on_ranks):
 
 
 def destroyed_unused(rank, size):
-    """Destroy a group that no collective has used while rank 1 is still making it; see whether rank 0 has freed it there."""
+    """Destroy a group that no collective has used while rank 1 is still making it; see whether rank 0 has freed it
+    there."""
     store = dist.distributed_c10d._get_default_store()
     before = dist.new_group()
     freed = None
@@ -466,7 +468,8 @@ def test_distributed_data_parallel(on_ranks):
 
 
 def in_half_precision(rank, size):
-    """Views of buckets whose data C++ and Python exchange; what DistributedDataParallel is told to leave alone stays so."""
+    """Views of buckets whose data C++ and Python exchange; what DistributedDataParallel is told to leave alone stays
+    so."""
     from torch.nn.parallel.distributed import _MixedPrecision
 
     half = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)

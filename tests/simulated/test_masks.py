@@ -1,4 +1,5 @@
-"""`CUDA_VISIBLE_DEVICES` counts when the driver is first asked, as on real devices, and not when the node is entered."""
+"""`CUDA_VISIBLE_DEVICES` counts when the driver is first asked, as on real devices, and not when the node is
+entered."""
 
 from __future__ import annotations
 

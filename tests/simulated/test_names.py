@@ -1,4 +1,5 @@
-"""Every name that torch has for CUDA is simulated or refused: none reaches a real driver, whatever the build of torch."""
+"""Every name that torch has for CUDA is simulated or refused: none reaches a real driver, whatever the build of
+torch."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def found(a, b):
 
 def got(argument, device, common, method):
     return (
-        f"Expected all tensors to be on the same device, but got {argument} is on {device}, different from other tensors "
-        f"on {common} (when checking argument in method wrapper_CUDA_{method})"
+        f"Expected all tensors to be on the same device, but got {argument} is on {device}, different from other "
+        f"tensors on {common} (when checking argument in method wrapper_CUDA_{method})"
     )
 
 
@@ -67,8 +67,8 @@ REFUSED = {
     ),
     "conv host input": (
         lambda: nn.Conv2d(1, 1, 2).cuda()(t("cpu", 1, 1, 3, 3)),
-        "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same or input should be a "
-        "MKLDNN tensor and weight is a dense tensor",
+        "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same or input should "
+        "be a MKLDNN tensor and weight is a dense tensor",
     ),
     "conv host weight": (
         lambda: nn.Conv2d(1, 1, 2)(t("cuda:0", 1, 1, 3, 3)),
@@ -93,8 +93,8 @@ REFUSED = {
     ),
     "gradient": (
         lambda: setattr(t("cuda:0").requires_grad_(), "grad", t("cpu")),
-        "attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'. Please ensure that "
-        "the gradient and the tensor are on the same device",
+        "attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'. Please ensure "
+        "that the gradient and the tensor are on the same device",
     ),
     "data parallel": (
         lambda: nn.DataParallel(nn.Linear(3, 2).to("cuda:1"), device_ids=[0, 1])(t("cpu", 2, 3)),

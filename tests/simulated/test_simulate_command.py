@@ -14,7 +14,10 @@ import mgpu_check
 from mgpu_check.cli.simulate import main
 
 HOME = Path(mgpu_check.__file__).parent.parent
-LAUNCH = f"import sys; sys.path.insert(0, {str(HOME)!r}); from mgpu_check.cli.simulate import main; sys.exit(main(sys.argv[1:]))"
+LAUNCH = (
+    f"import sys; sys.path.insert(0, {str(HOME)!r}); from mgpu_check.cli.simulate import main; "
+    "sys.exit(main(sys.argv[1:]))"
+)
 
 
 def simulate(cwd, *args):

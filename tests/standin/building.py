@@ -161,7 +161,8 @@ def _defined(file: Path) -> set[str]:
 
 
 def _stubs(wanted: set[str], defined: set[str]) -> str:
-    """C for what torch links against and the sources do not have: libraries do nothing; all else refuses, and says so."""
+    """C for what torch links against and the sources do not have: libraries do nothing; all else refuses, and says
+    so."""
     lines = ["void tell(const char *format, ...);"]  # no header: it would know what they really take
     for name in sorted(wanted - defined):
         if _COMPUTES.match(name):

@@ -1,4 +1,5 @@
-"""Rank tests for machines that the stand-in imitates. Their names say how they end: ``test_green_…`` or ``test_red_…``."""
+"""Rank tests for machines that the stand-in imitates. Their names say how they end: ``test_green_…`` or
+``test_red_…``."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def test_green_in_the_node_process_after_it(gpus):
 
 
 def assert_as_named(result: pytest.RunResult, cases: str, told: Mapping[str, str]) -> None:
-    """Hold that each case has run, and ended as it is called; the report of each red case in `told` matches its pattern."""
+    """Hold that each case has run, and ended as it is called; the report of each red case in `told` matches its
+    pattern."""
     text = result.stdout.str()
     found = re.findall(r"^(PASSED|FAILED|ERROR) test_it\.py::(\w+)", text, re.M)
     assert {name for _, name in found} == set(re.findall(r"def (test_\w+)", cases)), text

@@ -67,7 +67,8 @@ class Machine:
         return [text for line in self.log if re.search(pattern, text := line.partition(" ")[2])]
 
     def has(self, gpus: int, **settings: object) -> Machine:
-        """Have so many devices from now on; the settings of the stand-in, ``init_error=802`` for ``STANDIN_INIT_ERROR``."""
+        """Have so many devices from now on; the settings of the stand-in, ``init_error=802`` for
+        ``STANDIN_INIT_ERROR``."""
         for name in list(os.environ):
             if name.startswith("STANDIN_"):
                 self._monkeypatch.delenv(name)

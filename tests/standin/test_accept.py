@@ -1,4 +1,5 @@
-"""The acceptance on real devices, whose kernels compute nothing: that is what it finds, GPU by GPU, without an error of its own."""
+"""The acceptance on real devices, whose kernels compute nothing: that is what it finds, GPU by GPU, without an error of
+its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A first script with DistributedDataParallel, under torchrun; each ``--mistake`` is one that is made in such scripts."""
+"""A first script with DistributedDataParallel, under torchrun; each ``--mistake`` is one that is made in such
+scripts."""
 
 import argparse
 import os

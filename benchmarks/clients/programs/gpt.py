@@ -1,4 +1,5 @@
-"""As small language models are trained: compiled, accumulated, with autocast; batches drawn at random by each rank, or split."""
+"""As small language models are trained: compiled, accumulated, with autocast; batches drawn at random by each rank, or
+split."""
 
 import argparse
 import contextlib

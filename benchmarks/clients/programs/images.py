@@ -1,4 +1,5 @@
-"""As scripts for image classification are: DataParallel in one process, or ranks that it starts itself, or those of torchrun."""
+"""As scripts for image classification are: DataParallel in one process, or ranks that it starts itself, or those of
+torchrun."""
 
 import argparse
 import os

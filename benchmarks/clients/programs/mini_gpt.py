@@ -1,4 +1,5 @@
-"""As small reproductions of GPT are trained: a Trainer under torchrun, snapshots, a GradScaler, a loader for each rank."""
+"""As small reproductions of GPT are trained: a Trainer under torchrun, snapshots, a GradScaler, a loader for each
+rank."""
 
 import argparse
 import os

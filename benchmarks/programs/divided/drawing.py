@@ -92,7 +92,8 @@ class Draw:
 
     @property
     def returns_loss(self) -> bool:
-        """Whether the step returns the loss: a library's loss includes the auxiliary one, which is no mean over ranks."""
+        """Whether the step returns the loss: a library's loss includes the auxiliary one, which is no mean over
+        ranks."""
         return self.way not in LIBRARIES or self.way == "pipelining" or "experts" not in self.shape.blocks
 
     @property

@@ -1,9 +1,9 @@
 """Measure the speed of collectives, by the formulas of nccl-tests.
 
-The algorithm bandwidth is S / t, where S is the size in bytes of the largest tensor of a rank, and t the time of one call. The
-bus bandwidth multiplies it by a factor that depends on the number n of ranks, so that it is the same for each n if links are the
-bottleneck. The factor is 2 (n - 1) / n for all_reduce, and 1 for broadcast and reduce. It is (n - 1) / n for all_gather,
-reduce_scatter, all_to_all, gather and scatter.
+The algorithm bandwidth is S / t, where S is the size in bytes of the largest tensor of a rank, and t the time of one
+call. The bus bandwidth multiplies it by a factor that depends on the number n of ranks, so that it is the same for each
+n if links are the bottleneck. The factor is 2 (n - 1) / n for all_reduce, and 1 for broadcast and reduce. It is (n - 1)
+/ n for all_gather, reduce_scatter, all_to_all, gather and scatter.
 """
 
 from __future__ import annotations

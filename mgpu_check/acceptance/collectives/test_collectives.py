@@ -1,4 +1,5 @@
-"""Run collectives on exact data over all GPUs, halves and pairs, and compare every iteration on every rank bit for bit."""
+"""Run collectives on exact data over all GPUs, halves and pairs, and compare every iteration on every rank bit for
+bit."""
 
 from __future__ import annotations
 

@@ -101,8 +101,9 @@ def _suspects(
 ) -> set[int]:
     """Return the ranks that the evidence accuses; empty if it accuses no rank.
 
-    In a ring, data that is wrong on one link is wrong on all ranks behind it. So a single rank with a wrong result has spoiled it
-    itself. That inference fails if only one rank has a result, or if the ranks before it in the ring have no result.
+    In a ring, data that is wrong on one link is wrong on all ranks behind it. So a single rank with a wrong result has
+    spoiled it itself. That inference fails if only one rank has a result, or if the ranks before it in the ring have no
+    result.
     """
     if len(members) < 3:
         return set()
@@ -122,6 +123,6 @@ def _suspects(
 def _seen(view: View) -> str:
     first = view.wrong[0]
     return (
-        f"{view.failed} of {view.checked} results are wrong; in iteration {first.iteration} {first.count} of {first.of} from "
-        f"{first.first} on: {first.looks}"
+        f"{view.failed} of {view.checked} results are wrong; in iteration {first.iteration} {first.count} of "
+        f"{first.of} from {first.first} on: {first.looks}"
     )

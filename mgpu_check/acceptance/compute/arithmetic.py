@@ -1,4 +1,5 @@
-"""Run the same computation on all GPUs, let the GPUs of one model vote, and locate the differences of the outvoted ones."""
+"""Run the same computation on all GPUs, let the GPUs of one model vote, and locate the differences of the outvoted
+ones."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def _elements(rank: Rank, piece: int) -> tuple[int, list[int]]:
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
-    """Run `cases` on all GPUs, and record what their oracles find and which GPUs are outvoted by others of their model."""
+    """Run `cases` on all GPUs, and record what their oracles find and which GPUs are outvoted by others of their
+    model."""
     numbers = node.numbers
     results = node.on_ranks("compute", _examine, cases, timeout=20 + 3 * sum(case.seconds for case in cases))
     ballots: dict[ComputeCase, dict[int, int]] = {}

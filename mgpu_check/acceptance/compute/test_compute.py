@@ -36,7 +36,8 @@ _REPEATED = {
 """Operations to repeat many times, with their share of the time and of the repeats."""
 
 _MANY = {"quick": (16, 0.25), "standard": (30_000, 8.0), "long": (300_000, 90.0)}
-"""Repeats of an operation, and the limit in seconds. 30000 repeats show a fault of one in 10^4 with a probability of 95 %."""
+"""Repeats of an operation, and the limit in seconds. 30000 repeats show a fault of one in 10^4 with a probability of 95
+%."""
 
 
 def _side(node: Node) -> int:
@@ -66,8 +67,8 @@ def _every_other(dtypes: Sequence[str], start: int) -> Sequence[str]:
 
 
 def _repeated() -> list[str]:
-    """Return the operations to repeat at the level of this run. A quick run repeats only products: its few repeats of the
-    other operations would add nothing to `test_results_are_right`.
+    """Return the operations to repeat at the level of this run. A quick run repeats only products: its few repeats of
+    the other operations would add nothing to `test_results_are_right`.
     """
     return [operation for operation in _REPEATED if active().gpu_level != "quick" or _REPEATED[operation] == 1]
 
@@ -76,7 +77,8 @@ def _repeated() -> list[str]:
 @drawn(quick=1, standard=1, long=3)
 @given(seed=SEEDS)
 def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
-    """An operation that is repeated many times gives the same bits each time. Operands are small to allow many repeats."""
+    """An operation that is repeated many times gives the same bits each time. Operands are small to allow many
+    repeats."""
     repeats, seconds = _MANY[node.level]
     share = _REPEATED[operation]
     side = max(32, min(512, _side(node) // 4))

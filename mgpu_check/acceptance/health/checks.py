@@ -1,6 +1,7 @@
 """Judge the health of GPUs by telemetry from before, during and after a run.
 
-An error of a query is a failure of its GPU. A field that a GPU does not support counts as unknown, and is not a failure.
+An error of a query is a failure of its GPU. A field that a GPU does not support counts as unknown, and is not a
+failure.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ THROTTLED = {
     "power brake": "look at the power supplies of the machine, and at what caps the power of the rack",
     "reliability": "look at the power supply of the GPU; if it stays, exchange the GPU",
 }
-"""Reason for low clocks that a healthy machine does not have -> advice. The power limit is a normal reason, so it is absent."""
+"""Reason for low clocks that a healthy machine does not have -> advice. The power limit is a normal reason, so it is
+absent."""
 
 _SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
 _BIT_ERRORS = 1e-12  # the rate per bit and lane that PCIe allows
@@ -103,7 +105,8 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
         case: the name of the work between them.
 
     Returns:
-        For each GPU that answered both times: one failed observation for each counter that grew too much, or a passed one.
+        For each GPU that answered both times: one failed observation for each counter that grew too much, or a passed
+        one.
     """
     seconds = max(0.0, after.at - before.at)
     found = []
@@ -151,7 +154,8 @@ def examine_health(
     """Judge the telemetry of the GPUs of one host in a run.
 
     Args:
-        snapshots: at least two, in order of time, each with the name of the work before it; the first and the last are full.
+        snapshots: at least two, in order of time, each with the name of the work before it; the first and the last are
+            full.
         samples: all samples between them.
         troubles: all troubles of the run.
         host: the number of the host in the run.

@@ -1,7 +1,7 @@
 """Compare the GPUs of a node with each other and with a baseline: they should be equal, with links at full speed.
 
-A GPU that differs from the majority is at fault. If no value has a majority, the GPU with the lower capability is at fault, if
-the values have such an order. Otherwise the observation is about the host.
+A GPU that differs from the majority is at fault. If no value has a majority, the GPU with the lower capability is at
+fault, if the values have such an order. Otherwise the observation is about the host.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def examine_inventory(
         count: the number of GPUs that the host must have.
 
     Returns:
-        For each GPU one failed observation for each fact that differs, or a passed or unknown one. Differences that no single
-        GPU causes are about the host, and pairs with fewer capabilities than others have their own.
+        For each GPU one failed observation for each fact that differs, or a passed or unknown one. Differences that no
+        single GPU causes are about the host, and pairs with fewer capabilities than others have their own.
     """
     if snapshot.absent:
         return [_unknown(gpu, snapshot.absent) for gpu in sorted(snapshot.missing)]
@@ -114,8 +114,10 @@ def _pcie(gpu: int, facts: Mapping[str, Value | None], seen: Sequence[TelemetryS
 
 
 _ADVICE = {
-    "pcie": "re-seat the GPU and its riser, look at the BIOS settings of the slot; if it stays, exchange riser, then GPU",
-    "nvlinks": "look at nvidia-smi nvlink -s and dmesg; reset the GPU; re-seat it or its bridge; if it stays, exchange it",
+    "pcie": "re-seat the GPU and its riser, look at the BIOS settings of the slot; if it stays, exchange riser, then "
+    "GPU",
+    "nvlinks": "look at nvidia-smi nvlink -s and dmesg; reset the GPU; re-seat it or its bridge; if it stays, "
+    "exchange it",
     "memory": "compare nvidia-smi -q of both; if model and ECC mode are equal, exchange the GPU",
     "power_limit": "set it again (nvidia-smi -pl), and find what has changed it",
     "ecc": "set it (nvidia-smi -e 1), and reset the GPU",

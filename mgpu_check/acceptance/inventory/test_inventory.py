@@ -27,7 +27,8 @@ def _expected(node: Node, host: int) -> tuple[dict[str, Value], int | None, str]
 
 
 def test_gpus_are_equal(node: Node) -> None:
-    """The GPUs agree with each other and with the baseline in model, memory, driver, VBIOS, modes, clocks, limits and links."""
+    """The GPUs agree with each other and with the baseline in model, memory, driver, VBIOS, modes, clocks, limits and
+    links."""
     if node.telemetry is None or not node.boundaries:
         return
     for host, gpus in node.telemetry.hosts.items():

@@ -25,7 +25,8 @@ _MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 <
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, ...]:
-    """Draw sizes in bytes: a small one, sizes around limits where the implementation of copies changes, and a large one."""
+    """Draw sizes in bytes: a small one, sizes around limits where the implementation of copies changes, and a large
+    one."""
     level = active().gpu_level
     around = st.integers(-70, 70)
     borders = [64 << 10, 2 << 20] if level == "quick" else [4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20]

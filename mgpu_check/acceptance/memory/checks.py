@@ -20,8 +20,8 @@ _COPIES = 5
 def examine_memory(rank: Rank, case: MemoryCase) -> list[SubjectResult]:
     """Write patterns over most of the free memory of the device of `rank`, and then read it, in the passes of `case`.
 
-    Everything is written before anything is read, so that aliased addresses show. The device compares, and only wrong words are
-    copied to the host.
+    Everything is written before anything is read, so that aliased addresses show. The device compares, and only wrong
+    words are copied to the host.
     """
     subject = Subject("gpu", (rank.index,))
     with torch.cuda.device(rank.device), torch.no_grad():

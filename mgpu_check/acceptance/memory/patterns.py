@@ -39,7 +39,8 @@ class Pattern(Protocol):
         """Return the right value of a word, in [0, 2^64)."""
 
     def where(self, value: int) -> int | None:
-        """Return the number of the only word where `value` is right, which may be outside the memory; None if not unique."""
+        """Return the number of the only word where `value` is right, which may be outside the memory; None if not
+        unique."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class Random:
 def rounds_of(case: MemoryCase, number: int) -> Sequence[tuple[Pattern, bool]]:
     """Return the (pattern, backwards) rounds of pass `number`; backwards means from the last chunk to the first.
 
-    In each pass every bit is both 0 and 1, except with walking bits, where one bit of each word differs from the others.
+    In each pass every bit is both 0 and 1, except with walking bits, where one bit of each word differs from the
+    others.
     """
     drawn = random.Random(case.seed + number)
     if case.pattern == "address":

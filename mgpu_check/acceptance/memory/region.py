@@ -105,8 +105,8 @@ class Region:
     ) -> None:
         """Record in `wrong` each word that does not hold the pattern.
 
-        The comparison on the device is tested too: the device must find one word that was changed on purpose, and the host compares
-        some words, drawn by `seed`.
+        The comparison on the device is tested too: the device must find one word that was changed on purpose, and the
+        host compares some words, drawn by `seed`.
 
         Args:
             pattern: the pattern that was written.
@@ -135,8 +135,8 @@ class Region:
                     )
                 elif there:
                     wrong.astray.append(
-                        f"{pattern.name}: words {there[:4]} of chunk {index} are right on the device, but the host reads them "
-                        "wrong"
+                        f"{pattern.name}: words {there[:4]} of chunk {index} are right on the device, but the host "
+                        "reads them wrong"
                     )
             if overwrite is not None:
                 self._lay(index, overwrite)
@@ -205,7 +205,8 @@ class Region:
 def take_region(device: torch.device, share: float) -> Region:
     """Allocate a share of the free memory of `device`.
 
-    The comparison takes two more chunks. A chunk has at most 512 MiB, and less if two would not fit into the remaining memory.
+    The comparison takes two more chunks. A chunk has at most 512 MiB, and less if two would not fit into the remaining
+    memory.
     """
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]

@@ -1,7 +1,8 @@
-"""Find slow GPUs and links: compare measurements with the other GPUs of the node, a baseline, and the floors of the SKU.
+"""Find slow GPUs and links: compare measurements with the other GPUs of the node, a baseline, and the floors of the
+SKU.
 
-Each comparison is passed, failed, or unknown. An observation fails if one of its comparisons fails, and is unknown if all of
-them are unknown. See `mgpu_check.acceptance.robust` for the statistics and the origin of the limits.
+Each comparison is passed, failed, or unknown. An observation fails if one of its comparisons fails, and is unknown if
+all of them are unknown. See `mgpu_check.acceptance.robust` for the statistics and the origin of the limits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ __all__ = ["CHECK", "judge", "link_classes", "unmeasured"]
 CHECK = "performance"
 
 _OWN_LOSS = 0.25
-"""Share of the speed that a GPU may lose after its first measurement in a run: clocks fall by a few percent as it warms up."""
+"""Share of the speed that a GPU may lose after its first measurement in a run: clocks fall by a few percent as it warms
+up."""
 
 _NAMES: Mapping[Against, str] = {
     "peers": "the others",
@@ -57,21 +59,24 @@ def judge(
     """Compare each measurement with its references.
 
     Args:
-        measurements: with numbers of GPUs in the run. Several measurements of one subject, quantity and size must be in the
-            order of time; the later ones are also compared with the first.
+        measurements: with numbers of GPUs in the run. Several measurements of one subject, quantity and size must be in
+            the order of time; the later ones are also compared with the first.
         gpus: all GPUs of the run.
         baseline: result of `mgpu_check.acceptance.baseline.read_baseline`; None without a baseline.
         floors: default the table of this package.
         software: versions of "driver", "cuda", "nccl" and "torch" by host; a baseline of other versions does not count.
-        links: class of the link from the first GPU to the second. Only links of one class are compared. For a pair without a
-            class, the classes are derived from the speeds. Default the classes that the facts of the GPUs give.
+        links: class of the link from the first GPU to the second. Only links of one class are compared. For a pair
+            without a class, the classes are derived from the speeds. Default the classes that the facts of the GPUs
+            give.
 
     Returns:
-        One observation for each measurement. A measurement without any comparison is unknown. It is skipped instead if the
-        subject has another measurement with a comparison, or is a group, because its GPUs and links are judged by themselves.
+        One observation for each measurement. A measurement without any comparison is unknown. It is skipped instead if
+        the subject has another measurement with a comparison, or is a group, because its GPUs and links are judged by
+        themselves.
 
-        In addition one unknown observation for each GPU without a comparison with `floors` or `baseline`: if all GPUs of a
-        node are too slow, a comparison between them does not show it. The same if `baseline` is given and does not apply.
+        In addition one unknown observation for each GPU without a comparison with `floors` or `baseline`: if all GPUs
+        of a node are too slow, a comparison between them does not show it. The same if `baseline` is given and does not
+        apply.
 
     Raises:
         ValueError: a measurement names a GPU that is not in `gpus`.
@@ -204,7 +209,10 @@ def _pairs(group: Mapping[int, Measurement], topology_known: bool) -> dict[int, 
         for number in (number for number, pair in pairs.items() if pair in link_class.pairs):
             mine = pairs[number]
             if star and mine in link_class.reference:
-                why = "two of three GPUs have a faster link between them: the topology may be like that, or the third is slow"
+                why = (
+                    "two of three GPUs have a faster link between them: the topology may be like that, or the third "
+                    "is slow"
+                )
                 found[number] = Comparison("peers", "unknown", why=why)
                 continue
             peers = [pair for pair in link_class.reference if pair != mine]
@@ -293,11 +301,15 @@ def _without_reference(
             continue
         listed = floors.about(gpu) or "its floors are for other quantities than those measured"
         if lacking:
-            seen = f"the baseline does not count for {gpu.name}: {lacking}. Record one with --record-baseline=FILE on a node that you trust"
+            seen = (
+                f"the baseline does not count for {gpu.name}: {lacking}. Record one with --record-baseline=FILE on a "
+                "node that you trust"
+            )
         else:
             seen = (
-                f"no reference says how fast {gpu.name} should be: {listed}, and no baseline was given. If all GPUs were too "
-                "slow, it would not show. Give --baseline=FILE, recorded with --record-baseline=FILE on a node that you trust"
+                f"no reference says how fast {gpu.name} should be: {listed}, and no baseline was given. If all GPUs "
+                "were too slow, it would not show. Give --baseline=FILE, recorded with --record-baseline=FILE on a "
+                "node that you trust"
             )
         evidence = {
             "name": gpu.name,

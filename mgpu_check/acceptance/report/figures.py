@@ -54,8 +54,8 @@ class Grid:
         values: numbers row by row; None if unknown.
         texts: texts of the cells, row by row.
         marked: row and column of the cells with a frame.
-        scale: "much" if large values are good, "little" if small ones are, "failures" for counts of failures; one for the
-            table, or one for each row, which then has a scale of its own.
+        scale: "much" if large values are good, "little" if small ones are, "failures" for counts of failures; one for
+            the table, or one for each row, which then has a scale of its own.
         across, down: titles of the columns and of the rows.
         unit: of the texts; "" if each row names its own.
         frame: what a frame means.

@@ -47,8 +47,8 @@ def check_paths(paths: Iterable[Path | str]) -> None:
     """Check before a run that reports can be written to these files.
 
     Raises:
-        ValueError: a suffix is not in `option_values.ACCEPTANCE_SUFFIXES`, a directory does not exist or is not writable, or
-            the extra for pages is missing. The message names the file and the remedy.
+        ValueError: a suffix is not in `option_values.ACCEPTANCE_SUFFIXES`, a directory does not exist or is not
+            writable, or the extra for pages is missing. The message names the file and the remedy.
     """
     for path in map(Path, paths):
         _writer(path)

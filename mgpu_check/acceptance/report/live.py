@@ -26,7 +26,8 @@ _CATEGORIES = {"passed": "passed", "failed": "failed", "skipped": "skipped"}
 
 
 class Live:
-    """A pytest plugin that replaces pytest's dots for the tests of an acceptance. Register it when their order is known.
+    """A pytest plugin that replaces pytest's dots for the tests of an acceptance. Register it when their order is
+    known.
 
     Args:
         terminal: pytest's terminal reporter; None without one.
@@ -91,7 +92,8 @@ class Live:
     def left(self) -> float | None:
         """Estimate the seconds left; None if too few tests have finished, or all have.
 
-        A test counts with the mean time of the finished tests of its check, or of all checks if it is the first of its check.
+        A test counts with the mean time of the finished tests of its check, or of all checks if it is the first of its
+        check.
         """
         if not self._left.total() or len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
             return None

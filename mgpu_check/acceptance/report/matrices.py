@@ -62,7 +62,8 @@ def _pair_of(members: Sequence[int]) -> tuple[int, int]:
 
 
 def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Keep one size for each quantity: the smallest for times, which shows latency; else the largest, which shows bandwidth."""
+    """Keep one size for each quantity: the smallest for times, which shows latency; else the largest, which shows
+    bandwidth."""
     chosen: dict[tuple[str, str], int] = {}
     for quantity, unit, size in pairs:
         best = chosen.get((quantity, unit))
@@ -73,7 +74,8 @@ def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
-    """Return the GPUs of each matrix with a suffix for its heading: one matrix for few GPUs, else one for each shown host."""
+    """Return the GPUs of each matrix with a suffix for its heading: one matrix for few GPUs, else one for each shown
+    host."""
     numbers = [gpu.number for gpu in report.gpus]
     if len(numbers) <= view.MATRIX:
         return [("", numbers)]

@@ -77,7 +77,8 @@ def worst(kinds: Iterable[Kind]) -> Kind:
 
 
 def _unknown(report: RunReport, with_partial: bool) -> list[str]:
-    """Return the lines on checks that could not be done on a node. With `with_partial`, also list a partial selection."""
+    """Return the lines on checks that could not be done on a node. With `with_partial`, also list a partial
+    selection."""
     partial = report.verdict.partial if with_partial else ()
     return [*report.verdict.unknown, *([f"{_name(report)}: only {', '.join(partial)} ran"] if partial else [])]
 
@@ -92,7 +93,8 @@ def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
         one = next(name for name, value in simulated.items() if value)
         other = next(name for name, value in simulated.items() if not value)
         raise ValueError(
-            f"{one} is of a SIMULATED node, and {other} is not; merge only reports of real nodes, or only of simulated ones"
+            f"{one} is of a SIMULATED node, and {other} is not; merge only reports of real nodes, or only of "
+            "simulated ones"
         )
     seen: dict[str, str] = {}
     for name, report in named.items():

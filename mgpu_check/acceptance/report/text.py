@@ -17,8 +17,8 @@ _TEXTS = 2
 
 
 def lines(report: RunReport) -> list[str]:
-    """Return the summary of a run: the verdict, each accused part, what could not be checked, a table of the checks, and the
-    command to repeat the run.
+    """Return the summary of a run: the verdict, each accused part, what could not be checked, a table of the checks,
+    and the command to repeat the run.
     """
     found = [view.headline(report)]
     if report.simulated:

@@ -57,8 +57,8 @@ def read(path: Path) -> RunReport:
     """Read the report of a JSON report.
 
     Raises:
-        ValueError: the file cannot be read, is not a report, or has another version of the format. The message names the
-            invalid field.
+        ValueError: the file cannot be read, is not a report, or has another version of the format. The message names
+            the invalid field.
     """
     return FORM.decoded(read_document(path), str(path))
 

@@ -177,7 +177,8 @@ def name_of(report: RunReport, part: Part) -> str:
 
 
 def in_detail(report: RunReport) -> list[Host]:
-    """Return the hosts that a page shows in detail: all, or with more than `MATRIX` GPUs up to 16 that were not ACCEPTED."""
+    """Return the hosts that a page shows in detail: all, or with more than `MATRIX` GPUs up to 16 that were not
+    ACCEPTED."""
     if len(report.gpus) <= MATRIX:
         return list(report.hosts)
     verdicts = report.verdicts

@@ -1,4 +1,5 @@
-"""Keep all GPUs under load in rounds until the time is over: check the results of each round, and find GPUs that slow down."""
+"""Keep all GPUs under load in rounds until the time is over: check the results of each round, and find GPUs that slow
+down."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Trained", "TransformerCase"]
 
 PRECISIONS = ("float32", "tf32", "bfloat16", "autocast")
-"""float32: TF32 is disabled. tf32: float32 with TF32 allowed in products. bfloat16: all in bfloat16, parameters included.
+"""float32: TF32 is disabled. tf32: float32 with TF32 allowed in products. bfloat16: all in bfloat16, parameters
+included.
 autocast: parameters in float32, products in bfloat16."""
 
 OPTIMIZERS = ("sgd", "adamw")

@@ -1,6 +1,7 @@
 """Train the same case on all GPUs, and find GPUs that train differently by a vote among the GPUs of one model.
 
-One or two GPUs of a model have no majority. Each of them then trains a second time, and once more in comparison with the host.
+One or two GPUs of a model have no majority. Each of them then trains a second time, and once more in comparison with
+the host.
 """
 
 from __future__ import annotations

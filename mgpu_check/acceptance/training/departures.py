@@ -13,7 +13,8 @@ from mgpu_check.devices.observations import Observation, Subject, Work
 __all__ = ["Departure", "Divided", "departures", "elements_that_differ", "judge", "passed", "work_of"]
 
 Bits = Callable[[int, int, str], bytes | None]
-"""Function of GPU, step and name: train once more and return the bytes of `name` after `step`; None without an answer."""
+"""Function of GPU, step and name: train once more and return the bytes of `name` after `step`; None without an
+answer."""
 
 _LISTED = 8
 

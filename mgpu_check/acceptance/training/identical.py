@@ -39,10 +39,12 @@ _HOST = torch.device("cpu")
 def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Trained]:
     """Train on the device of `rank`, and return digests of loss and parameters after each step.
 
-    The host makes data and parameters. Their arrival is checked on the device and from the host, and so are the final results.
+    The host makes data and parameters. Their arrival is checked on the device and from the host, and so are the final
+    results.
 
     Returns:
-        Observations of wrong copies to the device or back; and the training, unless it would have started from wrong data.
+        Observations of wrong copies to the device or back; and the training, unless it would have started from wrong
+        data.
     """
     training = prepared(case)
     sent = [*training.parameters.values(), training.tokens]
@@ -69,7 +71,8 @@ def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Tr
 
 
 def bytes_after(rank: Rank, case: TransformerCase, step: int, name: str) -> bytes:
-    """Train up to a step, counted from 1, and return the bits of the loss ("loss") or of the parameter `name` after it."""
+    """Train up to a step, counted from 1, and return the bits of the loss ("loss") or of the parameter `name` after
+    it."""
     with torch.cuda.device(rank.device), arithmetic(case):
         here = placed(prepared(case), rank.device)
         steps = here.steps()
@@ -164,7 +167,8 @@ def _compared(
     sent: Sequence[torch.Tensor],
     arrived: Sequence[torch.Tensor],
 ) -> Observation | None:
-    """Return a failed observation if data is wrong at the start: of the upload, the download, or the device's checksum."""
+    """Return a failed observation if data is wrong at the start: of the upload, the download, or the device's
+    checksum."""
     on_device = {name for name, a, b in zip(names, expected, got, strict=True) if a != b}
     read = digests([plain(value) for value in arrived]).tolist()
     on_host = {name for name, a, b in zip(names, expected, read, strict=True) if a != b}

@@ -47,7 +47,8 @@ def _looked(members: Sequence[int], what: str, training: TrainingSpec, check: Ca
     try:
         check()
     except CheckFailure as failure:
-        # If replicas differ, those in the minority are suspects. Wrong gradients do not show whose contribution is wrong.
+        # If replicas differ, those in the minority are suspects. Wrong gradients do not show whose contribution is
+        # wrong.
         odd = failure.ranks if isinstance(failure, ReplicaMismatch) and 2 * len(failure.ranks) < len(members) else ()
         evidence = {"message": str(failure), "kind": type(failure).__name__}
         return Observation("training", subject, "failed", str(failure).splitlines()[0], case, work, evidence, odd)

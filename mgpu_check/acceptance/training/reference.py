@@ -24,12 +24,12 @@ _ROUNDOFF = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "autoca
 def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]:
     """Train on the device of `rank` by SGD, and compare the final loss and parameters with those of the host.
 
-    The host computes in float64, and again with every intermediate result perturbed by some unit roundoffs of the case's precision.
-    The spread is the tolerance for the device. So errors in the lowest few bits are not detected.
+    The host computes in float64, and again with every intermediate result perturbed by some unit roundoffs of the
+    case's precision. The spread is the tolerance for the device. So errors in the lowest few bits are not detected.
 
     Raises:
-        ValueError: the case has dropout, whose random numbers depend on the device, or an optimizer other than SGD, whose
-            steps are not continuous in the gradients.
+        ValueError: the case has dropout, whose random numbers depend on the device, or an optimizer other than SGD,
+            whose steps are not continuous in the gradients.
     """
     if case.dropout or case.optimizer != "sgd":
         raise ValueError(f"examine_by_reference: case={case} must have SGD, and no dropout")

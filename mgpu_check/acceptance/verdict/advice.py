@@ -10,11 +10,12 @@ __all__ = ["advice_for"]
 
 _ADVICE = {
     "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
-    "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the baseboard, or the "
-    "bridge",
-    "host-link": "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try the GPU in "
-    "another slot",
-    "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU at a time",
+    "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
+    "baseboard, or the bridge",
+    "host-link": "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try "
+    "the GPU in another slot",
+    "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU "
+    "at a time",
 }
 
 

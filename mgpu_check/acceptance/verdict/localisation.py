@@ -1,6 +1,7 @@
 """Repeat cases that failed in a group of GPUs: on smaller groups, in another order of ranks, and over other paths.
 
-The log records these second looks like all other observations, so the verdict explains both by the smallest set of parts.
+The log records these second looks like all other observations, so the verdict explains both by the smallest set of
+parts.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class _SecondRun:
         return group
 
     def _around(self, pair: tuple[int, ...], group: Sequence[int]) -> list[str]:
-        """Pair each GPU of a failing pair with up to two other GPUs: a GPU that fails with them too is itself at fault."""
+        """Pair each GPU of a failing pair with up to two other GPUs: a GPU that fails with them too is itself at
+        fault."""
         others = [gpu for gpu in group if gpu not in pair][:2]
         seen = []
         for gpu in pair:

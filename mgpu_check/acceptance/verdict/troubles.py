@@ -47,7 +47,8 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
         return None
     what = what.strip("_").replace("_", " ")
-    # A rank may have waited for others, or died of their data, so a group is accused; the caller then probes each GPU alone.
+    # A rank may have waited for others, or died of their data, so a group is accused; the caller then probes each GPU
+    # alone.
     alone = len(gpus) == 1 or CHECKLIST[check].alone
     for rank, died in account.died.items():
         whose = "its process" if alone else Who(len(gpus))([rank])

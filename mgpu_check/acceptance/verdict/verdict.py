@@ -1,10 +1,11 @@
 """Find the smallest set of parts that explains the failed observations.
 
-A part *explains* a failed observation if it belongs to the subject, and the data do not point elsewhere. The search takes the
-sets of parts that explain the most observations, and chooses the cheapest of them. A GPU costs 1, a link slightly less. The
-host costs more, because it explains everything. Observations that passed although a part would spoil them add a little to its
-price. So the explanation of one failed pair of eight GPUs is a link; the explanation of all pairs of one GPU is that GPU. If
-several parts explain the same failures at the same price, none is named, and the failures remain unexplained.
+A part *explains* a failed observation if it belongs to the subject, and the data do not point elsewhere. The search
+takes the sets of parts that explain the most observations, and chooses the cheapest of them. A GPU costs 1, a link
+slightly less. The host costs more, because it explains everything. Observations that passed although a part would spoil
+them add a little to its price. So the explanation of one failed pair of eight GPUs is a link; the explanation of all
+pairs of one GPU is that GPU. If several parts explain the same failures at the same price, none is named, and the
+failures remain unexplained.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def explain(
 
     Args:
         hosts: the host of each GPU, by number of the GPU.
-        follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has shown.
-            Only the host, with its software, explains them.
+        follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has
+            shown. Only the host, with its software, explains them.
     """
     failed = [number for number, entry in enumerate(observations) if entry.outcome == "failed"]
     keys: dict[Key, list[int]] = {}
@@ -138,7 +139,8 @@ class _Search:
         return best
 
     def sure(self, chosen: tuple[Suspect, ...]) -> tuple[Suspect, ...]:
-        """Drop suspects that another candidate could replace at no higher price: to name one of them would be a guess."""
+        """Drop suspects that another candidate could replace at no higher price: to name one of them would be a
+        guess."""
         price = self._price(chosen)
         others = [one for one in self.candidates if one not in chosen]
         return tuple(

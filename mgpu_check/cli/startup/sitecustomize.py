@@ -1,9 +1,9 @@
 """Set up simulation and recording in every Python that ``mgpu-check simulate`` and ``mgpu-check compare`` start.
 
-The directory of this file is first on the path of such a Python. Once the program imports torch, this module simulates GPUs
-if `_MGPU_CHECK_SIMULATE` is set, and records training if `_MGPU_CHECK_COMPARE` is set. Until then it imports no module of
-this package. At its end it runs the user's own ``sitecustomize``. Child processes of the program are simulated, too, but not
-recorded.
+The directory of this file is first on the path of such a Python. Once the program imports torch, this module simulates
+GPUs if `_MGPU_CHECK_SIMULATE` is set, and records training if `_MGPU_CHECK_COMPARE` is set. Until then it imports no
+module of this package. At its end it runs the user's own ``sitecustomize``. Child processes of the program are
+simulated, too, but not recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOME = os.path.dirname(os.path.dirname(_HERE))
 
 _entered: list[object] = []
-"""Keeps the node alive: from Python 3.13 on, a forked child of multiprocessing clears atexit, which would end the simulation."""
+"""Keeps the node alive: from Python 3.13 on, a forked child of multiprocessing clears atexit, which would end the
+simulation."""
 
 
 class _OurPackage:

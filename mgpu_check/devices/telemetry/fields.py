@@ -11,8 +11,9 @@ __all__ = ["FIELDS", "Field", "Kind", "Value", "asked", "field_of", "names", "pa
 Value = str | int | float | bool
 
 Kind = Literal["identity", "fact", "pair", "state", "gauge", "counter"]
-"""Identity: differs between GPUs. Fact: usually equal on all GPUs of a node. Pair: a fact of a GPU and a peer. State: shows
-whether something is wrong now. Gauge: rises and falls. Counter: only grows, until the driver or a reset clears it.
+"""Identity: differs between GPUs. Fact: usually equal on all GPUs of a node. Pair: a fact of a GPU and a peer. State:
+shows whether something is wrong now. Gauge: rises and falls. Counter: only grows, until the driver or a reset clears
+it.
 """
 
 

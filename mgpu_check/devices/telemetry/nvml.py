@@ -55,7 +55,8 @@ class NvmlSource:
             count = int(pynvml.nvmlDeviceGetCount())
         except pynvml.NVMLError as error:
             raise NoTelemetry(
-                f"NVIDIA's management library does not work ({error}): run nvidia-smi; GPUs of other makers have no telemetry"
+                f"NVIDIA's management library does not work ({error}): run nvidia-smi; GPUs of other makers have no "
+                "telemetry"
             ) from None
         handles, trouble = self._handles(count)
         self._gpus: dict[int, Any] = {}

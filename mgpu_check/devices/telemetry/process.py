@@ -1,8 +1,9 @@
-"""The process that queries the driver. `sampler.TelemetrySampler` starts it, so that a hang or crash in the driver ends no run.
+"""The process that queries the driver. `sampler.TelemetrySampler` starts it, so that a hang or crash in the driver ends
+no run.
 
-It reads lines of JSON: its configuration, then numbers of snapshots. It writes lines of JSON: samples, answers, troubles.
-It ends when its input closes. One thread queries each GPU. The current query of each thread is noted in a file that the
-parent reads if this process dies.
+It reads lines of JSON: its configuration, then numbers of snapshots. It writes lines of JSON: samples, answers,
+troubles. It ends when its input closes. One thread queries each GPU. The current query of each thread is noted in a
+file that the parent reads if this process dies.
 """
 
 from __future__ import annotations

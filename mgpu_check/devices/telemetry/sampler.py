@@ -1,7 +1,7 @@
 """Collect telemetry beside a run: snapshots on request, samples at intervals, and troubles with their GPU and field.
 
-A separate process queries the driver (`process`). It lives as long as its `TelemetrySampler`. If this process dies, even by a
-signal, the other one ends as well, because its input closes.
+A separate process queries the driver (`process`). It lives as long as its `TelemetrySampler`. If this process dies,
+even by a signal, the other one ends as well, because its input closes.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Override:
 
     Attributes:
         gpu: its number in the run.
-        field: a name in `fields.FIELDS`, or a pair name from `fields.pair_field`; "xid" makes the driver report the error
-            `value` once; "" overrides every field.
+        field: a name in `fields.FIELDS`, or a pair name from `fields.pair_field`; "xid" makes the driver report the
+            error `value` once; "" overrides every field.
         value: the reported value; with `grows`, the first value.
         grows: the increment per query.
         after: seconds since telemetry began after which the override takes effect.

@@ -55,7 +55,8 @@ class Turnstile:
             self._changed.notify_all()
 
     def tick(self) -> tuple[Query, Literal["hang", "blocked"]] | None:
-        """Count one more tick of the current query. Return it when it exceeds its deadline, with the kind of trouble."""
+        """Count one more tick of the current query. Return it when it exceeds its deadline, with the kind of
+        trouble."""
         with self._changed:
             query = self._holder
             if query is None or query.hung:
@@ -75,8 +76,8 @@ def watch(
 ) -> threading.Thread:
     """Start a thread that reports the queries that take longer than `deadline` seconds.
 
-    The thread counts its own wake-ups as time. On a machine too busy to run this process, the count stops as well, so a busy
-    machine does not make a query count as hanging.
+    The thread counts its own wake-ups as time. On a machine too busy to run this process, the count stops as well, so a
+    busy machine does not make a query count as hanging.
     """
     pause = threading.Event()
 

@@ -1,4 +1,5 @@
-"""Detect mistakes that keep ranks from returning: the ranks hang, raise or die. The evidence is the collectives they entered."""
+"""Detect mistakes that keep ranks from returning: the ranks hang, raise or die. The evidence is the collectives they
+entered."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def uneven_steps(calls: UnfinishedCall) -> Finding | None:
 
 
 def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
-    """Detect a group that is too wide: a member waits for a message from a rank that waits in the group's collective."""
+    """Detect a group that is too wide: a member waits for a message from a rank that waits in the group's
+    collective."""
     for rank, collective in calls.last.items():
         if not collective.unfinished or collective.cut:
             continue
@@ -69,14 +71,15 @@ def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
             if other in members and message.options == f"src={rank}":
                 return Finding(
                     "wrong-process-group",
-                    f"rank {rank} waits in {collective} for rank {other}, and rank {other} waits in {message} for what rank "
-                    f"{rank} sends after it: does the collective run over more ranks than call it?",
+                    f"rank {rank} waits in {collective} for rank {other}, and rank {other} waits in {message} for "
+                    f"what rank {rank} sends after it: does the collective run over more ranks than call it?",
                 )
     return None
 
 
 def part_ways(calls: UnfinishedCall) -> Finding | None:
-    """Detect a decision that each rank took for itself: ranks entered different collectives, or some ranks entered fewer."""
+    """Detect a decision that each rank took for itself: ranks entered different collectives, or some ranks entered
+    fewer."""
     if other_sizes(calls):
         return None
     if calls.unmatched:

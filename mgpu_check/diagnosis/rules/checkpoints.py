@@ -65,7 +65,10 @@ def state_of_rank_0(restored: Restored) -> Finding | None:
 def ranks_part_ways(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded, by the results that differ between ranks at the end."""
     if restored.parted:
-        told = f"ranks agree after an uninterrupted run, and not after the resumed one: {by_ranks(restored.parted, _SHOWN)}"
+        told = (
+            "ranks agree after an uninterrupted run, and not after the resumed one: "
+            f"{by_ranks(restored.parted, _SHOWN)}"
+        )
     elif restored.right_on_rank_0:
         told = f"right on rank 0 only: {by_ranks(restored.right_on_rank_0, _SHOWN)} are wrong"
     else:

@@ -81,7 +81,8 @@ def strided_view(tensors: Tensors) -> Finding | None:
 
 
 def other_layouts(tensors: Tensors) -> Finding | None:
-    """Detect a collective whose tensors have different memory formats on different ranks, or in the list that it fills."""
+    """Detect a collective whose tensors have different memory formats on different ranks, or in the list that it
+    fills."""
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         for given in zip(*(event.details.get("tensors", []) for event in same), strict=False):
@@ -91,7 +92,8 @@ def other_layouts(tensors: Tensors) -> Finding | None:
                 of = given[0]["result"] or f"{given[0]['dtype']}{list(given[0]['shape'])}"
                 return Finding(
                     "memory-formats-differ",
-                    f"{same[0].where} was given {of} with different memory orders of its dimensions on the ranks: {told}",
+                    f"{same[0].where} was given {of} with different memory orders of its dimensions on the ranks: "
+                    f"{told}",
                 )
     for _, event in tensors.events("collective"):
         if event.details.get("arrived"):
@@ -104,8 +106,9 @@ def other_layouts(tensors: Tensors) -> Finding | None:
             if odd is not None:
                 return Finding(
                     "memory-formats-differ",
-                    f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions {_order(one['layout'])} from the "
-                    f"outermost in memory to the innermost, and a list of tensors with {_order(odd['layout'])}",
+                    f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions "
+                    f"{_order(one['layout'])} from the outermost in memory to the innermost, and a list of tensors "
+                    f"with {_order(odd['layout'])}",
                 )
     return None
 
@@ -162,15 +165,16 @@ def _has_room(same: Sequence[CallEvent]) -> bool:
 
 
 def overflows(tensors: Tensors) -> Finding | None:
-    """Detect an overflow of a sum over ranks: a non-finite result, or an integer that is off by a multiple of 2^bits."""
+    """Detect an overflow of a sum over ranks: a non-finite result, or an integer that is off by a multiple of
+    2^bits."""
     broken = tensors.broken
     for _, event in tensors.events("collective") if broken else ():
         narrow = [tensor["dtype"] for tensor in event.tensors if tensor["dtype"] in _NARROW]
         if narrow and event.details.get("op", "sum") == "sum":
             return Finding(
                 "low-precision-overflow",
-                f"{event.where} adds up {narrow[0]} tensors, and {broken[0]} is not finite on {tensors.size} ranks, where it "
-                "is on one device",
+                f"{event.where} adds up {narrow[0]} tensors, and {broken[0]} is not finite on {tensors.size} ranks, "
+                "where it is on one device",
             )
     for name in tensors.wrong("returned"):
         right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
@@ -243,8 +247,8 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
                 ran = " and ".join(map(str, sorted(sizes)))
                 return Finding(
                     "wrong-process-group",
-                    f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} times "
-                    f"what it should be: {power}, the number of groups of {size}",
+                    f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} "
+                    f"times what it should be: {power}, the number of groups of {size}",
                 )
     return None
 
@@ -296,8 +300,8 @@ def result_discarded(tensors: Tensors) -> Finding | None:
             if fits and is_held(tensor.get("before", {}), [first[name] for name in own], tensors.size):
                 return Finding(
                     "result-discarded",
-                    f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, a copy, and {own[0]} still differs between "
-                    "ranks",
+                    f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, a copy, and {own[0]} still "
+                    "differs between ranks",
                 )
     return None
 

@@ -110,8 +110,8 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
     what = "an IterableDataset" if loader.details["streams"] else f"a {loader.details['sampler']}"
     return Finding(
         "dataset-not-split",
-        f"{counts[0]} is {tensors.size} times that of one device, and the DataLoader ({loader.site}) has {what}, which does "
-        "not split the samples over ranks",
+        f"{counts[0]} is {tensors.size} times that of one device, and the DataLoader ({loader.site}) has {what}, "
+        "which does not split the samples over ranks",
     )
 
 
@@ -148,8 +148,8 @@ def pads(tensors: Tensors) -> Finding | None:
     extra = -samples % replicas
     return Finding(
         "padding-counted",
-        f"DistributedSampler ({event.site}) repeats {extra} of {samples} samples, so that each of {replicas} ranks gets as "
-        f"many: {'it is' if extra == 1 else 'they are'} counted twice",
+        f"DistributedSampler ({event.site}) repeats {extra} of {samples} samples, so that each of {replicas} ranks "
+        f"gets as many: {'it is' if extra == 1 else 'they are'} counted twice",
     )
 
 
@@ -168,7 +168,10 @@ def loader_drops_last(tensors: Tensors) -> Finding | None:
     for rank, event in tensors.events("loader"):
         if count := event.details.get("dropped"):
             were = "sample" if count == 1 else "samples"
-            told = f"DataLoader ({event.site}) with drop_last drops {count} {were} on rank {rank}, of {event.details['samples']} that it is given"
+            told = (
+                f"DataLoader ({event.site}) with drop_last drops {count} {were} on rank {rank}, of "
+                f"{event.details['samples']} that it is given"
+            )
             return Finding("samples-missed", told)
     return None
 
@@ -189,7 +192,8 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
     verb = "is" if len(missing) == 1 else "are"
     return Finding(
         "samples-missed",
-        f"{len(missing)} of {len(set(wanted))} samples {verb} not given to the model ({site}) on any rank: {few(where, 4)}",
+        f"{len(missing)} of {len(set(wanted))} samples {verb} not given to the model ({site}) on any rank: "
+        f"{few(where, 4)}",
     )
 
 
@@ -203,7 +207,8 @@ def counts_too_few(tensors: Tensors) -> Finding | None:
             continue
         return Finding(
             "samples-missed",
-            f"{name} counts {int(tensors.seen[0].values[name])} samples on ranks, and all {tensors.samples} on one device",
+            f"{name} counts {int(tensors.seen[0].values[name])} samples on ranks, and all {tensors.samples} on one "
+            "device",
         )
     return None
 

@@ -59,7 +59,8 @@ def starts_apart(evidence: Evidence) -> Finding | None:
 
 
 def decides_by_rank(evidence: Evidence) -> Finding | None:
-    """Detect a decision that differs between ranks: optimizer steps, learning rates, loss scales, trained parameters."""
+    """Detect a decision that differs between ranks: optimizer steps, learning rates, loss scales, trained
+    parameters."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
 
 
@@ -135,9 +136,9 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
         told = ", ".join(f"{one.get(odd, math.nan):.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
         return Finding(
             "value-of-one-rank",
-            f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} sums to "
-            f"{told}, though the parameters that are trained are the same: a copy or an average of them is kept on some ranks "
-            "only",
+            f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} "
+            f"sums to {told}, though the parameters that are trained are the same: a copy or an average of them is "
+            "kept on some ranks only",
         )
     return None
 
@@ -207,7 +208,8 @@ def broadcast_of_another_rank(tensors: Tensors) -> Finding | None:
 
 
 def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
-    """Detect a broadcast from rank 0, if ranks agree on a wrong result; weak evidence, as many right programs do this."""
+    """Detect a broadcast from rank 0, if ranks agree on a wrong result; weak evidence, as many right programs do
+    this."""
     return _broadcast_wrong(tensors, from_rank_0=True)
 
 
@@ -221,8 +223,8 @@ def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
         return None
     return Finding(
         "value-of-one-rank",
-        f"broadcast ({sent.site}) sends the value of rank {source}, and {wrong[0]} is the same on all ranks, but differs "
-        "from one device",
+        f"broadcast ({sent.site}) sends the value of rank {source}, and {wrong[0]} is the same on all ranks, but "
+        "differs from one device",
     )
 
 
@@ -241,8 +243,8 @@ def _differs_before(same: Sequence[CallEvent]) -> bool:
 def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     """Detect buffers that differ between ranks, if no other result is wrong.
 
-    DistributedDataParallel overwrites some buffers with those of rank 0. Their differences are allowed, but the value of
-    rank 0 is wrong too. With BatchNorm, other rules report the batch statistics in its buffers.
+    DistributedDataParallel overwrites some buffers with those of rank 0. Their differences are allowed, but the value
+    of rank 0 is wrong too. With BatchNorm, other rules report the batch statistics in its buffers.
     """
     if any(name.kind != "buffers" for name in tensors.wrong()):
         return None

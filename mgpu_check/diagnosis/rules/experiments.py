@@ -55,7 +55,10 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     if change.kind == "new":
-        told = f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is right"
+        told = (
+            f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is "
+            "right"
+        )
         return Finding("reduced-again", told)
     # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
     told = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
@@ -68,8 +71,8 @@ def right_in_another_order(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     told = (
-        f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the first "
-        "pieces of all ranks before the next ones, the step is right"
+        f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the "
+        "first pieces of all ranks before the next ones, the step is right"
     )
     return Finding("gathered-in-other-order", told)
 

@@ -62,7 +62,10 @@ def off_by_micro_batches(evidence: Evidence) -> Finding | None:
     factor = evidence.factor
     if factor is None or not _by_micro_batches(evidence):
         return None
-    told = f"{factor.told} {factor.value:.4g} times what one device gives, with {evidence.micro_batches:g} backward passes in each step"
+    told = (
+        f"{factor.told} {factor.value:.4g} times what one device gives, with {evidence.micro_batches:g} backward "
+        "passes in each step"
+    )
     if factor.rough:
         told = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}{factor.ending}"
     return Finding("accumulation-factor", told)
@@ -95,8 +98,8 @@ def _grows(tensors: Tensors, ratio: float) -> bool:
 def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
     """Detect expert gradients that are off by the size of the group that exchanges tokens; all others are right.
 
-    A parameter counts as an expert's if ranks hold slices of its gradient, or gathered it from slices. The rule needs an
-    all_to_all, which sends the tokens.
+    A parameter counts as an expert's if ranks hold slices of its gradient, or gathered it from slices. The rule needs
+    an all_to_all, which sends the tokens.
     """
     exchanges = [event for _, event in tensors.events("collective") if event.name.startswith("all_to_all")]
     wrong, gradients = tensors.names, [name for name in tensors.relations.held if name.kind == "grads"]
@@ -111,8 +114,8 @@ def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
             return Finding(
                 "expert-gradients-factor",
-                f"{few(wrong)}: {times} what one device gives, and all other gradients are right; {event.where} exchanges "
-                f"tokens with experts in a group of size {size}",
+                f"{few(wrong)}: {times} what one device gives, and all other gradients are right; {event.where} "
+                f"exchanges tokens with experts in a group of size {size}",
             )
     return None
 
@@ -142,8 +145,9 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
         if of_update:
             return Finding(
                 "world-size-factor",
-                f"the gradients of optimizer step {step + 1} are right, and it changes the parameters {factor:.4g} times as much "
-                f"as on one device, on {tensors.size} ranks: does the learning rate depend on the world size?",
+                f"the gradients of optimizer step {step + 1} are right, and it changes the parameters {factor:.4g} "
+                f"times as much as on one device, on {tensors.size} ranks: does the learning rate depend on the world "
+                "size?",
             )
         if step == 0 and tensors.factor() is None:
             return Finding("world-size-factor", _of_gradients(step, factor))
@@ -151,7 +155,8 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
 
 
 def clips_a_multiple(evidence: Evidence) -> Finding | None:
-    """Detect a gradient norm, found by the first clipping, that is off by the world size or the number of micro-batches."""
+    """Detect a gradient norm, found by the first clipping, that is off by the world size or the number of
+    micro-batches."""
     tensors = evidence.tensors
     alone = None if tensors is None or tensors.alone is None else _norm(tensors.alone)
     if tensors is None or not alone:

@@ -85,8 +85,8 @@ def clips_parts(tensors: Tensors) -> Finding | None:
         return None
     return Finding(
         "clipped-before-synchronization",
-        f"{tensors.names[0]} is the mean of what each rank computes for its own part, and right for a batch that is scaled "
-        "down: a limit on the norm is applied before the mean",
+        f"{tensors.names[0]} is the mean of what each rank computes for its own part, and right for a batch that is "
+        "scaled down: a limit on the norm is applied before the mean",
     )
 
 
@@ -96,8 +96,8 @@ def limits_another_norm(tensors: Tensors) -> Finding | None:
         return None
     return Finding(
         "clipped-before-synchronization",
-        f"{few(tensors.names)} is right for a batch that is scaled down: a limit is applied to another norm than that of the "
-        "whole gradient",
+        f"{few(tensors.names)} is right for a batch that is scaled down: a limit is applied to another norm than that "
+        "of the whole gradient",
     )
 
 
@@ -128,12 +128,14 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
         return None
     return Finding(
         "mean-of-means" if tensors.hypotheses.padded else "wrong-reduction",
-        f"{tensors.names[0]} is the mean over ranks of each rank's own value{found[1]}, which is not the value for all samples together",
+        f"{tensors.names[0]} is the mean over ranks of each rank's own value{found[1]}, which is not the value for "
+        "all samples together",
     )
 
 
 def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
-    """Detect gradients that are the mean of the parts', where no weighted sum of the parts gives those of one device."""
+    """Detect gradients that are the mean of the parts', where no weighted sum of the parts gives those of one
+    device."""
     found = tensors.mean_of_parts
     if found is None or found[0].along or not tensors.gradient_like or clips_parts(tensors):
         return None
@@ -141,9 +143,9 @@ def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
         return None
     return Finding(
         "batch-statistics-per-rank",
-        f"{tensors.names[0]} is the mean of what each rank computes for its own part ({found[0].name}){found[1]}, but no "
-        "weighted sum of the parts gives the result of one device: something in the step depends on all samples, and each "
-        "rank has only its own",
+        f"{tensors.names[0]} is the mean of what each rank computes for its own part ({found[0].name}){found[1]}, but "
+        "no weighted sum of the parts gives the result of one device: something in the step depends on all samples, "
+        "and each rank has only its own",
     )
 
 
@@ -159,8 +161,8 @@ def mean_of_parts(tensors: Tensors) -> Finding | None:
     counts = ", ".join(map(str, division.counts))
     return Finding(
         "mean-of-means",
-        f"{tensors.names[0]} is the unweighted mean of what each rank computes for its own part ({division.name}: {counts}"
-        f"{windows}){also}: all parts count alike, even where they hold different numbers of samples or tokens",
+        f"{tensors.names[0]} is the unweighted mean of what each rank computes for its own part ({division.name}: "
+        f"{counts}{windows}){also}: all parts count alike, even where they hold different numbers of samples or tokens",
     )
 
 
@@ -170,14 +172,15 @@ def uneven_parts(evidence: Evidence) -> Finding | None:
 
 
 def wrong_where_uneven(tensors: Tensors) -> Finding | None:
-    """Detect a mean of means: ranks agree on a wrong result, and the world size does not divide the number of samples."""
+    """Detect a mean of means: ranks agree on a wrong result, and the world size does not divide the number of
+    samples."""
     samples, size = tensors.samples, tensors.size
     if not samples or samples % size == 0 or tensors.relations.split or not tensors.names:
         return None
     return Finding(
         "mean-of-means",
-        f"{samples} samples are not divisible by {size} ranks, and ranks agree on {few(tensors.names)} with each other, but not "
-        "with one device: parts of different size seem to count alike",
+        f"{samples} samples are not divisible by {size} ranks, and ranks agree on {few(tensors.names)} with each "
+        "other, but not with one device: parts of different size seem to count alike",
     )
 
 
@@ -189,16 +192,16 @@ def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
     name, ranks = found
     return Finding(
         "gradients-not-synchronized",
-        f"each of {named(ranks)} has a part of the gradient of the output of {name}: their sum is the gradient of one device, "
-        "and nothing adds them up in backward, where the output enters layers that ranks divide",
+        f"each of {named(ranks)} has a part of the gradient of the output of {name}: their sum is the gradient of one "
+        "device, and nothing adds them up in backward, where the output enters layers that ranks divide",
     )
 
 
 def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
     """Detect gradients that differ between ranks, and whose sum or mean over ranks is the gradient of one device.
 
-    Ranks may have clipped them since, by one factor that other gradients show. Multiples of the gradient of one device are
-    no evidence: their sum is one as well.
+    Ranks may have clipped them since, by one factor that other gradients show. Multiples of the gradient of one device
+    are no evidence: their sum is one as well.
     """
     wrong = tensors.wrong("grads")
     split = [name for name in wrong if name in tensors.relations.split]
@@ -218,7 +221,8 @@ def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
 
 
 def _is_sum_of_ranks(case: Tensors, name: Result, others: Sequence[Result], count: int) -> bool:
-    """Return whether the sum of a gradient over ranks is `count` times that of one device, and the factor of the others."""
+    """Return whether the sum of a gradient over ranks is `count` times that of one device, and the factor of the
+    others."""
     factor = case.factor_here(others) if others else 1.0
     exact = case.expected.exact.get(name)
     values = [one.values[name].double() for one in case.seen if name in one.values]
@@ -286,7 +290,8 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
             told = ", ".join(f"{one[name]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
             return Finding(
                 "gradients-not-synchronized",
-                f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm {told}",
+                f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm "
+                f"{told}",
             )
     return None
 
@@ -312,7 +317,8 @@ def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = N
 
 
 def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
-    """Return whether a result belongs to the model, has the shape of a parameter, or the size of all parameters together."""
+    """Return whether a result belongs to the model, has the shape of a parameter, or the size of all parameters
+    together."""
     parameters = [value for key, value in tensors.seen[0].values.items() if key.kind == "params"]
     value = tensors.seen[0].values.get(name)
     if tensors.is_of_model(name) or value is None or not value.dim():
@@ -344,7 +350,8 @@ def _why_local(tensors: Tensors, local: list[Result]) -> str:
 
 
 def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
-    """Return a clause on the calls that show that nothing combined the gradients, to append to another; "" if unknown."""
+    """Return a clause on the calls that show that nothing combined the gradients, to append to another; "" if
+    unknown."""
     wrap = tensors.first("wrap")
     if wrap is None:
         return "" if any(True for _ in tensors.events("collective")) else "; no collective was called"
@@ -378,14 +385,14 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
             if exact.shape[-1] == len(value) and tensors.same(excess, value.expand_as(excess), got):
                 return Finding(
                     "partial-result-added-on-every-rank",
-                    f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it before the "
-                    "sum",
+                    f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it "
+                    "before the sum",
                 )
     for other in tensors.hypotheses.alternatives if not tensors.broken else ():
         if other.kind == "biases-several-times" and tensors.is_alternative(other):
             return Finding(
                 "partial-result-added-on-every-rank",
-                f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(other.names)}: each of {tensors.size} "
-                "ranks adds it before the sum",
+                f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(other.names)}: each of "
+                f"{tensors.size} ranks adds it before the sum",
             )
     return None

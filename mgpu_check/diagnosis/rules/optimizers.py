@@ -28,7 +28,10 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
     ]
     if not single.settings or not lost or not tensors.wrong("params"):
         return None
-    told = f"the optimizer of {named(lost)} steps tensors that do not belong to the model: was it made before the model was divided, or while it was gathered?"
+    told = (
+        f"the optimizer of {named(lost)} steps tensors that do not belong to the model: was it made before the model "
+        "was divided, or while it was gathered?"
+    )
     return Finding("optimizer-differs", told, tuple(lost))
 
 
@@ -45,7 +48,10 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
     step, names, ranks = _first_wrong_step(tensors)
     if not names:
         return _other_settings_of_the_only_step(tensors) or _rates_after_the_last_step(tensors)
-    told = f"the gradients of optimizer step {step + 1} are right, and it changes {few(names)} otherwise than on one device"
+    told = (
+        f"the gradients of optimizer step {step + 1} are right, and it changes {few(names)} otherwise than on one "
+        "device"
+    )
     if len(ranks) < tensors.size:
         told += f" on {named(ranks)}"
     why = (
@@ -58,8 +64,8 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
 def _other_settings_of_the_only_step(tensors: Tensors) -> Finding | None:
     """Detect settings that differ from one device, if the steps of some rank are not on record.
 
-    There must be one step only, the gradients in the end must be right, and a wrong parameter must have other settings on a
-    rank where it is wrong.
+    There must be one step only, the gradients in the end must be right, and a wrong parameter must have other settings
+    on a rank where it is wrong.
     """
     wrong = tensors.wrong("params")
     judged = any(name.kind == "grads" for name in tensors.relations.held)
@@ -116,18 +122,25 @@ def _settings(tensors: Tensors, names: list[str]) -> str:
             apart = [key for key in right if key in got and got[key] != right[key]]
             if apart:
                 key = apart[0]
-                return f"{key} of {name} is {got[key]} on rank {rank}, and {right[key]} on one device{_groups(single, one)}"
+                return (
+                    f"{key} of {name} is {got[key]} on rank {rank}, and {right[key]} on one "
+                    f"device{_groups(single, one)}"
+                )
     return ""
 
 
 def _groups(single: ObservedRun, one: ObservedRun) -> str:
     if one.groups == single.groups:
         return ""
-    return f"; there {'is' if one.groups == 1 else 'are'} {one.groups} parameter group{'s' * (one.groups != 1)}, and {single.groups} on one device"
+    return (
+        f"; there {'is' if one.groups == 1 else 'are'} {one.groups} parameter group{'s' * (one.groups != 1)}, and "
+        f"{single.groups} on one device"
+    )
 
 
 def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:
-    """Detect a wrong learning rate after the last step, if all other results are right: the next update will be wrong."""
+    """Detect a wrong learning rate after the last step, if all other results are right: the next update will be
+    wrong."""
     wrong = tensors.wrong()
     if not wrong or not all(name.kind == "optimizer" and name.of.startswith(_RATE) for name in wrong):
         return None
@@ -135,5 +148,8 @@ def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:
     got = tensors.seen[rank].values.get(wrong[0])
     if got is None or right is None or got.numel() != 1 or right.numel() != 1:
         return None
-    told = f"{wrong[0]} is {float(got):.6g}, and {float(right):.6g} on one device, after the same steps: does a scheduler step more often?"
+    told = (
+        f"{wrong[0]} is {float(got):.6g}, and {float(right):.6g} on one device, after the same steps: does a "
+        "scheduler step more often?"
+    )
     return Finding("optimizer-differs", told)

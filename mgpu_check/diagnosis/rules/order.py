@@ -1,9 +1,10 @@
 """List all rules, the most reliable first.
 
-Each rule reads the evidence and returns a finding or None. The first finding is the likeliest cause: the order of the rules
-is their only weight. Rules come in four groups. First, evidence that proves a mistake by itself. Second, results that a
-mistake explains. Third, results that several mistakes explain. Last, mistakes that the evidence does not rule out. Within a
-group, special rules come before general ones, because a general rule would also fire on what a special rule explains.
+Each rule reads the evidence and returns a finding or None. The first finding is the likeliest cause: the order of the
+rules is their only weight. Rules come in four groups. First, evidence that proves a mistake by itself. Second, results
+that a mistake explains. Third, results that several mistakes explain. Last, mistakes that the evidence does not rule
+out. Within a group, special rules come before general ones, because a general rule would also fire on what a special
+rule explains.
 
 There is one list per kind of evidence. `_of_tensors` wraps a rule that needs whole tensors.
 """
@@ -75,8 +76,8 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     _of_tensors(collectives.strided_view),
     _of_tensors(collectives.uneven_tensors),
     _of_tensors(collectives.other_layouts),
-    # Calls show that ranks act differently, which explains every other difference. A checkpoint that some ranks load also
-    # looks like a different initialization, so it comes first.
+    # Calls show that ranks act differently, which explains every other difference. A checkpoint that some ranks load
+    # also looks like a different initialization, so it comes first.
     decisions.restores_on_some,
     data.epochs_alike,
     _of_tensors(data.split_by_own_seeds),
@@ -120,8 +121,8 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     _of_tensors(data.first_shard_for_all),
     decisions.decides_by_own_values,
     _of_tensors(data.other_order),
-    # How gradients were combined, special before general: a mean of clipped parts is also a mean of parts, batch statistics
-    # of parts also give gradients of parts, and all of these also leave factors.
+    # How gradients were combined, special before general: a mean of clipped parts is also a mean of parts, batch
+    # statistics of parts also give gradients of parts, and all of these also leave factors.
     gradients.clips_by_other_norms,
     _of_tensors(gradients.clips_first),
     _of_tensors(gradients.clips_parts),
@@ -164,8 +165,8 @@ RULES: tuple[RuleOf[Evidence], ...] = (
     # The gradients of the first step with wrong parameters are right.
     _of_tensors(optimizers.makes_something_else),
     optimizers.updates_otherwise,
-    # Evidence that several mistakes explain. Buffers come before answers, which they may explain; answers of one rank that
-    # change come before answers that differ between ranks.
+    # Evidence that several mistakes explain. Buffers come before answers, which they may explain; answers of one rank
+    # that change come before answers that differ between ranks.
     _of_tensors(shards.norm_of_shards),
     _of_tensors(shards.buffers_of_one_part),
     _of_tensors(decisions.buffers_alone_drift),
@@ -213,8 +214,8 @@ RULES_OF_CALLS: tuple[RuleOf[UnfinishedCall], ...] = (
 
 
 RULES_OF_EPOCHS: tuple[RuleOf[EpochSamples], ...] = (
-    # Only one mistake is reported per epoch: the first explains all surplus and missing samples. Surplus before missing: a
-    # rank that reads all samples misses none.
+    # Only one mistake is reported per epoch: the first explains all surplus and missing samples. Surplus before
+    # missing: a rank that reads all samples misses none.
     samples.read_by_each_worker,
     samples.read_by_each_rank,
     samples.repeated_to_fill,
@@ -229,8 +230,9 @@ RULES_OF_EPOCHS: tuple[RuleOf[EpochSamples], ...] = (
 
 
 RULES_OF_CHECKPOINTS: tuple[RuleOf[Restored], ...] = (
-    # State that is lost right after loading comes before its consequences. Differences between ranks come first: after a
-    # load on some ranks, the same entries are lost on the others. State of rank 0 on all ranks may be harmless, so it is last.
+    # State that is lost right after loading comes before its consequences. Differences between ranks come first: after
+    # a load on some ranks, the same entries are lost on the others. State of rank 0 on all ranks may be harmless, so it
+    # is last.
     checkpoints.loaded_on_some,
     checkpoints.goes_on_in_another_epoch,
     checkpoints.loaded_on_none,

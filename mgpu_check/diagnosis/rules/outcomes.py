@@ -81,7 +81,8 @@ def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
 
 
 def _has_given(same: Sequence[CallEvent], exact: Sequence[torch.Tensor], size: int) -> bool:
-    """Return whether a collective gives these values, as a mean or a sum, to a rank or in shares to all ranks together."""
+    """Return whether a collective gives these values, as a mean or a sum, to a rank or in shares to all ranks
+    together."""
     right = _sums(exact)
     for given in zip(*(event.details.get("after", ()) for event in same), strict=False):
         shares = (math.fsum(one["sum"] for one in given), math.sqrt(math.fsum(one["norm"] ** 2 for one in given)))
@@ -99,7 +100,8 @@ def _is_near(one: tuple[float, float], right: tuple[float, float], factor: int) 
 def reduces_again(tensors: Tensors) -> Finding | None:
     """Detect a running sum that is reduced after each batch although it already contains reduced values.
 
-    The evidence is a returned value that follows from these sums, and that would be right with only the new values reduced.
+    The evidence is a returned value that follows from these sums, and that would be right with only the new values
+    reduced.
     """
     sums = [found for sums in range(1, _MOST_TOGETHER + 1) for found in _running(tensors, sums)]
     for name in tensors.wrong("returned") if sums else ():
@@ -110,8 +112,9 @@ def reduces_again(tensors: Tensors) -> Finding | None:
             if _explained(got.double().flatten().tolist(), right.double().flatten().tolist(), here, should):
                 return Finding(
                     "reduced-again",
-                    f"all_reduce ({site}) was called {calls} times on one sum that still contained its earlier results: "
-                    f"{name} follows from this sum, and would be right if only new values were reduced each time",
+                    f"all_reduce ({site}) was called {calls} times on one sum that still contained its earlier "
+                    f"results: {name} follows from this sum, and would be right if only new values were reduced each "
+                    "time",
                 )
     return None
 

@@ -43,8 +43,8 @@ def repeated_to_fill(samples: EpochSamples) -> Finding | None:
     how = "DistributedSampler" if repeated.total() < len(samples.counts) else "samplers that fill the last batches"
     return Finding(
         "padding-counted",
-        f"{repeated.total()} of {samples.expected.total()} samples repeated ({samples.shown(repeated)}), so that each rank has "
-        f"as many, as {how} would do; padding=True accepts it",
+        f"{repeated.total()} of {samples.expected.total()} samples repeated ({samples.shown(repeated)}), so that each "
+        f"rank has as many, as {how} would do; padding=True accepts it",
     )
 
 
@@ -55,14 +55,15 @@ def same_on_some(samples: EpochSamples) -> Finding | None:
     same = " and ".join(named(ranks) for ranks in samples.twins)
     return Finding(
         "samples-missed",
-        f"{same} see the same samples, and {samples.missing.total()} of {samples.expected.total()} are on no rank: is the sampler "
-        "given each rank's own index, and the number of ranks?",
+        f"{same} see the same samples, and {samples.missing.total()} of {samples.expected.total()} are on no rank: is "
+        "the sampler given each rank's own index, and the number of ranks?",
         tuple(rank for ranks in samples.twins for rank in ranks[1:]),
     )
 
 
 def shared_out_unlike(samples: EpochSamples) -> Finding | None:
-    """Detect a split that differs between ranks: some samples are on several ranks or unknown, and others are missing."""
+    """Detect a split that differs between ranks: some samples are on several ranks or unknown, and others are
+    missing."""
     missing, repeated = samples.missing, samples.repeated
     if not samples.telling or not missing or not (repeated or samples.unknown):
         return None

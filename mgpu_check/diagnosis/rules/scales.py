@@ -29,7 +29,8 @@ __all__ = [
 _SAME = 1e-3
 """Largest relative difference between equal weights, norms or factors; a fit itself is allowed 1e-4."""
 _UNLIKE = 1e-2
-"""Smallest relative difference between unequal weights or factors: well above `_SAME`, so that rounding never accuses."""
+"""Smallest relative difference between unequal weights or factors: well above `_SAME`, so that rounding never
+accuses."""
 _NOTHING = 1e-3
 """Fraction of the largest weight below which a part does not contribute."""
 _COUNTS = 4
@@ -101,8 +102,8 @@ def counts_parts_unlike(tensors: Tensors) -> Finding | None:
             each = ", ".join(f"{weight * tensors.size:.4g} of rank {rank}" for rank, weight in enumerate(rows[0]))
             return Finding(
                 "decision-per-rank",
-                f"{few(tensors.names)}: the parts of ranks have equal size but unequal weights ({each}), as if each rank scaled "
-                "its loss by its own factor",
+                f"{few(tensors.names)}: the parts of ranks have equal size but unequal weights ({each}), as if each "
+                "rank scaled its loss by its own factor",
             )
     return None
 
@@ -118,14 +119,15 @@ def clips_each_part(tensors: Tensors) -> Finding | None:
             told = ", ".join(f"{norm:.4g}" for norm in norms)
             return Finding(
                 "clipped-before-synchronization",
-                f"{few(tensors.names)}: the parts of ranks have norms {told}, but enter the sum with equal norms: each part was "
-                "clipped before the sum",
+                f"{few(tensors.names)}: the parts of ranks have norms {told}, but enter the sum with equal norms: "
+                "each part was clipped before the sum",
             )
     return None
 
 
 def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
-    """Detect clipping by the wrong norm: one device reaches the same norm for all batches, and ranks reach another one."""
+    """Detect clipping by the wrong norm: one device reaches the same norm for all batches, and ranks reach another
+    one."""
     if not tensors.gradient_like or tensors.wrong_alone or not tensors.further:
         return None
     cases = (tensors, *tensors.further)
@@ -185,7 +187,8 @@ def _is_rounded(right: torch.Tensor, got: torch.Tensor) -> bool:
 
 
 def divides_a_count(tensors: Tensors) -> Finding | None:
-    """Detect integer division of a count: the factor is the ratio of the exact share to the rounded share, or its inverse."""
+    """Detect integer division of a count: the factor is the ratio of the exact share to the rounded share, or its
+    inverse."""
     ratio = tensors.factor_here()
     # A single number is a multiple of any other, so its factor is weak evidence.
     alone = sum(tensors.expected.exact[name].numel() for name in tensors.names) == 1

@@ -24,8 +24,8 @@ _BITS = 16.0
 def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
     """Detect labels that each rank shifted within its own part of the sequence.
 
-    Each label of a rank but the last is the next token of its part. At the end of a part the next token of the sequence is
-    on another rank, and the label differs from one device.
+    Each label of a rank but the last is the next token of its part. At the end of a part the next token of the sequence
+    is on another rank, and the label differs from one device.
     """
     alone = [] if tensors.alone is None else tensors.alone.labels
     ranks = [trace.labels for trace in tensors.traces]
@@ -41,8 +41,8 @@ def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
                 rank, got, right = found
                 return Finding(
                     "labels-shifted-after-split",
-                    f"the labels of {of_ranks[0].site} are the next tokens within each of {parts} parts of the sequence: where a "
-                    f"part ends on rank {rank} the label is {got}, and {right} on one device",
+                    f"the labels of {of_ranks[0].site} are the next tokens within each of {parts} parts of the "
+                    f"sequence: where a part ends on rank {rank} the label is {got}, and {right} on one device",
                 )
     return None
 
@@ -50,8 +50,8 @@ def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
 def _layouts(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
     """Yield layouts of a sequence: the number of parts, and a function from rank to the chunks that the rank holds.
 
-    A rank holds one chunk, or one from each end, which balances causal attention. With fewer parts than ranks, groups of
-    ranks hold different samples, and either neighbours share a group or neighbours share a part.
+    A rank holds one chunk, or one from each end, which balances causal attention. With fewer parts than ranks, groups
+    of ranks hold different samples, and either neighbours share a group or neighbours share a part.
     """
     for parts in range(size, 1, -1):
         if size % parts:
@@ -70,7 +70,8 @@ def _shifted_within(
     chunks_of: Sequence[tuple[int, ...]],
     samples: int,
 ) -> tuple[int, str, int] | None:
-    """Return the first wrong label as rank, label and right label; None if labels do not fit the layout, or none is wrong.
+    """Return the first wrong label as rank, label and right label; None if labels do not fit the layout, or none is
+    wrong.
 
     Return None also if the labels are too few to exclude chance.
     """

@@ -40,8 +40,8 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
                 where = f", combined by {line.where}" if line is not None else ""
                 return Finding(
                     "wrong-reduction",
-                    f"{name} is the norm of the gradient, {norm:.6g} on one device, and {float(got):.6g} on ranks{where}: "
-                    "the norm of the whole is not that combination of the norms of the shards",
+                    f"{name} is the norm of the gradient, {norm:.6g} on one device, and {float(got):.6g} on "
+                    f"ranks{where}: the norm of the whole is not that combination of the norms of the shards",
                 )
     return None
 
@@ -78,7 +78,8 @@ def buffers_of_one_part(tensors: Tensors) -> Finding | None:
 
 
 def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
-    """Return whether the buffer of one device is the sum or the mean of the parts, plus a multiple of its initial value.
+    """Return whether the buffer of one device is the sum or the mean of the parts, plus a multiple of its initial
+    value.
 
     A moving average keeps a share of its old value, once for the batch and once for each part.
     """

@@ -10,7 +10,8 @@ __all__ = ["Measuring", "coverage_here"]
 
 
 def coverage_here() -> str | None:
-    """Return the configuration of coverage.py in this process, for `Measuring` in a rank; None if it does not measure."""
+    """Return the configuration of coverage.py in this process, for `Measuring` in a rank; None if it does not
+    measure."""
     coverage = sys.modules.get("coverage")
     current = getattr(getattr(coverage, "Coverage", None), "current", lambda: None)()
     if current is None:
@@ -26,8 +27,8 @@ class Measuring:
     """Coverage of one rank.
 
     Args:
-        at_rest: registers a function to call at the end of each test. The data is written then, because a signal may end
-            the rank at any later time.
+        at_rest: registers a function to call at the end of each test. The data is written then, because a signal may
+            end the rank at any later time.
     """
 
     def __init__(self, at_rest: Callable[[Callable[[], None]], None]) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 __all__ = ["refused", "without_debugger"]
 
 _REFUSED = (
-    "a debugger has no terminal here: this runs in another process than pytest. Print, and see the output of each rank in "
-    "the report; or set PYTHONBREAKPOINT to a debugger that listens on a socket, and give it time with --rank-timeout"
+    "a debugger has no terminal here: this runs in another process than pytest. Print, and see the output of each "
+    "rank in the report; or set PYTHONBREAKPOINT to a debugger that listens on a socket, and give it time with "
+    "--rank-timeout"
 )
 
 
@@ -35,7 +36,8 @@ def _refuse(*args: object, **kwargs: object) -> None:
 
 
 def refused(error: BaseException) -> BaseException:
-    """Replace the error of a debugger without a terminal by an error that says what to do; return any other unchanged."""
+    """Replace the error of a debugger without a terminal by an error that says what to do; return any other
+    unchanged."""
     if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb":
         return RuntimeError(_REFUSED).with_traceback(_without_debugger(error.__traceback__))
     if isinstance(error, RuntimeError) and str(error) == _REFUSED:

@@ -60,8 +60,9 @@ def check_visible(uuids: Sequence[str]) -> None:
     seen = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(torch.cuda.device_count())]
     if seen != list(uuids):
         raise MaskIgnored(
-            f"this process was given the GPUs {', '.join(uuids)}, and sees {', '.join(seen) or 'none'}: the driver does "
-            "not honour the variable that masks devices, or the GPUs of the machine have changed since the run began"
+            f"this process was given the GPUs {', '.join(uuids)}, and sees {', '.join(seen) or 'none'}: the driver "
+            "does not honour the variable that masks devices, or the GPUs of the machine have changed since the run "
+            "began"
         )
 
 
@@ -132,8 +133,8 @@ class _WithDriver(Devices):
         except BaseException as error:
             self._pending = None
             error.add_note(
-                "The error appeared when the devices were synchronized after the call, so any earlier line may have caused "
-                "it (CUDA_LAUNCH_BLOCKING=1 makes each operation wait)."
+                "The error appeared when the devices were synchronized after the call, so any earlier line may have "
+                "caused it (CUDA_LAUNCH_BLOCKING=1 makes each operation wait)."
             )
             raise error.with_traceback(None) from None
         self._pending = None
@@ -186,7 +187,8 @@ def _with_contexts() -> list[int]:
 
 
 class BackingDevice(_WithDriver):
-    """The device that computes for a simulated node. Create it before the node is entered, which replaces CUDA functions."""
+    """The device that computes for a simulated node. Create it before the node is entered, which replaces CUDA
+    functions."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

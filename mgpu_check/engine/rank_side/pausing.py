@@ -1,7 +1,8 @@
 """Pause a call until all ranks have done the same part of it, and compare their collectives.
 
-A rank reports the part to the pytest process over its connection and waits for the answer. Such a message cannot pair with a
-collective of the code under test. The pytest process waits as for any answer, so it also reports a rank that hangs or dies.
+A rank reports the part to the pytest process over its connection and waits for the answer. Such a message cannot pair
+with a collective of the code under test. The pytest process waits as for any answer, so it also reports a rank that
+hangs or dies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Note the names of a rank's shared memory and semaphores in a file, so that they can be removed after the rank has ended.
+"""Note the names of a rank's shared memory and semaphores in a file, so that they can be removed after the rank has
+ended.
 
-Python notes them in a resource tracker, a separate process. A rank's tracker would be killed with the rank's process group
-before it could remove the names, and would count as left behind by the test.
+Python notes them in a resource tracker, a separate process. A rank's tracker would be killed with the rank's process
+group before it could remove the names, and would count as left behind by the test.
 """
 
 from __future__ import annotations

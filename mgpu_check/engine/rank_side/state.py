@@ -210,7 +210,8 @@ def _world() -> dist.ProcessGroup | None:
 
 
 def backends_of(group: Any) -> tuple[Any, Any]:
-    """Return the backends for CPU tensors and for devices, None for a missing one; the second is None if both are the same."""
+    """Return the backends for CPU tensors and for devices, None for a missing one; the second is None if both are the
+    same."""
     found = []
     for device in _DEVICES:
         try:

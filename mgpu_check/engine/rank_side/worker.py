@@ -92,8 +92,8 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> 
 def _write_stacks_to(fd: int) -> None:
     """Write the stacks of all threads to `fd` on `STACKS_SIGNAL`, and when a fatal signal ends the process.
 
-    The handlers are C functions, because a Python handler does not run while the main thread waits in a collective. They
-    replace handlers of a test.
+    The handlers are C functions, because a Python handler does not run while the main thread waits in a collective.
+    They replace handlers of a test.
     """
     faulthandler.cancel_dump_traceback_later()
     faulthandler.disable()
@@ -145,7 +145,8 @@ class Worker:
         else:
             torch.cuda.set_device(spec.device)
         dist.init_process_group(
-            # Named explicitly: since torch 2.6 the default is the accelerator's backend only, with none for CPU tensors.
+            # Named explicitly: since torch 2.6 the default is the accelerator's backend only, with none for CPU
+            # tensors.
             backend=spec.backend or _BACKENDS,
             store=open_store(spec.store, spec.size),
             rank=index,
@@ -245,7 +246,8 @@ class Worker:
             self.connection.recv()
 
     def settle(self) -> protocol.Outcome:
-        """Wait for the devices, so that a kernel's error, or a collective that never ends, is reported for its own call."""
+        """Wait for the devices, so that a kernel's error, or a collective that never ends, is reported for its own
+        call."""
         assert self.outcome is not None
         try:
             self.devices.wait()

@@ -131,7 +131,8 @@ class Agent:
         connection.settimeout(_SEND_TIMEOUT)
 
     def serve(self) -> int | None:
-        """Serve the driver until the run is over, and return its exit code; None if the driver ended without a result."""
+        """Serve the driver until the run is over, and return its exit code; None if the driver ended without a
+        result."""
         wake, wake_write = socket.socketpair()
         for end in (wake, wake_write):
             end.setblocking(False)

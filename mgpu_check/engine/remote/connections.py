@@ -249,8 +249,8 @@ class Connections:
     def _refuse(self, address: str) -> None:
         if address not in self.refused and len(self.refused) < _MOST_WARNINGS:
             self.warn(
-                f"refused a process at {address} that wanted to join with another key than this run has: either it is not "
-                "yours, or the hosts do not share the key file (--agent-key-file)"
+                f"refused a process at {address} that wanted to join with another key than this run has: either it is "
+                "not yours, or the hosts do not share the key file (--agent-key-file)"
             )
         if address in self.refused or len(self.refused) < _MOST_WARNINGS:
             self.refused[address] += 1

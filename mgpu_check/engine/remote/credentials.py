@@ -1,11 +1,12 @@
 """Authenticate two processes of a run to each other: both prove that they have the key before they exchange messages.
 
-All messages have a fixed size and are compared as bytes. No data of an unauthenticated peer is parsed. The key itself is
-never sent. A proof holds for one connection only: it covers fresh random numbers of both sides, the run, and the driver's
-address. An attacker in the middle who relays the messages therefore gains nothing.
+All messages have a fixed size and are compared as bytes. No data of an unauthenticated peer is parsed. The key itself
+is never sent. A proof holds for one connection only: it covers fresh random numbers of both sides, the run, and the
+driver's address. An attacker in the middle who relays the messages therefore gains nothing.
 
-The challenge of `multiprocessing.connection` is not enough: its listener waits for each peer in turn, without a deadline, so
-a silent peer keeps all agents out. Its proofs cover neither the run nor the address, and use HMAC-MD5 up to Python 3.11.
+The challenge of `multiprocessing.connection` is not enough: its listener waits for each peer in turn, without a
+deadline, so a silent peer keeps all agents out. Its proofs cover neither the run nor the address, and use HMAC-MD5 up
+to Python 3.11.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Turn the result of the run into the exit codes of its processes.
 
-Under torchrun one process per host exits with the code of the run; elsewhere only rank 0 does. All other processes exit with
-0, so that a launcher reports one failure and not one per rank.
+Under torchrun one process per host exits with the code of the run; elsewhere only rank 0 does. All other processes exit
+with 0, so that a launcher reports one failure and not one per rank.
 
-torchrun restarts all processes after a failure, up to ``--max-restarts`` times. A restarted process finds the exit code in
-torchrun's error file, and exits at once with it.
+torchrun restarts all processes after a failure, up to ``--max-restarts`` times. A restarted process finds the exit code
+in torchrun's error file, and exits at once with it.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class JoinedRun:
         except WrongKey as error:
             self._knock()
             raise Refused(
-                f"the driver {error} than the one in {self._own.source if self._own else 'the store'}: the hosts do not share that file, or somebody else has "
-                f"written to the launcher's store; {REMEDY}"
+                f"the driver {error} than the one in {self._own.source if self._own else 'the store'}: the hosts do "
+                f"not share that file, or somebody else has written to the launcher's store; {REMEDY}"
             ) from None
         except Stranger as error:
             raise Refused(f"the driver {error}: start all processes of a run with the same options") from None
@@ -175,7 +175,8 @@ class JoinedRun:
                 pass  # there is no driver at the announced address
 
     def note_end(self, code: int | None) -> None:
-        """Note in the store, for late agents, how the run ended; `code` is None if the driver ended without a result."""
+        """Note in the store, for late agents, how the run ended; `code` is None if the driver ended without a
+        result."""
         if self._launched.rank == 0 and self._driver is not None:
             try:
                 self._meeting.end(self._driver, code)

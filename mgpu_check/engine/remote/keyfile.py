@@ -18,9 +18,9 @@ from pathlib import Path
 __all__ = ["REMEDY", "UnusableKey", "default_path", "secret_in"]
 
 REMEDY = (
-    "give all processes of the run one file that only their user can read, the same on all hosts, by --agent-key-file=FILE "
-    "or MGPU_CHECK_AGENT_KEY_FILE; make it by: (umask 077; openssl rand -hex 32 > FILE). Or, if you trust "
-    "every user and every program of the network, use --trust-network"
+    "give all processes of the run one file that only their user can read, the same on all hosts, by "
+    "--agent-key-file=FILE or MGPU_CHECK_AGENT_KEY_FILE; make it by: (umask 077; openssl rand -hex 32 > FILE). Or, if "
+    "you trust every user and every program of the network, use --trust-network"
 )
 
 _NAME = Path("mgpu-check", "agent-key")
@@ -87,15 +87,16 @@ def _make_directory(directory: Path) -> None:
 
 
 def _safe(directory: Path) -> Path:
-    """Return the real path of `directory`, after a check that only this user and root can replace this user's files there."""
+    """Return the real path of `directory`, after a check that only this user and root can replace this user's files
+    there."""
     real = Path(os.path.realpath(directory, strict=True))
     trusted = {0, os.geteuid(), _unmapped()}
     for one in (real, *real.parents):
         found = one.lstat()
         if found.st_uid not in trusted:
             raise UnusableKey(
-                f"the key in {directory} could be replaced: {one} belongs to user {found.st_uid}, and this process runs as "
-                f"user {os.geteuid()}; {REMEDY}"
+                f"the key in {directory} could be replaced: {one} belongs to user {found.st_uid}, and this process "
+                f"runs as user {os.geteuid()}; {REMEDY}"
             )
         if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
             raise UnusableKey(
@@ -136,12 +137,13 @@ def _read(path: Path) -> bytes:
             raise UnusableKey(f"the key file {path} is not a regular file; {REMEDY}")
         if found.st_uid != os.geteuid():
             raise UnusableKey(
-                f"the key file {path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; {REMEDY}"
+                f"the key file {path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; "
+                f"{REMEDY}"
             )
         if found.st_mode & _OTHERS:
             raise UnusableKey(
-                f"the key file {path} is open to others (mode {_mode(found)}), who may know it; remove it, and the next run "
-                "makes another, or copy a new one to all hosts, with mode 600"
+                f"the key file {path} is open to others (mode {_mode(found)}), who may know it; remove it, and the "
+                "next run makes another, or copy a new one to all hosts, with mode 600"
             )
         raw = os.read(fd, _LONGEST + 2)  # one byte for a newline, and one to detect a longer file
     finally:
@@ -149,8 +151,9 @@ def _read(path: Path) -> bytes:
     content = raw.strip()
     if len(raw) > _LONGEST + 1 or not _SHORTEST <= len(content) <= _LONGEST or len(set(content)) < _FEWEST:
         raise UnusableKey(
-            f"the key file {path} holds no key: it needs {_SHORTEST} to {_LONGEST} random bytes, or as many characters; "
-            "remove it, and the next run makes another, or make it by: (umask 077; openssl rand -hex 32 > FILE)"
+            f"the key file {path} holds no key: it needs {_SHORTEST} to {_LONGEST} random bytes, or as many "
+            "characters; remove it, and the next run makes another, or make it by: (umask 077; openssl rand -hex 32 "
+            "> FILE)"
         )
     return hashlib.sha256(b"mgpu-check agent key\0" + content).digest()
 
@@ -166,8 +169,8 @@ def _make(path: Path) -> None:
             if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
                 raise UnusableKey(
                     f"a file that this process, of user {os.geteuid()}, makes in {path.parent} belongs to user "
-                    f"{found.st_uid} and has mode {_mode(found)}: this file system does not keep it private (a share that "
-                    f"maps root to another user, or a file system without modes); {REMEDY}"
+                    f"{found.st_uid} and has mode {_mode(found)}: this file system does not keep it private (a share "
+                    f"that maps root to another user, or a file system without modes); {REMEDY}"
                 )
             file.write(secrets.token_hex(32) + "\n")
             file.flush()

@@ -105,8 +105,8 @@ class AgentLauncher:
         if nodes and len(sizes) == 1 and (absent := {rank // min(sizes) for rank in missing} - nodes):
             guess = f", all of node {intervals(sorted(absent))}"
         return (
-            f"{connections.size} ranks were launched, but the agents of ranks {intervals(missing)}{guess} have not come within "
-            f"{connections.patience:g} s; those that have: {known}{self._refused()}"
+            f"{connections.size} ranks were launched, but the agents of ranks {intervals(missing)}{guess} have not "
+            f"come within {connections.patience:g} s; those that have: {known}{self._refused()}"
         )
 
     def _refused(self) -> str:

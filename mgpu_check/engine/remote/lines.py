@@ -1,8 +1,8 @@
 """Exchange messages between authenticated agents and the driver: lines of JSON, never pickles, which could run code.
 
-An agent first sends ``{"agent": {…}}``, then ``launched``, ``failed``, ``exit``, ``answer``, ``interrupt`` and ``leaving``.
-The driver sends ``launch``, ``call`` and ``end``. Each further connection of an agent sends ``{"launch": id}``, and belongs
-to the new rank from then on.
+An agent first sends ``{"agent": {…}}``, then ``launched``, ``failed``, ``exit``, ``answer``, ``interrupt`` and
+``leaving``. The driver sends ``launch``, ``call`` and ``end``. Each further connection of an agent sends ``{"launch":
+id}``, and belongs to the new rank from then on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def tune(connection: socket.socket, control: bool) -> None:
     """Disable send delays, and detect when the other host has disappeared without closing the connection.
 
     Args:
-        control: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be stopped
-            for longer than that timeout.
+        control: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be
+            stopped for longer than that timeout.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

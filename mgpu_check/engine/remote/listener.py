@@ -58,8 +58,8 @@ class Listener:
         Args:
             listener: the listening socket.
             key: of the run.
-            admit: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if the
-                message is invalid.
+            admit: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if
+                the message is invalid.
             refuse: receives the address of a peer with another key.
         """
         listener.setblocking(False)

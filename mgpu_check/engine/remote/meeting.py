@@ -1,7 +1,7 @@
 """Let agents find the driver, through the launcher's store or a store of the agent of rank 0.
 
-torch's store has no authentication: any process that reaches its port can read and write it. So an entry is valid only with
-a proof made from the key of the run, which is not in the store.
+torch's store has no authentication: any process that reaches its port can read and write it. So an entry is valid only
+with a proof made from the key of the run, which is not in the store.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Meeting:
         self._store.set(name, json.dumps(value if opened is None else {**value, "key": opened.hex()}))
 
     def _read(self, name: str) -> tuple[str, bytes, bytes | None] | None:
-        """Read an entry of the store: its text, its proof, and the key with --trust-network; None if there is no entry."""
+        """Read an entry of the store: its text, its proof, and the key with --trust-network; None if there is no
+        entry."""
         if not self._store.check([name]):
             return None
         text = self._store.get(name)

@@ -46,7 +46,8 @@ class LaunchedProcess:
 
     @property
     def identity(self) -> str:
-        """The name that distinguishes this run from other runs of a user. All processes derive the same name locally."""
+        """The name that distinguishes this run from other runs of a user. All processes derive the same name
+        locally."""
         return f"{self.launcher} {self.run} {self.port} {self.size}"
 
 

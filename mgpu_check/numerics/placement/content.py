@@ -1,7 +1,7 @@
 """Find the slice of a whole tensor that has the values of a local tensor.
 
-Ranks build a model from one seed. So before training, what a rank holds has the very values of a part of the model that one
-device holds. A match counts only if there is one place for it: values that come twice decide nothing.
+Ranks build a model from one seed. So before training, what a rank holds has the very values of a part of the model that
+one device holds. A match counts only if there is one place for it: values that come twice decide nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Wholes:
         return self._pieces(local)
 
     def _is_constant_elsewhere(self, local: torch.Tensor, but: str) -> bool:
-        """Return whether a tensor is constant, and another whole has as many elements of this value, so it may be its slice."""
+        """Return whether a tensor is constant, and another whole has as many elements of this value, so it may be its
+        slice."""
         value = local.reshape(-1)[0]
         if not bool((local == value).all()):
             return False
@@ -90,7 +91,8 @@ class Wholes:
             yield None if at is None else Slice(name, tuple(whole.shape), at)
 
     def _pieces(self, local: torch.Tensor) -> list[Slice] | Unplaced:
-        """Return contiguous ranges of flattened tensors, one after the other: those of a flat buffer, or a fused weight.
+        """Return contiguous ranges of flattened tensors, one after the other: those of a flat buffer, or a fused
+        weight.
 
         Zeros at the end are padding.
         """
@@ -136,8 +138,8 @@ def _common(
 
 
 def _boxes(whole: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Yield the positions of a local tensor that is a box or some rows of a whole, or of its transpose; None if they are
-    not unique.
+    """Yield the positions of a local tensor that is a box or some rows of a whole, or of its transpose; None if they
+    are not unique.
     """
     shape = tuple(whole.shape)
     if whole.dim() == local.dim():

@@ -27,8 +27,8 @@ def by_user(
     """Return the slices that a user has declared for a parameter; None if nothing is declared for it.
 
     Args:
-        placement: a mapping from patterns of names, as of `fnmatch`, to specifications, the first that matches counts; or a
-            function ``(name, rank)`` that returns one, or None. A specification is one of
+        placement: a mapping from patterns of names, as of `fnmatch`, to specifications, the first that matches counts;
+            or a function ``(name, rank)`` that returns one, or None. A specification is one of
 
             - an int, or `Shard(dim)`: chunked along this dimension over all ranks;
             - a mapping from mesh axes to ints or `Shard`: chunked over these axes, one after the other;
@@ -80,9 +80,9 @@ def by_attributes(
     """Return the slice that Megatron's attributes declare.
 
     Those are `tensor_model_parallel`, `partition_dim` and `partition_stride`, and `allreduce`, which is False for the
-    parameters of experts. With a stride of s, a rank holds s equal parts, one of each s-th of the dimension, as of a fused
-    weight. Experts are divided over the axes "ep" and "etp". None where the attributes declare nothing, or the rank's place
-    among those that share the tensor is not known.
+    parameters of experts. With a stride of s, a rank holds s equal parts, one of each s-th of the dimension, as of a
+    fused weight. Experts are divided over the axes "ep" and "etp". None where the attributes declare nothing, or the
+    rank's place among those that share the tensor is not known.
     """
     if is_of_expert(tensor):
         return _of_expert(tensor, whole, shape, coordinates)

@@ -20,9 +20,9 @@ REFUSED_TRACE = (
 )
 
 _NO_POST_MORTEM = (
-    "mgpu-check: no debugger for this test: it ran in other processes, which have no terminal. The report above shows the "
-    "line and the values where each process stopped. To debug inside a rank, set PYTHONBREAKPOINT to a debugger that "
-    "listens on a socket, call breakpoint(), and raise --rank-timeout."
+    "mgpu-check: no debugger for this test: it ran in other processes, which have no terminal. The report above shows "
+    "the line and the values where each process stopped. To debug inside a rank, set PYTHONBREAKPOINT to a debugger "
+    "that listens on a socket, call breakpoint(), and raise --rank-timeout."
 )
 
 

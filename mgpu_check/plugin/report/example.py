@@ -26,8 +26,8 @@ def check(text: str) -> None:
     here = importlib.metadata.version("hypothesis")
     if not colon or not blob:
         raise pytest.UsageError(
-            f"mgpu-check: {FLAG}: {text!r} is not valid; copy the whole line at the end of a failure's report: the value is "
-            "the version of Hypothesis, a colon, and the example"
+            f"mgpu-check: {FLAG}: {text!r} is not valid; copy the whole line at the end of a failure's report: the "
+            "value is the version of Hypothesis, a colon, and the example"
         )
     if version != here:
         raise pytest.UsageError(
@@ -40,8 +40,8 @@ def check(text: str) -> None:
         decode_failure(blob.encode())
     except Exception:
         raise pytest.UsageError(
-            f"mgpu-check: {FLAG}: the text after the colon is not an example of Hypothesis; copy the whole line at the end "
-            "of a failure's report"
+            f"mgpu-check: {FLAG}: the text after the colon is not an example of Hypothesis; copy the whole line at "
+            "the end of a failure's report"
         ) from None
 
 

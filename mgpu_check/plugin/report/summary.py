@@ -31,7 +31,8 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
     skipped = [report for report in terminal.stats.get("skipped", []) if lacks_devices(report)]
     if skipped:
         terminal.line(
-            f"mgpu-check: {len(skipped)} tests were skipped because there are too few GPUs; --strict-gpus makes that a failure",
+            f"mgpu-check: {len(skipped)} tests were skipped because there are too few GPUs; --strict-gpus makes that "
+            "a failure",
             yellow=True,
         )
     reports = [report for kind in list(terminal.stats.values()) for report in kind]

@@ -1,4 +1,5 @@
-"""Print the closing table of the packaged suite: property, check, examples, world sizes, result, seconds, drawn values."""
+"""Print the closing table of the packaged suite: property, check, examples, world sizes, result, seconds, drawn
+values."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _LEAST_TEXT = 40
 _NUMBERS = 25  # width of the columns "examples" and "seconds" and of all gaps
 
 _LEVELS = {
-    "quick": "a few examples of each check; --gpu-level=standard draws four times as many, tests larger tensors and more "
-    "layers, and takes about five times as long",
+    "quick": "a few examples of each check; --gpu-level=standard draws four times as many, tests larger tensors and "
+    "more layers, and takes about five times as long",
     "standard": "the usual number of examples; --gpu-level=long draws ten times as many",
     "long": "ten times the usual number of examples",
 }

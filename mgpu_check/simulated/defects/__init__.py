@@ -1,1 +1,2 @@
-"""Implementations of the hardware faults in a simulated node. These modules import torch; the registering ones do not."""
+"""Implementations of the hardware faults in a simulated node. These modules import torch; the registering ones do
+not."""

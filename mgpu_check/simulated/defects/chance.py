@@ -1,7 +1,7 @@
 """Timing and patterns of hardware defects.
 
-After arXiv 2605.04213: most wrong results of hardware have more than one wrong bit. Wrong elements often repeat with a period,
-such as the lanes of a warp, and about one in a hundred is NaN or infinite.
+After arXiv 2605.04213: most wrong results of hardware have more than one wrong bit. Wrong elements often repeat with a
+period, such as the lanes of a warp, and about one in a hundred is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _WARP = 32
 _TILE = 16
 
 Pattern = Callable[[torch.Tensor, random.Random], None]
-"""Changes elements in place. The tensor has one dimension, at least one element, and an integer dtype of the element size."""
+"""Changes elements in place. The tensor has one dimension, at least one element, and an integer dtype of the element
+size."""
 
 
 class Chance:

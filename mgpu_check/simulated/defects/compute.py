@@ -14,8 +14,8 @@ __all__ = ["RepeatingRandom", "Unit"]
 class Unit(Defect):
     """Some operators give wrong elements.
 
-    Parameters: device, dtype (of the first input), above (bytes of the result), heat (seconds that the device has been busy
-    before), pattern, every, probability, seed.
+    Parameters: device, dtype (of the first input), above (bytes of the result), heat (seconds that the device has been
+    busy before), pattern, every, probability, seed.
 
     Args:
         operations: names of operators.

@@ -58,7 +58,8 @@ _SPOIL: dict[str, Callable[[torch.Tensor, Chance], None]] = {
 class _Spoiled(Defect, abc.ABC):
     """Some copies deliver wrong data.
 
-    Parameters: above (bytes), path ("engine", "kernel", "any"), load (other copies under way), every, probability, seed.
+    Parameters: above (bytes), path ("engine", "kernel", "any"), load (other copies under way), every, probability,
+    seed.
 
     Args:
         what: kind of the wrong data, a key of `_SPOIL`.

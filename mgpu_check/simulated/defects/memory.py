@@ -57,8 +57,8 @@ class WeakBit(_Cells):
 
 
 class Aliased(Defect):
-    """The ``length`` bytes at ``address`` are the same cells as those ``distance`` bytes behind them: a write to one place
-    changes both.
+    """The ``length`` bytes at ``address`` are the same cells as those ``distance`` bytes behind them: a write to one
+    place changes both.
     """
 
     def __init__(self, parameters: Parameters) -> None:

@@ -1,8 +1,9 @@
 """The real binding of NVIDIA's management library, with a stand-in for the library below it.
 
-`MGPU_TEST_NVML` has, as JSON, what differs from a healthy machine: ``{"gpus": [{}, {...}], "init": code, "events": [...]}``. Of
-a GPU, by name of a C function, with its arguments after the handle where they matter: a value, a list of several, a mapping of
-the fields of a struct, ``{"error": code}`` or ``{"hang": true}``. Field values stand under "fields", by id, or id/scope.
+`MGPU_TEST_NVML` has, as JSON, what differs from a healthy machine: ``{"gpus": [{}, {...}], "init": code, "events":
+[...]}``. Of a GPU, by name of a C function, with its arguments after the handle where they matter: a value, a list of
+several, a mapping of the fields of a struct, ``{"error": code}`` or ``{"hang": true}``. Field values stand under
+"fields", by id, or id/scope.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Fault:
     """Something that goes wrong.
 
     Attributes:
-        kind: "error", the rank raises; "death", it ends; "hang", it never answers; "wire", it breaks its connection, and
-            would go on; "state", it leaves something to the next test.
+        kind: "error", the rank raises; "death", it ends; "hang", it never answers; "wire", it breaks its connection,
+            and would go on; "state", it leaves something to the next test.
         act: run by the rank at fault; in a "state" all are.
         others: run by its peers meanwhile.
     """
@@ -76,7 +76,8 @@ VARIATIONS = frozenset(
 
 
 TAKE_LONGER = frozenset({"shared-memory-with-names", "sigkill-with-shared-memory", "prints-50-mb", "huge-result"})
-"""They compute, or start a large program: on a machine with much else to do, the deadline of the others is none for them."""
+"""They compute, or start a large program: on a machine with much else to do, the deadline of the others is none for
+them."""
 
 
 def _wait() -> None:
@@ -102,7 +103,8 @@ def happen(rank: Any, name: str, value: object = None) -> Any:
 
 
 def arm(rank: Any, name: str, pipe: str) -> int:
-    """Let it go wrong when SIGUSR1 comes; what is written to `pipe` tells "1" when it begins and "2" when it is over."""
+    """Let it go wrong when SIGUSR1 comes; what is written to `pipe` tells "1" when it begins and "2" when it is
+    over."""
     what = FAULTS[name]
     if rank.index in what.culprits:
         told = os.open(f"{pipe}{rank.index}", os.O_WRONLY)

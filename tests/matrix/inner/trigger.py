@@ -52,7 +52,8 @@ class Armed:
                 if end in ready:
                     break
                 if not ready:
-                    # Python runs no handler of a signal that comes just before a system call blocks, until that returns.
+                    # Python runs no handler of a signal that comes just before a system call blocks, until that
+                    # returns.
                     _strike(end)
                     continue
                 data = os.read(told, 2)
