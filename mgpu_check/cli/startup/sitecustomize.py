@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_HOME = os.path.dirname(os.path.dirname(_HERE))
+_HOME = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
 _entered: list[object] = []
 """Keeps the node alive: from Python 3.13 on, a forked child of multiprocessing clears atexit, which would end the

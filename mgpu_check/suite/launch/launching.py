@@ -123,7 +123,7 @@ def seeing(count: int, simulated: bool) -> dict[str, str]:
 
 def _run(command: Sequence[str], environment: Mapping[str, str], temporary: str) -> None:
     """Run a program with `temporary` as its directory for temporary files, such as the logs of torchrun's agent."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), root])
     own = {"PYTHONPATH": path, "TMPDIR": temporary}
     done = subprocess.run(list(command), env={**environment, **own}, capture_output=True, text=True, check=False)
