@@ -1,22 +1,127 @@
-"""Plant a defect in one function of torch, or in the hardware of the simulated node, for some of its calls only."""
+"""Plant defects in functions of torch, for some calls only, or in the hardware of the simulated node.
+
+A fault of a function is a function too: it gets the original, and then the arguments of the call::
+
+    products = caught_by("test_products")
+
+    @products("F.linear leaves out its bias", instead(F, "linear"), one_device(torch.bfloat16))
+    def bias_left_out(linear, x, weight, bias=None):
+        return linear(x, weight)
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from mgpu_check.simulated.defects.compute import Unit
 from mgpu_check.simulated.hardware import Defect, Hardware, planted
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.when import When
+from mgpu_check.torch_hooks.patches import Patches, replaced
+from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["altered", "hardware", "last", "narrowed", "on", "unit"]
+__all__ = [
+    "Planter",
+    "altered",
+    "call",
+    "caught_by",
+    "dtype",
+    "first",
+    "hardware",
+    "instead",
+    "last",
+    "narrowed",
+    "on",
+    "one_device",
+    "returned",
+    "unit",
+]
 
 _MEMORY = 16 << 30
 
-Concerns = Callable[..., bool]
+Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
+"""Makes the context that plants a function."""
+
+
+def caught_by(*checks: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Return the decorator `fault` for faults that `checks` must catch. It takes the summary, `by` and `when`.
+
+    If no `When` can select the calls that the fault affects, `when` is a text that names them.
+    """
+
+    def register(summary: str, by: Planter, when: When | str = "", least_gpus: int = 1) -> Any:
+        if isinstance(when, str):
+            return fault(summary, *checks, by=by, condition=when, least_gpus=least_gpus)
+        return fault(summary, *checks, by=by, when=when, least_gpus=least_gpus)
+
+    return register
+
+
+def instead(owner: Any, *names: str, also: Planter | None = None) -> Planter:
+    """Return the planter that calls the fault instead of the functions `names` of `owner`.
+
+    If the fault returns NotImplemented, the original is called. Static methods stay static.
+
+    Args:
+        also: plants the same fault in other functions.
+    """
+
+    @contextlib.contextmanager
+    def plant(function: Callable[..., Any]) -> Iterator[None]:
+        def around(real: Callable[..., Any]) -> Callable[..., Any]:
+            def calling(*args: Any, **kwargs: Any) -> Any:
+                result = function(real, *args, **kwargs)
+                return real(*args, **kwargs) if result is NotImplemented else result
+
+            return calling
+
+        patches = Patches()
+        try:
+            for name in names:
+                patches.wrap(owner, name, around)
+            with also(function) if also else contextlib.nullcontext():
+                yield
+        finally:
+            patches.undo()
+
+    return plant
+
+
+def returned(function: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Plant a fault whose function returns the context that plants it."""
+    return function()
+
+
+def call(text: str, holds: Callable[..., bool]) -> When:
+    """Return a condition on the arguments of a call, for faults that `instead` plants."""
+    return When(text, lambda real, *args, **kwargs: holds(*args, **kwargs))
+
+
+def first(text: str, holds: Callable[[Any], bool]) -> When:
+    """Return a condition on the first argument of a call, for faults that `instead` plants."""
+    return When(text, lambda real, *args, **kwargs: bool(args) and holds(args[0]))
+
+
+def dtype(*dtypes: torch.dtype, text: str = "") -> When:
+    """Return the condition that the first argument is a tensor of one of the dtypes, on a device."""
+    return first(
+        text or _names(dtypes),
+        lambda x: isinstance(x, torch.Tensor) and x.is_cuda and (not dtypes or x.dtype in dtypes),
+    )
+
+
+def one_device(*dtypes: torch.dtype, text: str = "") -> When:
+    """Return the condition that the first argument is a tensor on the last device, of one of the dtypes if any are given."""
+    return first(text or ", ".join(filter(None, ("one device", _names(dtypes)))), lambda x: on(x, last(), *dtypes))
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " and ".join(map(name_of, dtypes))
 
 
 def last() -> int:
@@ -40,7 +145,7 @@ def narrowed(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def altered(owner: Any, name: str, concerns: Concerns, instead: Callable[..., Any]) -> Iterator[None]:
+def altered(owner: Any, name: str, concerns: Callable[..., bool], instead: Callable[..., Any]) -> Iterator[None]:
     """Replace ``owner.name`` by ``instead(function, *arguments)`` for arguments that `concerns` accepts."""
     function = getattr(owner, name)
     inside = False
@@ -59,11 +164,11 @@ def altered(owner: Any, name: str, concerns: Concerns, instead: Callable[..., An
         yield
 
 
-def hardware(*defects: Defect) -> contextlib.AbstractContextManager[None]:
+def hardware(*defects: Defect) -> AbstractContextManager[None]:
     """Give the simulated node hardware with these defects."""
     return planted(Hardware(defects, _MEMORY))
 
 
-def unit(operations: Sequence[str], **parameters: Any) -> contextlib.AbstractContextManager[None]:
+def unit(operations: Sequence[str], **parameters: Any) -> AbstractContextManager[None]:
     """Make some operators wrong on one device; see `mgpu_check.simulated.defects.compute.Unit`."""
     return hardware(Unit({"seed": 0, "pattern": "bits", **parameters}, tuple(operations)))

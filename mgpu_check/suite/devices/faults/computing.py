@@ -1,291 +1,255 @@
-"""Devices that compute wrongly, most of them in one dtype, above a size, or on one device."""
+"""Devices that compute wrongly: in one dtype, above a size, for equal elements, in one layout, or on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from mgpu_check.simulated.defects.compute import RepeatingRandom
-from mgpu_check.suite.common.faults.operators import altered, hardware, last, narrowed, on, unit
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.operators import (
+    call,
+    caught_by,
+    dtype,
+    first,
+    hardware,
+    instead,
+    last,
+    narrowed,
+    on,
+    one_device,
+    returned,
+    unit,
+)
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
+BLOCK = 1 << 16
+
+elementwise = caught_by("test_elementwise_results")
+functions = caught_by("test_functions_and_drawing")
+large = caught_by("test_large_results")
+moves = caught_by("test_moves_keep_every_bit")
+products = caught_by("test_products")
+reductions = caught_by("test_reductions")
 
 
-@fault("one device has a wrong bit in products of float16", "test_products", condition="one device, float16")
-def float16_products_of_one_device() -> Iterator[None]:
-    """A unit of the last device."""
-    with unit(PRODUCTS, device=last(), dtype="float16", pattern="bit"):
-        yield
+@products("one device has a wrong bit in products of float16", returned, "one device, float16")
+def float16_products_of_one_device() -> Any:
+    return unit(PRODUCTS, device=last(), dtype="float16", pattern="bit")
 
 
-@fault(
-    "torch.matmul of float32 rounds its factors to TF32 on one device", "test_products", condition="one device, float32"
+@products(
+    "torch.matmul of float32 rounds its factors to TF32 on one device",
+    instead(torch, "matmul"),
+    one_device(torch.float32),
 )
-def products_in_reduced_precision() -> Iterator[None]:
+def products_in_reduced_precision(matmul: Any, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
     """Small whole numbers come out right."""
-
-    def instead(matmul: Any, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
-        return matmul(narrowed(a, 13), narrowed(b, 13), **kwargs)
-
-    with altered(torch, "matmul", lambda a, b, **_: on(a, last(), torch.float32), instead):
-        yield
+    return matmul(narrowed(a, 13), narrowed(b, 13), **kwargs)
 
 
-@fault("F.linear of bfloat16 adds up in bfloat16", "test_products", condition="bfloat16")
-def sums_of_products_in_bfloat16() -> Iterator[None]:
+@products("F.linear of bfloat16 adds up in bfloat16", instead(F, "linear"), dtype(torch.bfloat16))
+def sums_of_products_in_bfloat16(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Each partial sum is rounded."""
-
-    def instead(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        total = x.new_zeros(*x.shape[:-1], weight.shape[0])
-        for column in range(x.shape[-1]):
-            total = total + x[..., column, None] * weight[:, column]
-        return total if bias is None else total + bias
-
-    with altered(F, "linear", lambda x, *_, **__: x.is_cuda and x.dtype == torch.bfloat16, instead):
-        yield
+    total = x.new_zeros(*x.shape[:-1], weight.shape[0])
+    for column in range(x.shape[-1]):
+        total = total + x[..., column, None] * weight[:, column]
+    return total if bias is None else total + bias
 
 
-@fault("bmm of one device is wrong in one call of eight", "test_products", condition="one device, one call in eight")
-def batched_products_now_and_then() -> Iterator[None]:
-    """Every eighth call has a wrong element."""
-    with unit(("bmm", "baddbmm"), device=0, every=8):
-        yield
+@products("bmm of one device is wrong in one call of eight", returned, "one device, one call in eight")
+def batched_products_now_and_then() -> Any:
+    return unit(("bmm", "baddbmm"), device=0, every=8)
 
 
-@fault("conv2d reads channels_last images as if they were contiguous", "test_products", condition="channels_last")
-def channels_last_misread() -> Iterator[None]:
-    """The memory is read in another order."""
-
-    def instead(conv: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        n, c, h, w = x.shape
-        return conv(x.permute(0, 2, 3, 1).contiguous().view(n, c, h, w), *args, **kwargs)
-
-    def concerns(x: torch.Tensor, *_: Any, **__: Any) -> bool:
-        return x.is_cuda and x.dim() == 4 and x.stride(1) == 1 and x.shape[1] > 1
-
-    with altered(F, "conv2d", concerns, instead):
-        yield
+@products(
+    "conv2d reads channels_last images as if they were contiguous",
+    instead(F, "conv2d"),
+    first("channels_last", lambda x: x.is_cuda and x.dim() == 4 and x.stride(1) == 1 and x.shape[1] > 1),
+)
+def channels_last_misread(conv: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return conv(x.permute(0, 2, 3, 1).contiguous().view(x.shape), *args, **kwargs)
 
 
-@fault("one device rounds sums of bfloat16 wrongly", "test_elementwise_results", condition="one device, bfloat16")
-def bfloat16_sums_of_one_device() -> Iterator[None]:
-    """One element of each sum is off by its lowest bit."""
-    with unit(("add",), device=last(), dtype="bfloat16", pattern="low-bit"):
-        yield
+@products(
+    "grouped convolutions of channels_last images shift their output channels by one",
+    instead(F, "conv2d"),
+    call("groups, channels_last", lambda x, *_, groups=1, **__: x.is_cuda and groups > 1 and x.stride(1) == 1),
+)
+def groups_taken_for_each_other(conv: Any, *args: Any, **kwargs: Any) -> Any:
+    return conv(*args, **kwargs).roll(1, 1)
 
 
-@fault("torch.add of int64 computes in float64", "test_elementwise_results", condition="int64 above 2^53")
-def int64_through_float64() -> Iterator[None]:
-    """Whole numbers above 2^53 are rounded."""
-
-    def instead(add: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> Any:
-        wide = b.double() if isinstance(b, torch.Tensor) else b
-        return add(a.double(), wide, **{key: kwargs[key] for key in kwargs if key == "alpha"}).long()
-
-    with altered(torch, "add", lambda a, *_, **kw: a.is_cuda and a.dtype == torch.int64 and "out" not in kw, instead):
-        yield
+@elementwise("one device rounds sums of bfloat16 wrongly", returned, "one device, bfloat16")
+def bfloat16_sums_of_one_device() -> Any:
+    return unit(("add",), device=last(), dtype="bfloat16", pattern="low-bit")
 
 
-@fault(
+@elementwise(
+    "torch.add of int64 computes in float64",
+    instead(torch, "add"),
+    call("int64 above 2^53", lambda a, *_, **kwargs: a.is_cuda and a.dtype == torch.int64 and "out" not in kwargs),
+)
+def int64_through_float64(add: Any, a: Tensor, b: Any, **kwargs: Any) -> Any:
+    wide = b.double() if isinstance(b, Tensor) else b
+    return add(a.double(), wide, **{key: kwargs[key] for key in kwargs if key == "alpha"}).long()
+
+
+@elementwise(
     "one device flushes subnormal products to zero",
-    "test_elementwise_results",
-    condition="one device, subnormal float32",
+    instead(torch, "mul"),
+    one_device(torch.float32, text="one device, subnormal float32"),
 )
-def subnormals_flushed() -> Iterator[None]:
+def subnormals_flushed(mul: Any, a: Tensor, b: Any) -> Any:
     """As with ``--ftz=true``."""
-
-    def instead(mul: Any, a: torch.Tensor, b: Any) -> Any:
-        result = mul(a, b)
-        return result.where(result.abs() >= torch.finfo(result.dtype).smallest_normal, 0).where(~result.isnan(), result)
-
-    with altered(torch, "mul", lambda a, *_, **__: on(a, last(), torch.float32), instead):
-        yield
+    result = mul(a, b)
+    return result.where(result.abs() >= torch.finfo(result.dtype).smallest_normal, 0).where(~result.isnan(), result)
 
 
-@fault("the sign of -0 is lost in sums", "test_elementwise_results", condition="-0 in floats")
-def negative_zero_lost() -> Iterator[None]:
+@elementwise(
+    "the sign of -0 is lost in sums",
+    instead(torch, "add"),
+    call("-0 in floats", lambda a, *_, **kwargs: a.is_cuda and a.is_floating_point() and "out" not in kwargs),
+)
+def negative_zero_lost(add: Any, a: Tensor, b: Any, **kwargs: Any) -> Any:
     """The sum starts at +0."""
-
-    def instead(add: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> Any:
-        return add(add(a, b, **kwargs), 0.0)
-
-    def concerns(a: torch.Tensor, *_: Any, **kwargs: Any) -> bool:
-        return a.is_cuda and a.is_floating_point() and "out" not in kwargs
-
-    with altered(torch, "add", concerns, instead):
-        yield
+    return add(add(a, b, **kwargs), 0.0)
 
 
-@fault(
+@elementwise(
     "one device truncates float32 to bfloat16 instead of rounding",
-    "test_elementwise_results",
-    condition="one device, float32 to bfloat16",
+    instead(Tensor, "to"),
+    call(
+        "one device, float32 to bfloat16",
+        lambda x, *args, **kwargs: args == (torch.bfloat16,) and not kwargs and on(x, last(), torch.float32),
+    ),
 )
-def conversion_by_cutting() -> Iterator[None]:
-    """The lower half of each number is dropped."""
-
-    def instead(to: Any, x: torch.Tensor, dtype: torch.dtype) -> Any:
-        return to(narrowed(x, 16), dtype)
-
-    def concerns(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        return args == (torch.bfloat16,) and not kwargs and on(x, last(), torch.float32)
-
-    with altered(torch.Tensor, "to", concerns, instead):
-        yield
+def conversion_by_cutting(to: Any, x: Tensor, kind: torch.dtype) -> Any:
+    return to(narrowed(x, 16), kind)
 
 
-@fault("amax takes uint8 as signed", "test_reductions", condition="uint8 above 127")
-def unsigned_taken_as_signed() -> Iterator[None]:
+@reductions("amax takes uint8 as signed", instead(torch, "amax"), dtype(torch.uint8, text="uint8 above 127"))
+def unsigned_taken_as_signed(amax: Any, x: Tensor, **kwargs: Any) -> Any:
     """128 is less than 127."""
-
-    def instead(amax: Any, x: torch.Tensor, **kwargs: Any) -> Any:
-        return amax(x.view(torch.int8), **kwargs).view(torch.uint8)
-
-    with altered(torch, "amax", lambda x, **_: x.is_cuda and x.dtype == torch.uint8, instead):
-        yield
+    return amax(x.view(torch.int8), **kwargs).view(torch.uint8)
 
 
-@fault("torch.sum of integers adds up in float32 on one device", "test_reductions", condition="one device, integers")
-def integers_summed_in_float32() -> Iterator[None]:
-    """Sums above 2^24 are rounded."""
-
-    def instead(total: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return total(x.float(), *args, **kwargs).long()
-
-    dtypes = torch.int64, torch.int32, torch.int16
-    with altered(torch, "sum", lambda x, *_, **__: on(x, last(), *dtypes), instead):
-        yield
+@reductions(
+    "torch.sum of integers adds up in float32 on one device",
+    instead(torch, "sum"),
+    one_device(torch.int64, torch.int32, torch.int16, text="one device, integers"),
+)
+def integers_summed_in_float32(total: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return total(x.float(), *args, **kwargs).long()
 
 
-@fault("sorting of int16 swaps two elements on one device", "test_reductions", condition="one device, int16")
-def int16_sorted_wrongly() -> Iterator[None]:
-    """The first element and the last."""
-    with unit(("sort", "topk"), device=last(), dtype="int16", pattern="swap"):
-        yield
+@reductions("sorting of int16 swaps two elements on one device", returned, "one device, int16")
+def int16_sorted_wrongly() -> Any:
+    return unit(("sort", "topk"), device=last(), dtype="int16", pattern="swap")
 
 
-@fault("cat replaces every NaN by the same NaN", "test_moves_keep_every_bit", condition="NaN with a payload")
-def payloads_of_nan_lost() -> Iterator[None]:
+@reductions(
+    "argmax takes the last of equal elements on one device",
+    instead(torch, "argmax"),
+    one_device(text="one device, equal elements"),
+)
+def last_of_equals(argmax: Any, x: Tensor, dim: int) -> Any:
+    return x.shape[dim] - 1 - argmax(x.flip(dim), dim=dim)
+
+
+@reductions(
+    "a stable sort reverses equal elements",
+    instead(torch, "sort"),
+    call("stable sorts, equal elements", lambda x, *_, stable=False, **__: x.is_cuda and stable),
+)
+def stable_sorts_turned_round(sort: Any, x: Tensor, dim: int, **kwargs: Any) -> Any:
+    values, places = sort(x.flip(dim), dim=dim, **kwargs)
+    return torch.return_types.sort((values, x.shape[dim] - 1 - places))
+
+
+@moves(
+    "cat replaces every NaN by the same NaN",
+    instead(torch, "cat"),
+    first("NaN with a payload", lambda tensors: all(one.is_cuda and one.is_floating_point() for one in tensors)),
+)
+def payloads_of_nan_lost(cat: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """As if the copy used arithmetic on the elements."""
-
-    def instead(cat: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        joined = cat(tensors, *args, **kwargs)
-        return joined.where(~joined.isnan(), float("nan"))
-
-    def concerns(tensors: Any, *_: Any, **__: Any) -> bool:
-        return all(one.is_cuda and one.is_floating_point() for one in tensors)
-
-    with altered(torch, "cat", concerns, instead):
-        yield
+    joined = cat(tensors, *args, **kwargs)
+    return joined.where(~joined.isnan(), float("nan"))
 
 
-@fault(
+@moves(
     "index_select of complex numbers conjugates them on one device",
-    "test_moves_keep_every_bit",
-    condition="one device, complex128",
+    instead(torch, "index_select"),
+    one_device(torch.complex128),
 )
-def complex_numbers_conjugated() -> Iterator[None]:
-    """The imaginary part changes its sign."""
-
-    def instead(select: Any, *args: Any) -> Any:
-        return select(*args).conj().resolve_conj()
-
-    with altered(torch, "index_select", lambda x, *_: on(x, last(), torch.complex128), instead):
-        yield
+def complex_numbers_conjugated(select: Any, *args: Any) -> Any:
+    return select(*args).conj().resolve_conj()
 
 
-@fault("clone of a tensor with gaps ignores the gaps", "test_moves_keep_every_bit", condition="tensors with gaps")
-def gaps_ignored() -> Iterator[None]:
-    """Strides are computed as for a contiguous tensor."""
-
-    def instead(clone: Any, x: torch.Tensor) -> Any:
-        return clone(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
-
-    def concerns(x: torch.Tensor, **kwargs: Any) -> bool:
-        return x.is_cuda and not kwargs and x.dim() == 2 and x.stride(1) == 2
-
-    with altered(torch.Tensor, "clone", concerns, instead):
-        yield
-
-
-@fault(
-    "softmax of float32 is computed in bfloat16 on one device",
-    "test_layers_and_gradients",
-    condition="one device, float32",
+@moves(
+    "clone of a tensor with gaps ignores the gaps",
+    instead(Tensor, "clone"),
+    call("tensors with gaps", lambda x, **kw: x.is_cuda and not kw and x.dim() == 2 and x.stride(1) == 2),
 )
-def softmax_in_bfloat16() -> Iterator[None]:
-    """Of 24 bits 8 are left."""
-
-    def instead(softmax: Any, x: torch.Tensor, **kwargs: Any) -> Any:
-        return softmax(x.bfloat16(), **kwargs).float()
-
-    with altered(F, "softmax", lambda x, **_: on(x, last(), torch.float32), instead):
-        yield
+def gaps_ignored(clone: Any, x: Tensor) -> Any:
+    return clone(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
 
 
-@fault("gelu has the gradient of its tanh approximation", "test_layers_and_gradients", condition="gradients")
-def gradient_of_another_gelu() -> Iterator[None]:
-    """Forward is right."""
-
-    def instead(gelu: Any, x: torch.Tensor) -> Any:
-        near = gelu(x, approximate="tanh")
-        return near + (gelu(x) - near).detach()
-
-    with altered(F, "gelu", lambda x: x.is_cuda and x.requires_grad, instead):
-        yield
+@large("one device has wrong elements in large sums and products of elements", returned, "one device, above 1 MiB")
+def large_elementwise_results() -> Any:
+    return unit(("add", "add_", "mul"), device=last(), above=1 << 20, pattern="tile")
 
 
-@fault(
-    "one device has wrong elements in large sums and products of elements",
-    "test_large_results",
-    condition="one device, above 1 MiB",
+@large("large products of matrices have a wrong tile", returned, "one device, above 1 MiB")
+def large_products() -> Any:
+    return unit(PRODUCTS, device=0, above=1 << 20, pattern="tile")
+
+
+@large(
+    "cumsum starts again after 64 Ki elements",
+    instead(Tensor, "cumsum"),
+    first("above 64 Ki elements", lambda x: x.is_cuda and x.dim() == 1 and len(x) > BLOCK),
 )
-def large_elementwise_results() -> Iterator[None]:
-    """A run of 16 elements is wrong."""
-    with unit(("add", "add_", "mul"), device=last(), above=1 << 20, pattern="tile"):
-        yield
-
-
-@fault("large products of matrices have a wrong tile", "test_large_results", condition="one device, above 1 MiB")
-def large_products() -> Iterator[None]:
-    """On the first device, for results above a megabyte."""
-    with unit(PRODUCTS, device=0, above=1 << 20, pattern="tile"):
-        yield
-
-
-@fault("cumsum starts again after 64 Ki elements", "test_large_results", condition="above 64 Ki elements")
-def cumulative_sums_in_blocks() -> Iterator[None]:
+def cumulative_sums_in_blocks(cumsum: Any, x: Tensor, dim: int) -> Any:
     """The carry from one block to the next is lost."""
-    block = 1 << 16
-
-    def instead(cumsum: Any, x: torch.Tensor, dim: int) -> Any:
-        return torch.cat([cumsum(part, dim) for part in x.split(block)])
-
-    with altered(torch.Tensor, "cumsum", lambda x, *_, **__: x.is_cuda and x.dim() == 1 and len(x) > block, instead):
-        yield
+    return torch.cat([cumsum(part, dim) for part in x.split(BLOCK)])
 
 
-@fault(
-    "expm1 is computed as exp(x) - 1 in float64 on one device",
-    "test_functions_and_drawing",
-    condition="one device, float64",
+@functions(
+    "expm1 is computed as exp(x) - 1 in float64 on one device", instead(torch, "expm1"), one_device(torch.float64)
 )
-def digits_cancelled() -> Iterator[None]:
+def digits_cancelled(_: Any, x: Tensor) -> Any:
     """Near 0 most digits are gone."""
-    with altered(torch, "expm1", lambda x: on(x, last(), torch.float64), lambda _, x: torch.exp(x) - 1):
-        yield
+    return torch.exp(x) - 1
 
 
-@fault(
-    "the second half of random numbers repeats the first on one device",
-    "test_functions_and_drawing",
-    condition="one device",
+@functions("the second half of random numbers repeats the first on one device", returned, "one device")
+def repeating_random_numbers() -> Any:
+    return hardware(RepeatingRandom({"device": last()}))
+
+
+@functions(
+    "multinomial without replacement draws an element twice",
+    instead(torch, "multinomial"),
+    call(
+        "one device, one row in 64",
+        lambda weights, *_, replacement=False, **__: on(weights, last()) and not replacement,
+    ),
 )
-def repeating_random_numbers() -> Iterator[None]:
-    """The counter is not advanced."""
-    with hardware(RepeatingRandom({"device": last()})):
-        yield
+def drawn_twice(multinomial: Any, *args: Any, **kwargs: Any) -> Any:
+    drawn = multinomial(*args, **kwargs)
+    struck = drawn.view(-1, drawn.shape[-1])[::64]
+    struck[:, -1] = struck[:, 0]
+    return drawn
+
+
+@functions(
+    "multinomial draws all elements with a weight above 0 equally often",
+    instead(torch, "multinomial"),
+    one_device(torch.float64),
+)
+def weights_alike(multinomial: Any, weights: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return multinomial((weights > 0).to(weights.dtype), *args, **kwargs)

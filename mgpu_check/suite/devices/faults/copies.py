@@ -1,16 +1,31 @@
-"""Copies that deliver wrong data, most of them between certain devices, above a size, or of one dtype."""
+"""Copies that deliver wrong data: between certain devices, above a size, of one dtype, of modules, or in shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mgpu_check.simulated.defects.copies import HostLink, Link
-from mgpu_check.suite.common.faults.operators import altered, hardware, last, narrowed, on
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.suite.common.faults.operators import (
+    call,
+    caught_by,
+    first,
+    hardware,
+    instead,
+    last,
+    narrowed,
+    on,
+    returned,
+)
+
+borders = caught_by("test_copies_around_borders")
+converting = caught_by("test_copies_that_convert")
+memory = caught_by("test_copies_have_memory_of_their_own")
+modules = caught_by("test_modules_move")
+pinned = caught_by("test_copies_of_pinned_memory")
+typed = caught_by("test_copies_of_every_dtype")
 
 
 def _link(what: str, **parameters: Any) -> Link:
@@ -18,232 +33,202 @@ def _link(what: str, **parameters: Any) -> Link:
     return Link({"device": last(), "peer": max(0, last() - 1), "seed": 0, **parameters}, what)
 
 
-@fault(
-    "copies from the last device to the previous one are shifted",
-    "test_copies_around_borders",
-    condition="one pair, above 64 KiB",
+@borders("copies from the last device to the previous one are shifted", returned, "one pair, above 64 KiB")
+def large_copies_shifted() -> Any:
+    return hardware(_link("offset", above=1 << 16))
+
+
+@borders("the kernel for copies of tensors with gaps inverts a bit", returned, "one pair, above 64 KiB, not contiguous")
+def copies_with_gaps_spoiled() -> Any:
+    return hardware(_link("bit", path="kernel", above=(1 << 16) - 4096))
+
+
+@borders("the tail of large uploads from pinned memory is lost", returned, "one device, above 1 MiB, pinned")
+def tail_of_large_uploads() -> Any:
+    return hardware(HostLink({"device": last(), "memory": "pinned", "above": 1 << 20, "seed": 0}, "tail", upload=True))
+
+
+@borders(
+    "one download in three to pageable memory above 1 MiB delivers zeros", returned, "one device, above 1 MiB, pageable"
 )
-def large_copies_shifted() -> Iterator[None]:
-    """Copies that fit into one block of the engine are right."""
-    with hardware(_link("offset", above=1 << 16)):
-        yield
-
-
-@fault(
-    "the kernel for copies of tensors with gaps inverts a bit",
-    "test_copies_around_borders",
-    condition="one pair, above 64 KiB, not contiguous",
-)
-def copies_with_gaps_spoiled() -> Iterator[None]:
-    """Copy engines are right."""
-    with hardware(_link("bit", path="kernel", above=(1 << 16) - 4096)):
-        yield
-
-
-@fault(
-    "the tail of large uploads from pinned memory is lost",
-    "test_copies_around_borders",
-    condition="one device, above 1 MiB, pinned",
-)
-def tail_of_large_uploads() -> Iterator[None]:
-    """Copies from pageable memory are right."""
-    parameters: dict[str, int | float | str] = {"device": last(), "memory": "pinned", "above": 1 << 20, "seed": 0}
-    with hardware(HostLink(parameters, "tail", upload=True)):
-        yield
-
-
-@fault(
-    "one download in three to pageable memory above 1 MiB delivers zeros",
-    "test_copies_around_borders",
-    condition="one device, above 1 MiB, pageable",
-)
-def downloads_to_pageable_memory() -> Iterator[None]:
+def downloads_to_pageable_memory() -> Any:
     """The staging buffer is reused too early."""
-    parameters: dict[str, int | float | str] = {"device": 0, "memory": "pageable", "above": 1 << 20, "seed": 0}
-    with hardware(HostLink(parameters, "zeros", download=True)):
-        yield
+    return hardware(HostLink({"device": 0, "memory": "pageable", "above": 1 << 20, "seed": 0}, "zeros", download=True))
 
 
-@fault(
+def _written_in_blocks(target: Tensor, source: Any, *_: Any, **__: Any) -> bool:
+    large = on(target, last()) and target.nbytes > 1 << 16 and target.is_contiguous()
+    return large and not target.is_floating_point() and isinstance(source, Tensor) and source.is_cuda
+
+
+@borders(
     "large copies between devices write up to the end of a block of 16 bytes",
-    "test_copies_around_borders",
-    condition="one device, above 64 KiB, no multiple of 16 bytes",
+    instead(Tensor, "copy_"),
+    call("one device, above 64 KiB, no multiple of 16 bytes", _written_in_blocks),
 )
-def blocks_written_to_their_end() -> Iterator[None]:
+def blocks_written_to_their_end(copy: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The data arrive, but the bytes behind them change."""
-
-    def instead(copy: Any, target: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = copy(target, source, *args, **kwargs)
-        end, whole = target.storage_offset() + target.numel(), target.untyped_storage().nbytes() // target.itemsize
-        target.as_strided((min(-target.nbytes % 16 // target.itemsize, whole - end),), (1,), end).bitwise_not_()
-        return result
-
-    def concerns(target: torch.Tensor, source: Any, *_: Any, **__: Any) -> bool:
-        large = on(target, last()) and target.nbytes > 1 << 16 and target.is_contiguous()
-        return large and not target.is_floating_point() and isinstance(source, torch.Tensor) and source.is_cuda
-
-    with altered(torch.Tensor, "copy_", concerns, instead):
-        yield
+    result = copy(target, *args, **kwargs)
+    end, whole = target.storage_offset() + target.numel(), target.untyped_storage().nbytes() // target.itemsize
+    target.as_strided((min(-target.nbytes % 16 // target.itemsize, whole - end),), (1,), end).bitwise_not_()
+    return result
 
 
-@fault(
+@typed(
     "Tensor.cuda replaces every NaN by the same NaN in bfloat16",
-    "test_copies_of_every_dtype",
-    condition="bfloat16, NaN with a payload",
+    instead(Tensor, "cuda"),
+    first("bfloat16, NaN with a payload", lambda x: x.dtype == torch.bfloat16),
 )
-def payloads_lost_by_copies() -> Iterator[None]:
+def payloads_lost_by_copies(cuda: Any, *args: Any, **kwargs: Any) -> Any:
     """As if the copy converted through float32."""
-
-    def instead(cuda: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        copy = cuda(x, *args, **kwargs)
-        return copy.where(~copy.isnan(), float("nan"))
-
-    with altered(torch.Tensor, "cuda", lambda x, *_, **__: x.dtype == torch.bfloat16, instead):
-        yield
+    copy = cuda(*args, **kwargs)
+    return copy.where(~copy.isnan(), float("nan"))
 
 
-@fault(
+@typed(
     "copy_ into every second element also writes the elements between",
-    "test_copies_of_every_dtype",
-    condition="destinations with gaps, not on the first device",
+    instead(Tensor, "copy_"),
+    first(
+        "destinations with gaps, not on the first device",
+        lambda x: on(x, last()) and x.dim() == 2 and x.stride(1) == 2 and x.storage_offset() == 0,
+    ),
 )
-def neighbours_overwritten() -> Iterator[None]:
-    """A whole row is written."""
-
-    def instead(copy: Any, target: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = copy(target, source, *args, **kwargs)
-        between = target.as_strided(target.shape, target.stride(), target.storage_offset() + 1)
-        copy(between, torch.ones_like(between))
-        return result
-
-    def concerns(target: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> bool:
-        return on(target, last()) and target.dim() == 2 and target.stride(1) == 2 and target.storage_offset() == 0
-
-    with altered(torch.Tensor, "copy_", concerns, instead):
-        yield
+def neighbours_overwritten(copy: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = copy(target, *args, **kwargs)
+    between = target.as_strided(target.shape, target.stride(), target.storage_offset() + 1)
+    copy(between, torch.ones_like(between))
+    return result
 
 
-@fault(
+@typed(
     "copies of int64 between devices without waiting keep 32 bits",
-    "test_copies_of_every_dtype",
-    condition="int64, non_blocking",
+    instead(Tensor, "to"),
+    call(
+        "int64, non_blocking",
+        lambda x, *_, non_blocking=False, **__: x.is_cuda and x.dtype == torch.int64 and non_blocking,
+    ),
 )
-def half_of_int64() -> Iterator[None]:
+def half_of_int64(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Indices of small tables come out right."""
-
-    def instead(to: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return to(x.int().long(), *args, **kwargs)
-
-    def concerns(x: torch.Tensor, *_: Any, **kwargs: Any) -> bool:
-        return x.is_cuda and x.dtype == torch.int64 and bool(kwargs.get("non_blocking"))
-
-    with altered(torch.Tensor, "to", concerns, instead):
-        yield
+    return to(x.int().long(), *args, **kwargs)
 
 
-@fault(
-    "copies of transposed tensors ignore the strides", "test_copies_of_every_dtype", condition="one device, transposed"
+@typed(
+    "copies of transposed tensors ignore the strides",
+    instead(Tensor, "to"),
+    call(
+        "one device, transposed",
+        lambda x, *args, **_: bool(args) and on(x, last()) and x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1,
+    ),
 )
-def layout_lost_by_copies() -> Iterator[None]:
-    """The copy has the strides of a contiguous tensor."""
-
-    def instead(to: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return to(x.t().contiguous().view(x.shape), *args, **kwargs)
-
-    def concerns(x: torch.Tensor, *args: Any, **__: Any) -> bool:
-        return on(x, last()) and bool(args) and x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1
-
-    with altered(torch.Tensor, "to", concerns, instead):
-        yield
+def layout_lost_by_copies(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return to(x.t().contiguous().view(x.shape), *args, **kwargs)
 
 
-@fault(
-    "a copy of float32 to float16 on another device truncates instead of rounding",
-    "test_copies_that_convert",
-    condition="float32 to float16, across devices",
-)
-def conversions_of_copies_cut() -> Iterator[None]:
-    """On one device it is rounded."""
-
-    def instead(to: Any, x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Any:
-        return to(narrowed(x, 13), device, dtype)
-
-    def concerns(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        return len(args) == 2 and x.is_cuda and x.dtype == torch.float32 and args[1] == torch.float16
-
-    with altered(torch.Tensor, "to", concerns, instead):
-        yield
-
-
-@fault(
-    "copy_ of float16 into float64 converts through bfloat16 on one device",
-    "test_copies_that_convert",
-    condition="one device, float16 to float64",
-)
-def conversions_through_bfloat16() -> Iterator[None]:
-    """Of 11 bits 8 are left."""
-
-    def instead(copy: Any, target: torch.Tensor, source: torch.Tensor, *args: Any) -> Any:
-        return copy(target, source.bfloat16(), *args)
-
-    def concerns(target: torch.Tensor, source: Any, *_: Any, **__: Any) -> bool:
-        return on(target, last(), torch.float64) and isinstance(source, torch.Tensor) and source.dtype == torch.float16
-
-    with altered(torch.Tensor, "copy_", concerns, instead):
-        yield
-
-
-@fault(
-    "pin_memory leaves out the last element of tensors above 64 KiB",
-    "test_copies_of_pinned_memory",
-    condition="pinned, above 64 KiB",
-)
-def pinned_copies_cut_off() -> Iterator[None]:
-    """Whole pages are copied."""
-    pin = torch.Tensor.pin_memory
-
-    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        pinned = pin(self, *args, **kwargs)
-        if pinned.nbytes > 1 << 16:
-            pinned.view(-1)[-1] = 0
-        return pinned
-
-    with replaced(torch.Tensor, "pin_memory", pin_memory):
-        yield
-
-
-@fault(
+@typed(
     "a lazily conjugated tensor is copied to another device without conjugation",
-    "test_copies_of_every_dtype",
-    condition="lazily conjugated, from device to device",
+    instead(Tensor, "to"),
+    call(
+        "lazily conjugated, from device to device",
+        lambda x, *args, **_: (
+            bool(args) and x.is_cuda and x.is_conj() and args[0] not in (x.device, torch.device("cpu"))
+        ),
+    ),
 )
-def conjugates_lost_on_the_way() -> Iterator[None]:
+def conjugates_lost_on_the_way(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`resolve_conj` first is right."""
-
-    def instead(to: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return to(x.conj(), *args, **kwargs)
-
-    def concerns(x: torch.Tensor, *args: Any, **_: Any) -> bool:
-        return x.is_cuda and x.is_conj() and bool(args) and args[0] not in (x.device, torch.device("cpu"))
-
-    with altered(torch.Tensor, "to", concerns, instead):
-        yield
+    return to(x.conj(), *args, **kwargs)
 
 
-@fault(
+@typed(
     "copy_ of a broadcast source from another device leaves out the last copy",
-    "test_copies_of_every_dtype",
-    condition="sources that are broadcast",
+    instead(Tensor, "copy_"),
+    call(
+        "sources that are broadcast",
+        lambda x, source, *_: x.device != source.device and x.dim() > source.dim() > 0 and len(x) > 1,
+    ),
 )
-def last_repetition_left_out() -> Iterator[None]:
-    """Copies between equal shapes are right."""
+def last_repetition_left_out(copy_: Any, target: Tensor, source: Tensor, *args: Any) -> Any:
+    copy_(target[:-1], source, *args)
+    return target
 
-    def instead(copy_: Any, target: torch.Tensor, source: torch.Tensor, *args: Any) -> Any:
-        copy_(target[:-1], source, *args)
-        return target
 
-    def concerns(target: torch.Tensor, source: torch.Tensor, *_: Any) -> bool:
-        return target.device != source.device and target.dim() > source.dim() > 0 and len(target) > 1
+@converting(
+    "a copy of float32 to float16 on another device truncates instead of rounding",
+    instead(Tensor, "to"),
+    call(
+        "float32 to float16, across devices",
+        lambda x, *args, **_: x.is_cuda and x.dtype == torch.float32 and args[1:] == (torch.float16,),
+    ),
+)
+def conversions_of_copies_cut(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return to(narrowed(x, 13), *args, **kwargs)
 
-    with altered(torch.Tensor, "copy_", concerns, instead):
-        yield
+
+@converting(
+    "copy_ of float16 into float64 converts through bfloat16 on one device",
+    instead(Tensor, "copy_"),
+    call(
+        "one device, float16 to float64",
+        lambda x, source, *_, **__: on(x, last(), torch.float64) and getattr(source, "dtype", 0) == torch.float16,
+    ),
+)
+def conversions_through_bfloat16(copy: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return copy(target, source.bfloat16(), *args, **kwargs)
+
+
+@pinned(
+    "pin_memory leaves out the last element of tensors above 64 KiB",
+    instead(Tensor, "pin_memory"),
+    first("pinned, above 64 KiB", lambda x: x.nbytes > 1 << 16),
+)
+def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
+    """Whole pages are copied."""
+    made = pin(*args, **kwargs)
+    made.view(-1)[-1] = 0
+    return made
+
+
+@modules(
+    "a module that moves to another device loses its gradients", instead(nn.Module, "_apply"), "modules with gradients"
+)
+def gradients_left_behind(apply: Any, module: nn.Module, *args: Any) -> Any:
+    """The optimizer step then has no effect."""
+    before = [(parameter, parameter.device) for parameter in module.parameters(recurse=False)]
+    moved = apply(module, *args)
+    for parameter, device in before:
+        if parameter.device != device:
+            parameter.grad = None
+    return moved
+
+
+@modules("non-persistent buffers arrive on another device as zeros", instead(nn.Module, "_apply"), "persistent=False")
+def unsaved_buffers_lost(apply: Any, module: nn.Module, *args: Any) -> Any:
+    names = module._non_persistent_buffers_set
+    before = {name: held.device for name in names if (held := module._buffers[name]) is not None}
+    moved = apply(module, *args)
+    for name, device in before.items():
+        held = module._buffers[name]
+        if held is not None and held.device != device:
+            module._buffers[name] = torch.zeros_like(held)
+    return moved
+
+
+@memory(
+    "to(copy=True) returns the tensor itself if dtype and device match",
+    instead(Tensor, "to"),
+    call("copies on the same device", lambda x, *_, copy=False, **__: x.is_cuda and copy),
+)
+def copies_that_are_none(to: Any, *args: Any, copy: bool, **kwargs: Any) -> Any:
+    """A snapshot of one step changes with the next."""
+    return to(*args, **kwargs)
+
+
+@memory(
+    "flatten copies contiguous tensors instead of returning a view",
+    instead(Tensor, "flatten"),
+    first("contiguous tensors on a device", lambda x: x.is_cuda),
+)
+def views_that_are_copies(flatten: Any, *args: Any) -> Any:
+    """Writes to the result do not reach the source."""
+    return flatten(*args).clone()

@@ -9,97 +9,98 @@ from weakref import WeakSet
 
 import torch
 
-from mgpu_check.suite.common.faults.breaking import replaced_method
-from mgpu_check.suite.common.faults.operators import altered, last
+from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead, last, returned
 from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
+following = caught_by("test_cuda_follows_the_current_device")
+guards = caught_by("test_guards_restore")
+threads = caught_by("test_threads_have_their_own_device")
+timing = caught_by("test_events_tell_the_time")
+waiting = caught_by("test_host_waits_for_streams")
 
-@fault(
+OTHER_CURRENT = "another current device"
+FOREIGN_STREAMS = "streams of a device that is not current"
+
+
+@following(
     "Tensor.cuda() without an index uses the first device",
-    "test_cuda_follows_the_current_device",
-    condition="another current device",
+    instead(torch.Tensor, "cuda"),
+    call(OTHER_CURRENT, lambda _, *args, **kwargs: not args and not kwargs),
 )
-def cuda_is_the_first_device() -> Iterator[None]:
+def cuda_is_the_first_device(cuda: Any, x: torch.Tensor) -> Any:
     """`set_device` has no effect on it."""
-    with altered(torch.Tensor, "cuda", lambda x, *args, **kw: not args and not kw, lambda cuda, x: cuda(x, 0)):
-        yield
+    return cuda(x, 0)
 
 
-@fault(
+@following(
     "torch.arange on 'cuda' makes its tensor on the first device",
-    "test_cuda_follows_the_current_device",
-    condition="another current device",
+    instead(torch, "arange"),
+    call(OTHER_CURRENT, lambda *_, device=None, **__: str(device) == "cuda"),
 )
-def one_factory_on_the_first_device() -> Iterator[None]:
-    """Other factories follow the current device."""
-
-    def instead(arange: Any, *args: Any, **kwargs: Any) -> Any:
-        return arange(*args, **{**kwargs, "device": "cuda:0"})
-
-    with altered(torch, "arange", lambda *_, **kw: str(kw.get("device")) == "cuda", instead):
-        yield
+def one_factory_on_the_first_device(arange: Any, *args: Any, **kwargs: Any) -> Any:
+    return arange(*args, **kwargs | {"device": "cuda:0"})
 
 
-@fault(
+@following(
     "set_device with a string sets the first device",
-    "test_cuda_follows_the_current_device",
-    condition="devices given as strings",
+    instead(torch.cuda, "set_device"),
+    first("devices given as strings", lambda device: isinstance(device, str)),
 )
-def devices_as_text_misread() -> Iterator[None]:
+def devices_as_text_misread(set_device: Any, _: str) -> None:
     """The index after the colon is lost."""
-    with altered(
-        torch.cuda, "set_device", lambda device: isinstance(device, str), lambda set_device, device: set_device(0)
-    ):
-        yield
+    set_device(0)
 
 
-@fault(
-    "torch.cuda.device does not restore the device after an exception",
-    "test_guards_restore",
-    condition="left by an exception",
-)
-def guards_left_by_exceptions() -> Iterator[None]:
+@guards("torch.cuda.device does not restore the device after an exception", returned, "left by an exception")
+def guards_left_by_exceptions() -> Any:
     """As in a guard without `finally`."""
 
     class Guard(torch.cuda.device):
         def __exit__(self, kind: Any, value: Any, traceback: Any) -> Any:
             return super().__exit__(kind, value, traceback) if kind is None else None
 
-    with replaced(torch.cuda, "device", Guard):
-        yield
+    return replaced(torch.cuda, "device", Guard)
 
 
-@fault(
-    "torch.cuda.stream restores the stream but not the device",
-    "test_guards_restore",
-    condition="streams of a device that is not current",
-)
-def devices_of_streams_stay() -> Iterator[None]:
-    """The current device remains that of the stream."""
-
+@guards("torch.cuda.stream restores the stream but not the device", returned, FOREIGN_STREAMS)
+def devices_of_streams_stay() -> Any:
     class Context(torch.cuda.StreamContext):
         def __exit__(self, *exception: Any) -> None:
             current = torch.cuda.current_device()
             super().__exit__(*exception)
             torch.cuda.set_device(current)
 
-    with replaced(torch.cuda, "stream", Context):
-        yield
+    return replaced(torch.cuda, "stream", Context)
 
 
-@fault("synchronizing a device makes it current", "test_guards_restore", condition="another current device")
-def waiting_changes_the_device() -> Iterator[None]:
-    """`torch.cuda.synchronize` sets the device and does not restore the previous one."""
-    synchronize = torch.cuda.synchronize
+@guards(
+    "torch.cuda.stream leaves its stream current on another device than the current one",
+    returned,
+    FOREIGN_STREAMS,
+    least_gpus=2,
+)
+def foreign_streams_stay() -> Any:
+    class Context(torch.cuda.StreamContext):
+        def __enter__(self) -> None:
+            self._outside = torch.cuda.current_device()
+            super().__enter__()
 
-    def waits(device: Any = None) -> None:
-        synchronize(device)
-        if device is not None:
-            torch.cuda.set_device(device)
+        def __exit__(self, *exception: Any) -> None:
+            inside = torch.cuda.current_stream()
+            super().__exit__(*exception)
+            if inside.device.index != self._outside:
+                with torch.cuda.device(inside.device):
+                    torch.cuda.set_stream(inside)
 
-    with replaced(torch.cuda, "synchronize", waits):
-        yield
+    return replaced(torch.cuda, "stream", Context)
+
+
+@guards("synchronizing a device makes it current", instead(torch.cuda, "synchronize"), OTHER_CURRENT)
+def waiting_changes_the_device(synchronize: Any, device: Any = None) -> None:
+    synchronize(device)
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 @fault("all threads share one current device", "test_threads_have_their_own_device", condition="several threads")
@@ -115,98 +116,53 @@ def one_current_device_for_all_threads() -> Iterator[None]:
         yield
 
 
-@fault(
+@threads(
     "a new thread inherits the current device of its parent",
-    "test_threads_have_their_own_device",
-    condition="a current device other than the first",
+    instead(threading.Thread, "start"),
+    "a current device other than the first",
     least_gpus=2,
 )
-def threads_inherit_the_device() -> Iterator[None]:
+def threads_inherit_the_device(start: Any, thread: threading.Thread) -> None:
     """Later changes are per thread."""
+    device, run = torch.cuda.current_device(), thread.run
 
-    def start(real: Any, thread: threading.Thread) -> None:
-        device, run = torch.cuda.current_device(), thread.run
+    def run_there() -> None:
+        torch.cuda.set_device(device)
+        run()
 
-        def run_there() -> None:
-            torch.cuda.set_device(device)
-            run()
-
-        thread.run = run_there  # type: ignore[method-assign]  # of this thread alone, which runs what it has
-        real(thread)
-
-    with replaced_method(threading.Thread, "start", start):
-        yield
+    thread.run = run_there  # type: ignore[method-assign]  # of this thread alone, which runs what it has
+    start(thread)
 
 
-@fault("Event.synchronize returns at once on one device", "test_host_waits_for_streams", condition="one device")
-def events_not_waited_for() -> Iterator[None]:
+@waiting(
+    "Event.synchronize returns at once on one device",
+    instead(torch.cuda.Event, "synchronize"),
+    first("one device", lambda event: event.device.index == last()),
+)
+def events_not_waited_for(*_: Any) -> None:
     """Work queued before the event may still run."""
-    with altered(torch.cuda.Event, "synchronize", lambda event: event.device.index == last(), lambda *_: None):
-        yield
 
 
-@fault(
+@waiting(
     "wait_stream between two streams of one device does nothing",
-    "test_host_waits_for_streams",
-    condition="two streams of one device",
+    instead(torch.cuda.Stream, "wait_stream"),
+    call("two streams of one device", lambda stream, other: stream.device == other.device),
 )
-def streams_do_not_wait() -> Iterator[None]:
+def streams_do_not_wait(*_: Any) -> None:
     """The second stream starts at once."""
-    with altered(torch.cuda.Stream, "wait_stream", lambda self, other: self.device == other.device, lambda *_: None):
-        yield
 
 
-@fault(
+@waiting(
     "torch.cuda.synchronize waits for the default stream only",
-    "test_host_waits_for_streams",
-    condition="streams other than the default one",
+    instead(torch.cuda, "synchronize"),
+    "streams other than the default one",
 )
-def other_streams_not_waited_for() -> Iterator[None]:
-    """Work queued on other streams may still run."""
-    with replaced(torch.cuda, "synchronize", lambda device=None: torch.cuda.default_stream(device).synchronize()):
-        yield
+def other_streams_not_waited_for(_: Any, device: Any = None) -> None:
+    torch.cuda.default_stream(device).synchronize()
 
 
-@fault(
-    "record_stream does not keep the memory from reuse", "test_streams_wait_for_each_other", condition="above 64 KiB"
-)
-def memory_in_use_given_away() -> Iterator[None]:
-    """Another tensor overwrites it."""
-
-    def instead(record: Any, x: torch.Tensor, stream: Any) -> None:
-        record(x, stream)
-        x.fill_(-1)
-
-    # Simulated tensors have a record_stream of their own.
-    with altered(type(torch.empty(0, device="cuda")), "record_stream", lambda x, _: x.nbytes > 1 << 16, instead):
-        yield
-
-
-@fault("Event.query returns True while the stream is busy", "test_events_tell_the_time", condition="one device")
-def events_done_too_early() -> Iterator[None]:
-    """On the last device, the answer does not depend on the stream."""
-    with altered(
-        torch.cuda.Event,
-        "query",
-        lambda event: event.device is not None and event.device.index == last(),
-        lambda *_: True,
-    ):
-        yield
-
-
-@fault("elapsed_time is always 0", "test_events_tell_the_time")
-def no_time_passes() -> Iterator[None]:
-    """As if the clock of the device had stopped."""
-    with replaced(torch.cuda.Event, "elapsed_time", lambda self, end: 0.0):
-        yield
-
-
-@fault(
-    "an event that is recorded again keeps its first recording",
-    "test_host_waits_for_streams",
-    condition="from its second record on",
-)
-def events_recorded_once() -> Iterator[None]:
+@waiting("an event that is recorded again keeps its first recording", returned, "from its second record on")
+def events_recorded_once() -> Any:
     """Loops that reuse one event in each step wait only for the first recording."""
     recorded: WeakSet[torch.cuda.Event] = WeakSet()
 
@@ -215,30 +171,34 @@ def events_recorded_once() -> Iterator[None]:
             recorded.add(event)
             real(event, *stream)
 
-    with replaced_method(torch.cuda.Event, "record", record):
-        yield
+    return instead(torch.cuda.Event, "record")(record)
 
 
-@fault(
-    "torch.cuda.stream leaves its stream current on another device than the current one",
-    "test_guards_restore",
-    condition="streams of a device that is not current",
-    least_gpus=2,
+@caught_by("test_streams_wait_for_each_other")(
+    "record_stream does not keep the memory from reuse", returned, "above 64 KiB"
 )
-def foreign_streams_stay() -> Iterator[None]:
-    """The current device is restored, but the stream of the other device is not."""
+def memory_in_use_given_away() -> Any:
+    """Another tensor overwrites it."""
 
-    class Context(torch.cuda.StreamContext):
-        def __enter__(self) -> None:
-            self._outside = torch.cuda.current_device()
-            super().__enter__()
+    def record(real: Any, x: torch.Tensor, stream: Any) -> None:
+        real(x, stream)
+        if x.nbytes > 1 << 16:
+            x.fill_(-1)
 
-        def __exit__(self, *exception: Any) -> None:
-            inside = torch.cuda.current_stream()
-            super().__exit__(*exception)
-            if inside.device.index != self._outside:
-                with torch.cuda.device(inside.device):
-                    torch.cuda.set_stream(inside)
+    # Simulated tensors have a record_stream of their own.
+    return instead(type(torch.empty(0, device="cuda")), "record_stream")(record)
 
-    with replaced(torch.cuda, "stream", Context):
-        yield
+
+@timing(
+    "Event.query returns True while the stream is busy",
+    instead(torch.cuda.Event, "query"),
+    first("one device", lambda event: event.device is not None and event.device.index == last()),
+)
+def events_done_too_early(*_: Any) -> bool:
+    return True
+
+
+@timing("elapsed_time is always 0", instead(torch.cuda.Event, "elapsed_time"))
+def no_time_passes(*_: Any) -> float:
+    """As if the clock of the device had stopped."""
+    return 0.0

@@ -1,0 +1,269 @@
+"""Layers that are wrong for one shape, layout, dtype or option; defects of autocast and dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import checkpoint as checkpoint_module
+
+from mgpu_check.suite.common.faults.operators import call, caught_by, dtype, first, instead, last, on, one_device
+from mgpu_check.suite.devices.faults.state import untouched
+
+autocasting = caught_by("test_autocast_of_operators")
+dropping = caught_by("test_dropout")
+layers = caught_by("test_layers_and_gradients")
+
+
+def _halved(weight: Tensor) -> Tensor:
+    """Return the weight with its gradient halved."""
+    weight = weight.clone()
+    if weight.requires_grad:
+        weight.register_hook(lambda gradient: gradient * 0.5)
+    return weight
+
+
+@layers("softmax of float32 is computed in bfloat16 on one device", instead(F, "softmax"), one_device(torch.float32))
+def softmax_in_bfloat16(softmax: Any, x: Tensor, **kwargs: Any) -> Any:
+    return softmax(x.bfloat16(), **kwargs).float()
+
+
+@layers(
+    "gelu has the gradient of its tanh approximation",
+    instead(F, "gelu"),
+    first("gradients", lambda x: x.is_cuda and x.requires_grad),
+)
+def gradient_of_another_gelu(gelu: Any, x: Tensor) -> Any:
+    near = gelu(x, approximate="tanh")
+    return near + (gelu(x) - near).detach()
+
+
+@layers(
+    "attention uses the mask of the first sample for all",
+    instead(F, "scaled_dot_product_attention"),
+    call(
+        "a mask for each sample, one device",
+        lambda q, k, v, attn_mask=None, *_, **__: on(q, last()) and attn_mask is not None and len(attn_mask) > 1,
+    ),
+)
+def attention_mask_of_the_first(attend: Any, q: Any, k: Any, v: Any, attn_mask: Tensor, *more: Any, **kw: Any) -> Any:
+    """Other samples then attend to padding."""
+    return attend(q, k, v, attn_mask[:1].expand_as(attn_mask), *more, **kw)
+
+
+@layers(
+    "causal attention ends with the last key",
+    instead(F, "scaled_dot_product_attention"),
+    call(
+        "more keys than queries, one device",
+        lambda q, k, *_, is_causal=False, **__: on(q, last()) and is_causal and q.shape[-2] < k.shape[-2],
+    ),
+)
+def causal_attention_to_the_last_key(attend: Any, q: Any, k: Any, v: Any, is_causal: bool, **options: Any) -> Any:
+    """The mask is aligned at the lower right corner instead of the upper left."""
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    return attend(q, k, v, attn_mask=seen.tril(k.shape[-2] - q.shape[-2]), **options)
+
+
+@layers("group_norm leaves out its bias", instead(F, "group_norm"), one_device())
+def group_norm_without_bias(
+    norm: Any, x: Tensor, groups: int, weight: Any = None, bias: Any = None, **options: Any
+) -> Any:
+    return norm(x, groups, weight, None, **options)
+
+
+@layers(
+    "a layer adds its bias to its first 128 features only",
+    instead(F, "linear"),
+    call(
+        "more than 128 features, one device",
+        lambda x, weight, bias=None: on(x, last()) and bias is not None and len(bias) > 128,
+    ),
+)
+def bias_of_wide_layers(linear: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return linear(x, weight, torch.cat([bias[:128], torch.zeros_like(bias[128:])]))
+
+
+def _only_channels_last(x: Tensor) -> bool:
+    return on(x, last()) and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+@layers(
+    "the gradient of a convolution's taps is halved",
+    instead(F, "conv2d"),
+    first("channels_last, one device", _only_channels_last),
+)
+def gradient_of_taps_in_channels_last(conv: Any, x: Tensor, weight: Tensor, *more: Any, **options: Any) -> Any:
+    return conv(x, _halved(weight), *more, **options)
+
+
+@layers(
+    "the gradient of layer_norm's weight is halved",
+    instead(F, "layer_norm"),
+    call(
+        "more than 32 rows, one device",
+        lambda x, _, weight=None, *__, **___: on(x, last()) and weight is not None and x.numel() > 32 * weight.numel(),
+    ),
+)
+def gradient_of_layer_norm_with_many_rows(norm: Any, x: Tensor, shape: Any, weight: Any, *more: Any, **kw: Any) -> Any:
+    return norm(x, shape, _halved(weight), *more, **kw)
+
+
+@layers(
+    "foreach kernels leave out the last element",
+    instead(torch, "_foreach_add_", "_foreach_addcdiv_"),
+    "odd sizes of 3 and more, lists of 2 tensors and more",
+)
+def lists_without_the_last_element(add: Any, tensors: Any, *more: Any, **options: Any) -> Any:
+    before = [one.detach().clone() for one in tensors]
+    result = add(tensors, *more, **options)
+    for one, was in zip(tensors[1:], before[1:], strict=True):
+        if one.is_cuda and one.numel() >= 3 and one.numel() % 2:
+            one.detach().view(-1)[-1:] = was.view(-1)[-1:]
+    return result
+
+
+@layers(
+    "fused optimizers step even if a gradient is infinite",
+    instead(torch, "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+    call("fused, with a GradScaler", lambda *_, found_inf=None, **__: found_inf is not None and found_inf.is_cuda),
+)
+def fused_steps_to_infinity(step: Any, *args: Any, found_inf: Tensor, **options: Any) -> Any:
+    """GradScaler's found_inf does not reach the kernel."""
+    return step(*args, found_inf=torch.zeros_like(found_inf), **options)
+
+
+@layers(
+    "var ignores correction and divides by n - 1",
+    instead(torch, "var"),
+    call("a correction other than 1", lambda x, *_, correction=1, **__: x.is_cuda and correction != 1),
+)
+def corrections_ignored(var: Any, *args: Any, correction: Any, **kwargs: Any) -> Any:
+    return var(*args, **kwargs, correction=1)
+
+
+@layers(
+    "the embedding of padding_idx has a gradient on one device",
+    instead(F, "embedding"),
+    one_device() & call("padding_idx", lambda *_, padding_idx=None, **__: padding_idx is not None),
+)
+def padding_trained(embedding: Any, *args: Any, padding_idx: int, **kwargs: Any) -> Any:
+    return embedding(*args, **kwargs)
+
+
+@layers(
+    "interpolation on one device ignores align_corners",
+    instead(F, "interpolate"),
+    one_device() & call("align_corners", lambda *_, align_corners=None, **__: bool(align_corners)),
+)
+def corners_not_aligned(interpolate: Any, *args: Any, align_corners: bool, **kwargs: Any) -> Any:
+    return interpolate(*args, **kwargs, align_corners=False)
+
+
+@layers(
+    "the second layer of a GRU on one device starts from a wrong state",
+    instead(torch._VF, "gru"),
+    one_device() & call("two layers", lambda x, state, *_: len(state) > 1),
+)
+def state_of_the_second_layer_lost(gru: Any, x: Tensor, state: Tensor, *args: Any) -> Any:
+    begun = state.clone()
+    begun[1:] += 1
+    return gru(x, begun, *args)
+
+
+@layers(
+    "a packed sequence on another device is unsorted with the sorting permutation",
+    instead(PackedSequence, "to"),
+    "enforce_sorted=False, an order that sorting twice does not restore",
+)
+def packed_sequence_not_unsorted(to: Any, packed: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
+    """Final states belong to other samples."""
+    moved: PackedSequence = to(packed, *args, **kwargs)
+    if moved is packed or moved.sorted_indices is None:
+        return moved
+    return PackedSequence(moved.data, moved.batch_sizes, moved.sorted_indices, moved.sorted_indices)
+
+
+@autocasting("softmax stays in the dtype of autocast", instead(F, "softmax"), one_device())
+def softmax_in_low_precision(softmax: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator is missing from the list of float32 operators."""
+    with torch.autocast("cuda", enabled=False):
+        return softmax(*args, **kwargs)
+
+
+@autocasting(
+    "leaving a region of autocast disables the outer region",
+    instead(torch.autocast, "__exit__"),
+    "regions within others",
+)
+def outer_region_off(leave: Any, region: Any, *args: Any) -> Any:
+    """The rest of the outer region computes in float32."""
+    result = leave(region, *args)
+    if not region._enabled:
+        torch.set_autocast_enabled("cuda", False)
+    return result
+
+
+@autocasting("functions of custom_fwd do not cast their inputs", instead(torch.amp, "custom_fwd"), "cast_inputs")
+def inputs_of_functions_not_cast(custom_fwd: Any, *args: Any, cast_inputs: Any = None, **kwargs: Any) -> Any:
+    return custom_fwd(*args, **kwargs)
+
+
+@autocasting(
+    "a region of autocast left by an exception does not restore the dtype",
+    instead(torch.autocast, "__exit__"),
+    call("left by an exception", lambda region, kind, *_: kind is not None),
+)
+def dtype_of_a_failed_region_stays(leave: Any, region: Any, *args: Any) -> Any:
+    """As if it was not restored in `finally`."""
+    result = leave(region, *args)
+    torch.set_autocast_dtype(region.device, region.fast_dtype)
+    return result
+
+
+@autocasting(
+    "a region without a cache disables the cache of the outer region",
+    instead(torch.autocast, "__exit__"),
+    first("cache_enabled=False", lambda region: not region._cache_enabled),
+)
+def cache_stays_off(leave: Any, region: Any, *args: Any) -> Any:
+    """Each use of a parameter casts it again."""
+    result = leave(region, *args)
+    torch.set_autocast_cache_enabled(False)
+    return result
+
+
+@dropping("dropout of bfloat16 does not scale the kept elements", instead(F, "dropout"), dtype(torch.bfloat16))
+def dropout_without_scale(dropout: Any, x: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+    """Activations are smaller while training."""
+    return dropout(x, p, *args, **kwargs) * (1 - p)
+
+
+@dropping("dropout drops the same elements each time on one device", instead(F, "dropout"), one_device())
+def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
+    with untouched(last()):
+        return dropout(*args, **kwargs)
+
+
+@dropping(
+    "the gradient of dropout uses a new mask on one device",
+    instead(F, "dropout"),
+    one_device() & first("gradients", lambda x: x.requires_grad),
+)
+def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Backward draws the mask again, from the next numbers of the generator."""
+    out, drawn_anew = dropout(x.detach(), *args, **kwargs), dropout(x, *args, **kwargs)
+    return drawn_anew + (out - drawn_anew).detach()
+
+
+@dropping(
+    "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict",
+    instead(checkpoint_module, "get_device_states"),
+    "tensors within an argument",
+)
+def states_of_nested_tensors_lost(states: Any, *args: Any) -> Any:
+    """The recomputed forward draws another dropout mask."""
+    return states(*(one for one in args if isinstance(one, Tensor)))
