@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from mgpu_check.asserts.bits import same_bits
-from mgpu_check.asserts.mismatch import refusal
+from mgpu_check.asserts.mismatch import raises_device_mismatch, refusal
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.agreement import Kind, WrongCase, difference, named_wrong
+from mgpu_check.suite.common.tensors import DTYPES, TensorSpec
 from mgpu_check.suite.mismatch.cases import OperatorCase
 from mgpu_check.suite.mismatch.operators import CALLS, Operands
 from mgpu_check.torch_hooks.tensors import indices_of
 
 __all__ = [
     "assert_arrives",
+    "assert_copies_keep_bits",
+    "assert_data_parallel_refuses",
     "assert_each_refused",
     "assert_each_works",
     "assert_refused",
@@ -173,6 +178,36 @@ def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Ten
     __tracebackhide__ = True
     what = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
     _require(what, copied, source, target.device)
+
+
+def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, ...], layout: str, seed: int) -> None:
+    """Assert what `assert_arrives` asserts of `copy_` and `to`, in every dtype, between any two devices and the CPU.
+
+    Args:
+        layout: of the tensors that `copy_` writes to; contiguous if the shape forbids it.
+
+    Raises:
+        DeviceMismatch: naming both devices.
+    """
+    __tracebackhide__ = True
+    for dtype in DTYPES:
+        spec = TensorSpec(shape, dtype, seed=seed, values="special")
+        for first, second in itertools.permutations(("cpu", *map(str, devices)), 2):
+            here, there = spec.build(first), spec.like(layout).build(second).zero_()
+            assert_arrives(here, there, there.copy_(here))
+            assert_arrives(here, there, here.to(second))
+
+
+def assert_data_parallel_refuses(devices: Sequence[torch.device], rows: int) -> None:
+    """Assert that DataParallel over two `devices` refuses a module on the second, with an error that names both.
+
+    Raises:
+        DeviceMismatch: DataParallel raised nothing, or another error.
+    """
+    __tracebackhide__ = True
+    model = nn.DataParallel(nn.Linear(3, 2).to(devices[1]), device_ids=list(devices))
+    with raises_device_mismatch(*devices):
+        model(torch.ones(rows, 3))
 
 
 def _prepared(case: OperatorCase, first: torch.device, second: torch.device) -> Callable[[], object]:

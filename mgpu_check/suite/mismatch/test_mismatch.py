@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.strategies import OperatorTable, TensorSpec
+from mgpu_check.strategies import OperatorTable
 from mgpu_check.suite.common.budget import examples
-from mgpu_check.suite.common.tensors import DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +65,9 @@ def test_copies_cross_devices(gpus: tuple[torch.device, ...], table: OperatorTab
 @given(rows=st.integers(1, 7), seed=strategies.seeds())
 def test_operators_are_right_on_each_device(gpus: tuple[torch.device, ...], rows: int, seed: int) -> None:
     """Each of these operators, with all operands on one device, gives the same result as on the CPU."""
-    from mgpu_check.suite.mismatch.checks import assert_right_on_each
+    from mgpu_check.suite.mismatch import checks
 
-    assert_right_on_each(gpus, rows, seed)
+    checks.assert_right_on_each(gpus, rows, seed)
 
 
 @examples(20, quick=2)
@@ -80,12 +78,7 @@ def test_copies_keep_every_bit(gpus: tuple[torch.device, ...], shape: tuple[int,
     """A copy to another device keeps the bits of the source, for any dtype and layouts."""
     from mgpu_check.suite.mismatch import checks
 
-    for dtype in DTYPES:
-        spec = TensorSpec(shape, dtype, seed=seed, values="special")
-        for first, second in itertools.permutations(("cpu", *map(str, gpus)), 2):
-            here, there = spec.build(first), spec.like(layout).build(second).zero_()
-            checks.assert_arrives(here, there, there.copy_(here))
-            checks.assert_arrives(here, there, here.to(second))
+    checks.assert_copies_keep_bits(gpus, shape, layout, seed)
 
 
 @pytest.mark.gpus(2)
@@ -93,10 +86,6 @@ def test_copies_keep_every_bit(gpus: tuple[torch.device, ...], shape: tuple[int,
 @given(rows=strategies.batch_sizes(2, empty=False))
 def test_data_parallel_wants_its_first_device(gpus: tuple[torch.device, ...], rows: int) -> None:
     """DataParallel refuses a module that is not on its first device, with an error that names both devices."""
-    import torch
+    from mgpu_check.suite.mismatch import checks
 
-    from mgpu_check.asserts.mismatch import raises_device_mismatch
-
-    net = torch.nn.DataParallel(torch.nn.Linear(3, 2).to(gpus[1]), device_ids=list(gpus))
-    with raises_device_mismatch(*gpus):
-        net(torch.ones(rows, 3))
+    checks.assert_data_parallel_refuses(gpus, rows)

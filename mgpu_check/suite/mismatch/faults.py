@@ -1,0 +1,274 @@
+"""Defects of operators with operands on different devices: missing or wrong errors, wrong refusals, and wrong results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead, last, on, one_device
+
+layers = caught_by("test_modules_refuse_inputs_elsewhere")
+numbers = caught_by("test_cpu_scalars_and_indices_work")
+operators = caught_by("test_operators_refuse_operands_apart")
+results = caught_by("test_operators_are_right_on_each_device")
+scalars = caught_by("test_gpu_scalars_are_no_numbers")
+
+OPERATORS = ("matmul", "bmm", "cat", "stack", "add", "mul", "eq", "addmm", "gather", "where")
+LAYERS = ("linear", "conv2d", "embedding", "layer_norm", "batch_norm", "mse_loss", "nll_loss")
+ARITHMETIC = instead(torch, "add", "mul", also=instead(Tensor, "add_", "mul_"))
+ONE_OPERATOR = "one device, one operator"
+
+
+def _together(args: Sequence[Any]) -> list[Any]:
+    """Return the arguments with every tensor copied to the device of the first."""
+    device = next(arg for arg in args if isinstance(arg, Tensor)).device
+    return [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
+
+
+def _refusal(one: torch.device, other: torch.device) -> RuntimeError:
+    """Return the error of torch."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
+    )
+
+
+@operators(
+    "operands on different devices are copied together silently",
+    instead(torch, "matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select"),
+)
+def silently_copied(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """They run on the first operand's device, at the cost of copies."""
+    return function(*_together(args), **kwargs)
+
+
+@operators(
+    "the error names only one of the two devices", instead(torch, *OPERATORS, "einsum", also=instead(F, *LAYERS))
+)
+def one_device_named(function: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError:
+        text = "Expected all tensors to be on the same device, but one of them is on cuda:0"
+        raise RuntimeError(text) from None
+
+
+@operators("the error of bmm names the first device instead of the last", instead(torch, "bmm"), ONE_OPERATOR)
+def another_device_named(bmm: Any, *args: Any, **kwargs: Any) -> Any:
+    """The reader looks for the tensor on the wrong device."""
+    try:
+        return bmm(*args, **kwargs)
+    except RuntimeError as error:
+        raise RuntimeError(str(error).replace(f"cuda:{last()}", "cuda:0" if last() else "cpu")) from None
+
+
+@operators(
+    "torch.index_select on one device copies its index from other devices",
+    instead(torch, "index_select"),
+    one_device(text=ONE_OPERATOR),
+)
+def one_operator_of_one_device_fetches(select: Any, x: Tensor, dim: int, index: Tensor) -> Any:
+    return select(x, dim, index.to(x.device))
+
+
+@operators(
+    "losses copy class weights from other devices",
+    instead(F, "nll_loss", "cross_entropy"),
+    call("weights of classes", lambda scores, classes, weight=None, *_, **__: weight is not None),
+)
+def class_weights_fetched(loss: Any, scores: Tensor, classes: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Each step then has a hidden copy from the host."""
+    return loss(scores, classes, weight.to(scores.device), *args, **kwargs)
+
+
+@operators(
+    "torch.cat checks the devices of the first and last tensor only, and copies the others",
+    instead(torch, "cat"),
+    first("three tensors and more", lambda tensors: len(tensors) > 2),
+)
+def those_between_fetched(join: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    return join([*_together(tensors[:-1]), tensors[-1]], *args, **kwargs)
+
+
+@operators(
+    "foreach operators copy the second list from other devices",
+    instead(torch, "_foreach_add", "_foreach_mul_"),
+    call("foreach operators", lambda _, second, *__, **___: isinstance(second, (list, tuple))),
+)
+def lists_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> Any:
+    """An optimizer with state on another device copies it in each step."""
+    return foreach(some, [other.to(one.device) for one, other in zip(some, others, strict=True)], **kwargs)
+
+
+@operators(
+    "foreach operators check the devices of the first pair only, and copy the others",
+    instead(torch, "_foreach_add"),
+    call(
+        "foreach operators, two pairs and more",
+        lambda _, second, *__, **___: isinstance(second, (list, tuple)) and len(second) > 1,
+    ),
+)
+def later_pairs_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> Any:
+    """Such as an optimizer with the state of some parameters on another device."""
+    fetched = [other.to(one.device) for one, other in zip(some, others, strict=True)]
+    return foreach(some, [others[0], *fetched[1:]], **kwargs)
+
+
+@layers("a layer copies its input to the device of its parameters", instead(nn.Module, "__call__"))
+def layers_fetch_their_inputs(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The error of a forgotten `.to(device)` is swallowed, and every step pays for the copy."""
+    parameter = next(module.parameters(recurse=False), None)
+    return NotImplemented if parameter is None else forward(module, *_together((parameter, *args))[1:], **kwargs)
+
+
+@layers("the error is a ValueError", instead(torch, *OPERATORS, "maximum", also=instead(F, *LAYERS)))
+def another_type_of_error(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Code that catches RuntimeError misses it."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+@layers(
+    "an embedding on one device copies its indices from other devices",
+    instead(F, "embedding"),
+    call("one device, one module", lambda _, weight, *__, **___: on(weight, last())),
+)
+def one_module_fetches(embedding: Any, index: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return embedding(index.to(weight.device), weight, *args, **kwargs)
+
+
+@scalars("a scalar on a GPU is accepted as a number", ARITHMETIC)
+def gpu_scalars_taken_for_numbers(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every 0-dim operand of arithmetic is read out, on any device."""
+    if not any(isinstance(arg, Tensor) and arg.dim() for arg in args):
+        return function(*_together(args), **kwargs)
+    return function(*(arg.item() if isinstance(arg, Tensor) and not arg.dim() else arg for arg in args), **kwargs)
+
+
+def _compared_apart(a: Tensor, b: Any, *_: Any, **__: Any) -> bool:
+    return isinstance(b, Tensor) and a.is_cuda and b.is_cuda and a.device != b.device and a.dim() != b.dim()
+
+
+@scalars(
+    "a comparison accepts a scalar on another GPU",
+    instead(torch, "eq", "lt"),
+    call("comparisons, from GPU to GPU", _compared_apart),
+    least_gpus=2,
+)
+def gpu_scalars_compared(compare: Any, a: Tensor, b: Tensor) -> Any:
+    return compare(a, b.to(a.device)) if a.dim() else compare(a.to(b.device), b)
+
+
+@scalars(
+    "mul_ on one device accepts a scalar on another GPU",
+    instead(Tensor, "mul_"),
+    call(ONE_OPERATOR, lambda x, y: on(x, last()) and isinstance(y, Tensor) and not y.dim() and y.is_cuda),
+)
+def one_device_takes_scalars_of_others(multiply: Any, x: Tensor, other: Tensor) -> Any:
+    """The scalar is read out, which waits for the other device."""
+    return multiply(x, other.item())
+
+
+@numbers("a scalar on the CPU is refused beside a tensor on a GPU", ARITHMETIC)
+def cpu_scalars_refused(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Operands must be on one device, without the exception for numbers."""
+    devices = {arg.device for arg in args if isinstance(arg, Tensor)}
+    if len(devices) > 1:
+        raise _refusal(*sorted(devices, key=str, reverse=True)[:2])
+    return NotImplemented
+
+
+@numbers("an index on the CPU is refused", instead(Tensor, "__getitem__"))
+def cpu_indices_refused(_: Any, x: Tensor, index: Any) -> Any:
+    """Reading with an index needs it on the tensor's own device."""
+    if isinstance(index, Tensor) and index.device != x.device:
+        raise RuntimeError(f"indices should be on the same device as the indexed tensor ({x.device})")
+    return NotImplemented
+
+
+@numbers(
+    "an index on the CPU reads one row too far on one device",
+    instead(Tensor, "__getitem__"),
+    one_device()
+    & call("indices on the CPU", lambda _, i: isinstance(i, Tensor) and not i.is_cuda and i.dtype == torch.int64),
+)
+def indices_of_the_cpu_shifted(getitem: Any, x: Tensor, index: Tensor) -> Any:
+    """As if the index were copied before it is complete."""
+    return getitem(x, (index + 1) % len(x))
+
+
+@results(
+    "gather reads the previous column on one device",
+    instead(torch, "gather"),
+    one_device() & call("one operator", lambda x, _, index: on(index, last())),
+)
+def one_device_gathers_wrongly(gather: Any, x: Tensor, dim: int, index: Tensor) -> Any:
+    """All operands are on the right device, but the result is wrong."""
+    return gather(x, dim, (index - 1) % x.shape[dim])
+
+
+@results(
+    "the bias of a convolution is left out on one device",
+    instead(F, "conv2d"),
+    call("one device", lambda x, weight, bias=None, *_, **__: bias is not None and on(x, last())),
+)
+def bias_left_out(conv: Any, x: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1)
+
+
+@caught_by("test_copies_cross_devices")("copy_ refuses a source on another device", instead(Tensor, "copy_"))
+def copies_refused(_: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """As if a copy were arithmetic."""
+    # Copies from the CPU work, because tensors on a device are made by them.
+    if source.device.type != "cpu" and source.device != x.device:
+        raise _refusal(x.device, source.device)
+    return NotImplemented
+
+
+@caught_by("test_copies_cross_devices")(
+    "load_state_dict on one device leaves the last row of parameters unchanged",
+    instead(nn.Module, "load_state_dict"),
+    "one device, sources elsewhere",
+)
+def parameters_loaded_in_part(load: Any, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """As if the copy ended early."""
+    kept = {name: value[-1:].clone() for name, value in module.state_dict().items()}
+    result = load(module, state, *args, **kwargs)
+    for name, value in module.state_dict().items():
+        if on(value, last()) and state[name].device != value.device:
+            value[-1:] = kept[name]
+    return result
+
+
+@caught_by("test_copies_keep_every_bit")("copies from a GPU go through bfloat16", instead(Tensor, "copy_"))
+def copies_rounded(copy: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Wider numbers lose bits."""
+    if source.device == x.device or not source.is_cuda:
+        return NotImplemented
+    return copy(x, source.bfloat16().to(source.dtype), *args, **kwargs)
+
+
+@caught_by("test_copies_keep_every_bit")(
+    "copies from the last device lose the sign of -0",
+    instead(Tensor, "copy_"),
+    call(
+        "one device, -0 in floats",
+        lambda x, source, *_, **__: on(source, last()) and source.is_floating_point() and source.device != x.device,
+    ),
+)
+def negative_zeros_lost_on_the_way(copy: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return copy(x, source.where(source != 0, 0.0), *args, **kwargs)
+
+
+@caught_by("test_data_parallel_wants_its_first_device")(
+    "DataParallel moves a module that is on the wrong device", instead(nn.DataParallel, "forward")
+)
+def data_parallel_fetches_its_module(_: Any, model: nn.DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
+    """The check of the devices of parameters is missing."""
+    model.module.to(torch.device("cuda", model.device_ids[0]))
+    return NotImplemented
