@@ -11,7 +11,7 @@ import torch
 from mgpu_check.errors import DeviceEnumerationError
 from mgpu_check.simulated import simulated_node
 from mgpu_check.strategies import TensorSpec
-from mgpu_check.suite.common import devices as checks
+from mgpu_check.suite.fixtures import checks
 from mgpu_check.suite.recipes import devices as recipes
 
 Devices = list[torch.device]

@@ -22,12 +22,11 @@ from mgpu_check.simulated.defects.compute import Unit
 from mgpu_check.simulated.hardware import Defect, Hardware, planted
 from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.suite.common.faults.when import When
-from mgpu_check.torch_hooks.patches import Patches, replaced
+from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = [
     "Planter",
-    "altered",
     "call",
     "caught_by",
     "dtype",
@@ -142,26 +141,6 @@ def on(tensor: object, index: int, *dtypes: torch.dtype) -> bool:
 def narrowed(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Clear the lowest `bits` bits of float32 numbers."""
     return (x.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
-
-
-@contextlib.contextmanager
-def altered(owner: Any, name: str, concerns: Callable[..., bool], instead: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``owner.name`` by ``instead(function, *arguments)`` for arguments that `concerns` accepts."""
-    function = getattr(owner, name)
-    inside = False
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if inside or not concerns(*args, **kwargs):
-            return function(*args, **kwargs)
-        inside = True  # the replacement may call the function itself
-        try:
-            return instead(function, *args, **kwargs)
-        finally:
-            inside = False
-
-    with replaced(owner, name, call):
-        yield
 
 
 def hardware(*defects: Defect) -> AbstractContextManager[None]:
