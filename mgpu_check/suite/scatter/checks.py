@@ -119,22 +119,22 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
             assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)  # type: ignore[arg-type]
 
 
-def assert_given_sizes(devices: Sequence[torch.device], seed: int) -> None:
+def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: int) -> None:
     """Assert that `comm.scatter` splits into given sizes, and that `comm.scatter` and `comm.gather` fill given tensors.
 
-    Sizes differ, and some are 0. Covers dims 0, 1 and -1, and output tensors that hold other values before.
+    Covers dims 0, 1 and -1, devices in both orders, and output tensors that hold other values before.
+
+    Args:
+        sizes: of the shards of the first ``len(sizes)`` devices, in order; some may be 0.
 
     Raises:
         ShardError: naming shard, device, and element, or the given tensor that was not returned.
     """
     __tracebackhide__ = True
     for dim, dtype, ascending in itertools.product((0, 1, -1), (torch.float32, torch.uint8), (True, False)):
-        chosen = list(devices if ascending else reversed(devices))
-        sizes = [(3 * index + seed) % 5 for index in range(len(chosen))]
-        sizes[-1] += 1
-        total = sum(sizes)
+        chosen = list(devices[: len(sizes)] if ascending else reversed(devices[: len(sizes)]))
         shape = [2, 3, 4]
-        shape[dim] = total
+        shape[dim] = sum(sizes)
         batch = _filled(shape, dtype, seed)
         got = comm.scatter(batch, chosen, sizes, dim)
         what = f"comm.scatter in sizes {sizes} along dim {dim}"

@@ -11,7 +11,7 @@ from mgpu_check.suite.common.strategies.worlds import all_devices, device_counts
 from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec, layouts_for
 from mgpu_check.suite.scatter.cases import KINDS, BatchSpec, Leaf, Nested, Split
 
-__all__ = ["batch_sizes", "batches", "sample_tensors", "splits"]
+__all__ = ["batch_sizes", "batches", "given_sizes", "sample_tensors", "splits"]
 
 
 def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
@@ -119,3 +119,8 @@ def splits(
     source, target = draw(st.one_of(places(), st.just(PINNED))), draw(places())
     order = draw(st.one_of(st.just(()), st.permutations(range(total)).map(lambda drawn: tuple(drawn[:devices]))))
     return Split(batch, size, dim, devices, source, target, order)
+
+
+def given_sizes() -> st.SearchStrategy[list[int]]:
+    """Draw the sizes of the shards of all devices of the run: different ones, and 0 if there are two devices or more."""
+    return all_devices().flatmap(lambda count: st.permutations([*(3 * index % 5 for index in range(count - 1)), 5]))

@@ -1,4 +1,7 @@
-"""Scatter and gather: shards are disjoint, in order and on their devices, and gathering them restores the batch."""
+"""Scatter and gather: shards are disjoint, in order and on their devices, and gathering them restores the batch.
+
+Tests of arbitrary bits and of large batches draw a seed, not data: their tables of dtypes, sizes and memories are the example.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from mgpu_check import strategies
 from mgpu_check.strategies import Split, TensorSpec
 from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.scatter.strategies import given_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +30,6 @@ TUTORIAL = {
 }
 """(batch size, devices) -> the sizes that the model prints in PyTorch's tutorial on data parallelism."""
 
-WAYS = ("slices", "chunks", "every n-th row")
-
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -35,39 +37,27 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 @given(split=strategies.splits(values=("distinct", "random", "special", "bits"), leaves=True))
 def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Shards of `nn.parallel.scatter` cover the batch in order, without overlap, each on its device."""
-    from torch import nn
+    from mgpu_check.suite.scatter import drawn
 
-    from mgpu_check.asserts.scatter import assert_shards_cover
-
-    batch, devices = split.build(), split.on(gpus)
-    assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
+    drawn.assert_scattered(gpus, split)
 
 
 @examples(60, quick=24)
 @given(split=strategies.splits(kinds=()))
 def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: Split) -> None:
     """An uneven batch is split like by `torch.chunk`: the last shard is smaller, or there are fewer shards."""
-    from torch import nn
+    from mgpu_check.suite.scatter import drawn
 
-    from mgpu_check.asserts.scatter import assert_shard_sizes, chunk_sizes
-
-    devices = split.on(gpus)
-    shards = nn.parallel.scatter(split.build(), devices, split.dim)
-    assert_shard_sizes(shards, chunk_sizes(split.size, split.devices), devices, split.dim)
+    drawn.assert_sizes_of_chunk(gpus, split)
 
 
 @examples(40)
 @given(split=strategies.splits(leaves=True))
 def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Non-tensor arguments, positional or keyword, reach every device unchanged."""
-    from torch import nn
+    from mgpu_check.suite.scatter import drawn
 
-    from mgpu_check.asserts.scatter import assert_leaves_replicated
-
-    args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
-    devices = split.on(gpus)
-    shards = zip(*nn.parallel.scatter_gather.scatter_kwargs(args, kwargs, devices, split.dim), strict=True)
-    assert_leaves_replicated((args, kwargs), list(shards), devices)
+    drawn.assert_leaves_everywhere(gpus, split)
 
 
 @examples(40)
@@ -78,14 +68,9 @@ def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split)
 )
 def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, features: int) -> None:
     """The model inside DataParallel sees the sizes that PyTorch's tutorial prints: 30 over 2 is 15+15, and so on."""
-    from mgpu_check.asserts.scatter import assert_shard_sizes, assert_shards_cover
-    from mgpu_check.suite.recipes import tutorial
+    from mgpu_check.suite.scatter import drawn
 
-    batch = TensorSpec((size, features)).build()
-    shards, output = tutorial.inputs_seen(batch, gpus[:count])
-    assert_shard_sizes(shards, TUTORIAL[size, count], gpus)
-    assert_shards_cover(batch, shards, gpus[:count])
-    assert_shard_sizes([output], [size], gpus)
+    drawn.assert_sizes_of_tutorial(gpus[:count], size, features, TUTORIAL[size, count])
 
 
 @examples(90)
@@ -93,71 +78,61 @@ def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, 
 @example(split=Split(TensorSpec((3, 2)), 3, target="cpu"))
 def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Gathering the shards of a batch gives the batch, bit for bit, on the requested device."""
-    from torch import nn
+    from mgpu_check.suite.scatter import drawn
 
-    from mgpu_check.asserts.scatter import assert_gathered
-
-    batch = split.build()
-    shards = nn.parallel.scatter(batch, split.on(gpus), split.dim)
-    # The annotation of `gather` lacks the string "cpu", which it accepts and needs.
-    gathered = nn.parallel.gather(shards, split.target, split.dim)  # type: ignore[arg-type]
-    assert_gathered(batch, gathered, split.target)
+    drawn.assert_gather_restores(gpus, split)
 
 
 @examples(50)
 @given(inputs=strategies.splits(kinds=(), dims=(0,)), seed=strategies.seeds())
 def test_inputs_and_labels_stay_aligned(gpus: tuple[torch.device, ...], inputs: Split, seed: int) -> None:
     """`split_batch` puts each input and its label in one shard, on one device."""
-    from mgpu_check.suite.recipes import batches
-    from mgpu_check.suite.scatter.by_hand import assert_split_aligned
+    from mgpu_check.suite.scatter import drawn
 
-    devices, X, y = inputs.on(gpus), inputs.build(), TensorSpec((inputs.size,), "int64", seed=seed).build()
-    assert_split_aligned(X, y, batches.split_batch(X, y, devices), devices)
+    drawn.assert_labels_aligned(gpus, inputs, seed)
 
 
 @examples(60)
 @given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")))
 def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Slices, chunks or every n-th row give every device its part, and collecting the parts restores the batch."""
-    from mgpu_check.suite.scatter.by_hand import assert_split_by_hand
+    from mgpu_check.suite.scatter import drawn
 
-    batch, devices = split.build(), split.on(gpus)
-    for way in WAYS:
-        assert_split_by_hand(way, batch, devices)
+    drawn.assert_dealt_by_hand(gpus, split)
 
 
 def test_every_container(gpus: tuple[torch.device, ...]) -> None:
     """Tuples, lists, dicts and named tuples, also nested, are scattered and gathered part by part."""
-    from mgpu_check.suite.scatter.checks import assert_containers
+    from mgpu_check.suite.scatter import checks
 
-    assert_containers(gpus)
+    checks.assert_containers(gpus)
 
 
 @examples(10, quick=1)
 @given(seed=strategies.seeds())
 def test_every_dtype_and_order(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Shards have the bits of the batch for every dtype and bit pattern, in any order of devices."""
-    from mgpu_check.suite.scatter.checks import assert_any_bits
+    from mgpu_check.suite.scatter import checks
 
-    assert_any_bits(gpus, seed)
+    checks.assert_any_bits(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_large_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Shards around 64 KiB, 1 MiB and 4 MiB are right, and gathering restores the batch, from CPU, pinned memory or a device."""
-    from mgpu_check.suite.scatter.checks import assert_large_batches
+    from mgpu_check.suite.scatter import checks
 
-    assert_large_batches(gpus, seed)
+    checks.assert_large_batches(gpus, seed)
 
 
 @examples(4, quick=1)
-@given(seed=strategies.seeds())
-def test_sizes_and_outputs_that_are_given(gpus: tuple[torch.device, ...], seed: int) -> None:
+@given(sizes=given_sizes(), seed=strategies.seeds())
+def test_sizes_and_outputs_that_are_given(gpus: tuple[torch.device, ...], sizes: list[int], seed: int) -> None:
     """`comm.scatter` uses the given sizes, and `comm.scatter` and `comm.gather` fill given output tensors."""
-    from mgpu_check.suite.scatter.checks import assert_given_sizes
+    from mgpu_check.suite.scatter import checks
 
-    assert_given_sizes(gpus, seed)
+    checks.assert_given_sizes(gpus, sizes, seed)
 
 
 @examples(50)
@@ -173,19 +148,18 @@ def test_gradient_returns_through_scatter(
 
     A shard without influence on the loss has a gradient of zeros.
     """
-    from mgpu_check.suite.scatter.gradients import assert_scatter_differentiable
+    from mgpu_check.suite.scatter import drawn
 
-    weights = split.tensor.like("contiguous", seed=seed).build()
-    assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used)
+    drawn.assert_gradient_scattered(gpus, split, seed, used)
 
 
 @examples(40)
 @given(split=strategies.splits(kinds=(), dtypes=FLOATS))
 def test_gradient_returns_through_gather(gpus: tuple[torch.device, ...], split: Split) -> None:
     """The gradient of a gathered batch returns to each shard, on its own device."""
-    from mgpu_check.suite.scatter.gradients import assert_gather_differentiable
+    from mgpu_check.suite.scatter import drawn
 
-    assert_gather_differentiable(split.tensor.build(), split.on(gpus), split.target, split.dim)
+    drawn.assert_gradient_gathered(gpus, split)
 
 
 @examples(20)

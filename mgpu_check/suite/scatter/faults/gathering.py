@@ -1,181 +1,195 @@
-"""Defects of gather for some inputs only: a single shard, a mask, complex numbers, plain numbers."""
+"""Defects of gather: of all shards, or of a single one, masks, complex numbers, plain numbers, and large or given tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import comm, scatter_gather
 from torch.nn.parallel._functions import Gather
 
-from mgpu_check.suite.common.faults.breaking import replaced_method
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.scatter.faults.shards import gather_changed
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead
+
+any_bits = caught_by("test_every_dtype_and_order")
+containers = caught_by("test_every_container")
+large = caught_by("test_large_batches")
+losses = caught_by("test_losses_gather_to_a_vector")
+restoring = caught_by("test_gather_restores_the_batch")
+
+GATHER = instead(scatter_gather, "gather", also=instead(nn.parallel, "gather"))
+"""The function that users call. It takes the outputs, which may be nested, the target and the dim."""
+JOIN = instead(comm, "gather")
+"""The basis of all gathering. It takes tensors, the dim and the destination."""
+LARGE = 1 << 20
 
 
-@contextmanager
-def _gathered(change: Callable[[Callable[..., Any], Sequence[Any], Any, int], Any]) -> Iterator[None]:
-    """Replace `nn.parallel.gather` by `change`, called with the original function and its arguments."""
-    real = scatter_gather.gather
-
-    def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:
-        return change(real, outputs, target_device, dim)
-
-    with replaced(scatter_gather, "gather", gather), replaced(nn.parallel, "gather", gather):
-        yield
+@restoring("gather joins the shards in reverse order", JOIN)
+def gathered_backwards(join: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    return join(tensors[::-1], *args, **kwargs)
 
 
-@fault(
+@losses("gather leaves out the last shard", JOIN)
+def gather_drops_a_shard(join: Any, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> Any:
+    """As with a loop that ends one step early."""
+    return join(tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)], dim, *args, **kwargs)
+
+
+@restoring("gather puts its result on the first device", JOIN)
+def gathered_elsewhere(
+    join: Any, tensors: Sequence[Tensor], dim: int = 0, destination: Any = None, *, out: Any = None
+) -> Any:
+    return join(tensors, dim, 0) if out is None else NotImplemented
+
+
+@caught_by("test_sizes_and_outputs_that_are_given")(
+    "gather ignores out and returns a new tensor", JOIN, call("out= only", lambda *_, out=None, **__: out is not None)
+)
+def given_output_left_alone(join: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Any:
+    return join(tensors, dim, out.device)
+
+
+@restoring(
     "gather returns a single shard unchanged, on its own device",
-    "test_gather_restores_the_batch",
-    condition="a single shard",
+    GATHER,
+    # Even a single number must become a vector, so leave numbers alone.
+    first(
+        "a single shard", lambda outputs: len(outputs) == 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() > 0
+    ),
 )
-def single_shard_handed_back() -> Iterator[None]:
+def single_shard_handed_back(_: Any, outputs: Sequence[Any], *__: Any) -> Any:
     """As with a shortcut for a single shard that skips the copy."""
-
-    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
-        first = outputs[0]
-        # Even a single number must become a vector, so leave numbers alone.
-        alone = len(outputs) == 1 and isinstance(first, torch.Tensor) and first.dim() > 0
-        return first if alone else gather(outputs, target, dim)
-
-    with _gathered(change):
-        yield
+    return outputs[0]
 
 
-@fault(
-    "a mask in a dict within a named tuple is gathered as bytes",
-    "test_every_container",
-    condition="bool, in a dict within a named tuple",
+@containers("gather swaps the first and the last value of a dict", GATHER, "dicts of two entries or more")
+def keys_exchanged(gather: Any, *args: Any) -> Any:
+    """As if entries were sorted, but keys were not."""
+    whole = gather(*args)
+    if isinstance(whole, dict) and len(whole) > 1:
+        first, *_, end = whole
+        whole[first], whole[end] = whole[end], whole[first]
+    return whole
+
+
+@containers(
+    "gather combines entries of dicts by position, not by key",
+    GATHER,
+    first("dicts in different orders", lambda outputs: all(type(one) is dict for one in outputs)),
 )
-def nested_masks_gathered_as_bytes() -> Iterator[None]:
+def entries_gathered_by_place(gather: Any, outputs: Sequence[Any], *args: Any) -> Any:
+    """Outputs are mixed up if replicas fill a dict in different orders."""
+    return gather([dict(zip(outputs[0], one.values(), strict=True)) for one in outputs], *args)
+
+
+@containers(
+    "a mask in a dict within a named tuple is gathered as bytes", GATHER, "bool, in a dict within a named tuple"
+)
+def nested_masks_gathered_as_bytes(gather: Any, *args: Any) -> Any:
     """As an index, it then selects the first two rows many times."""
-
-    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
-        whole = gather(outputs, target, dim)
-        return type(whole)(*map(_masks_as_bytes, whole)) if hasattr(whole, "_fields") else whole
-
-    with _gathered(change):
-        yield
+    whole = gather(*args)
+    return type(whole)(*map(_masks_as_bytes, whole)) if hasattr(whole, "_fields") else whole
 
 
 def _masks_as_bytes(part: Any) -> Any:
     if type(part) is not dict:
         return part
-    return {
-        key: value.byte() if isinstance(value, torch.Tensor) and value.dtype == torch.bool else value
-        for key, value in part.items()
-    }
+    masks = {key: value for key, value in part.items() if isinstance(value, Tensor) and value.dtype == torch.bool}
+    return part | {key: mask.byte() for key, mask in masks.items()}
 
 
-@fault(
-    "gather loses the payload of NaN in complex numbers",
-    "test_every_dtype_and_order",
-    condition="NaN with a payload, complex64 and complex128",
-)
-def gathered_complex_payloads_lost() -> Iterator[None]:
+@any_bits("gather loses the payload of NaN in complex numbers", JOIN, "NaN with a payload, complex64 and complex128")
+def gathered_complex_payloads_lost(join: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """As if complex numbers were computed from real and imaginary parts."""
 
-    def of_one_kind(tensor: torch.Tensor) -> torch.Tensor:
+    def of_one_kind(tensor: Tensor) -> Tensor:
         if not tensor.is_complex():
             return tensor
         parts = torch.view_as_real(tensor)
         return torch.view_as_complex(torch.where(parts.isnan(), torch.full_like(parts, float("nan")), parts))
 
-    with gather_changed(lambda tensors, dim: [of_one_kind(tensor) for tensor in tensors]):
-        yield
+    return join([of_one_kind(tensor) for tensor in tensors], *args, **kwargs)
 
 
-@fault(
-    "gather returns the mean of numbers", "test_losses_gather_to_a_vector", condition="numbers, one from each device"
+def _uneven_images(tensors: Sequence[Tensor]) -> bool:
+    last = all(part.dim() == 4 and part.permute(0, 2, 3, 1).is_contiguous() for part in tensors)
+    return last and len({part.shape for part in tensors}) > 1
+
+
+@any_bits(
+    "gather ignores the channels_last format of images",
+    JOIN,
+    first("channels_last, shards of unequal sizes", _uneven_images),
+    least_gpus=2,
 )
-def losses_averaged() -> Iterator[None]:
-    """The mean of mean losses ignores that the last shard is smaller."""
-
-    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
-        numbers = all(isinstance(one, torch.Tensor) and one.dim() == 0 for one in outputs)
-        return torch.stack([one.to(target) for one in outputs]).mean() if numbers else gather(outputs, target, dim)
-
-    with _gathered(change):
-        yield
+def channels_last_taken_for_first(join: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """As with a fast path for dense memory that checks the format only for equal sizes."""
+    return join([part.permute(0, 2, 3, 1).reshape(part.shape) for part in tensors], *args, **kwargs)
 
 
-@fault(
-    "gather combines entries of dicts by position, not by key",
-    "test_every_container",
-    condition="dicts in different orders",
+@large(
+    "gather of more than 1 MiB along dim 1 replaces the last shard by the first",
+    JOIN,
+    call(
+        "above 1 MiB, dim 1 only",
+        lambda tensors, dim=0, *_, **__: dim != 0 and sum(tensor.nbytes for tensor in tensors) > LARGE,
+    ),
 )
-def entries_gathered_by_place() -> Iterator[None]:
-    """Outputs are mixed up if replicas fill a dict in different orders."""
-
-    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
-        if all(type(one) is dict for one in outputs):
-            outputs = [dict(zip(outputs[0], one.values(), strict=True)) for one in outputs]
-        return gather(outputs, target, dim)
-
-    with _gathered(change):
-        yield
+def large_columns_gathered_wrongly(join: Any, tensors: Sequence[Tensor], dim: int, *args: Any, **kwargs: Any) -> Any:
+    """As in a kernel for large tensors with a wrong pointer."""
+    *others, end = tensors
+    wrong = others[0].narrow(dim, 0, end.shape[dim]).to(end.device) if others else torch.zeros_like(end)
+    return join([*others, wrong], dim, *args, **kwargs)
 
 
-@fault(
-    "every gathered number gets the mean of the gradients", "test_losses_gather_to_a_vector", condition="0-dim tensors"
-)
-def gradients_of_numbers_averaged() -> Iterator[None]:
-    """A loss with equal weights does not show it."""
-    backward = Gather.backward
-
-    def averaged(ctx: Any, gradient: torch.Tensor) -> Any:
-        return backward(ctx, gradient.mean().expand_as(gradient) if ctx.unsqueezed_scalar else gradient)
-
-    with replaced(Gather, "backward", staticmethod(averaged)):
-        yield
-
-
-@fault(
+@large(
     "gather to the CPU loses the part of a shard beyond 1 MiB",
-    "test_large_batches",
-    condition="to the CPU, shards above 1 MiB but the first",
+    GATHER,
+    call(
+        "to the CPU, shards above 1 MiB but the first",
+        lambda outputs, target, *_: str(target) == "cpu" and all(isinstance(one, Tensor) for one in outputs),
+    ),
 )
-def host_buffer_too_small() -> Iterator[None]:
+def host_buffer_too_small(gather: Any, outputs: Sequence[Tensor], *args: Any) -> Any:
     """As with a buffer of 1 MiB."""
-
-    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
-        if str(target) == "cpu" and all(isinstance(one, torch.Tensor) for one in outputs):
-            outputs = [*outputs[:1], *map(_first_mebibyte, outputs[1:])]
-        return gather(outputs, target, dim)
-
-    with _gathered(change):
-        yield
+    return gather([*outputs[:1], *map(_first_mebibyte, outputs[1:])], *args)
 
 
-def _first_mebibyte(shard: torch.Tensor) -> torch.Tensor:
+def _first_mebibyte(shard: Tensor) -> Tensor:
     """Return a shard with zeros behind its first MiB."""
-    fits = (1 << 20) // shard.itemsize
+    fits = LARGE // shard.itemsize
     if shard.numel() <= fits:
         return shard
     flat = shard.reshape(-1)
     return torch.cat([flat[:fits], torch.zeros_like(flat[fits:])]).view(shard.shape)
 
 
-@fault(
-    "gather ignores the channels_last format of images",
-    "test_every_dtype_and_order",
-    condition="channels_last, shards of unequal sizes",
-    least_gpus=2,
+@losses(
+    "gather returns the mean of numbers",
+    GATHER,
+    first(
+        "numbers, one from each device",
+        lambda outputs: all(isinstance(one, Tensor) and one.dim() == 0 for one in outputs),
+    ),
 )
-def channels_last_taken_for_first() -> Iterator[None]:
-    """As with a fast path for dense memory that checks the format only for equal sizes."""
+def losses_averaged(_: Any, outputs: Sequence[Tensor], target: Any, *__: Any) -> Any:
+    """The mean of mean losses ignores that the last shard is smaller."""
+    return torch.stack([one.to(target) for one in outputs]).mean()
 
-    def gather(real: Callable[..., Any], tensors: Sequence[torch.Tensor], *rest: Any, **named: Any) -> Any:
-        uneven = len({part.shape for part in tensors}) > 1
-        last = all(part.dim() == 4 and part.permute(0, 2, 3, 1).is_contiguous() for part in tensors)
-        if uneven and last:
-            tensors = [part.permute(0, 2, 3, 1).reshape(part.shape) for part in tensors]
-        return real(tensors, *rest, **named)
 
-    with replaced_method(comm, "gather", gather):
-        yield
+@losses(
+    "every gathered number gets the mean of the gradients",
+    instead(Gather, "backward"),
+    call("0-dim tensors", lambda context, _: context.unsqueezed_scalar),
+)
+def gradients_of_numbers_averaged(backward: Any, context: Any, gradient: Tensor) -> Any:
+    """A loss with equal weights does not show it."""
+    return backward(context, gradient.mean().expand_as(gradient))
+
+
+@caught_by("test_gradient_returns_through_gather")(
+    "shards get the gradients of other shards", instead(Gather, "backward")
+)
+def gradients_to_the_wrong_shard(backward: Any, context: Any, gradient: Tensor) -> Any:
+    return backward(context, gradient.flip(context.dim))

@@ -1,227 +1,205 @@
-"""Defects of scatter and gather, and of batches split by hand."""
+"""Defects of scatter, for all shards or for some of a size, dtype, dim, order or memory, and of batches split by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import _functions, comm, scatter_gather
 
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead, returned
 from mgpu_check.suite.recipes import batches
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.tensors import as_bits, plain
 
-Shards = tuple[torch.Tensor, ...]
+aligned = caught_by("test_inputs_and_labels_stay_aligned")
+any_bits = caught_by("test_every_dtype_and_order")
+by_hand = caught_by("test_batches_split_by_hand")
+covering = caught_by("test_shards_cover_the_batch")
+large = caught_by("test_large_batches")
+leaves = caught_by("test_leaves_reach_every_device")
+returning = caught_by("test_gradient_returns_through_scatter")
+
+Devices = list[Any]
+LARGE = 1 << 20
 
 
-def scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[Any], int], Shards]) -> Any:
-    """Change `comm.scatter`, the basis of all scattering, for calls without given sizes."""
-    scatter: Callable[..., Shards] = comm.scatter
+def scattering(function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Plant `function` instead of `comm.scatter`, the basis of all scattering, for calls without given sizes.
 
-    def changed(
-        tensor: torch.Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any
-    ) -> Shards:
+    It gets the original without its later arguments, the tensor, the devices and the dim.
+    """
+
+    def scatter(
+        real: Any, tensor: Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any
+    ) -> Any:
         # Without devices the caller gives output tensors, and so the sizes.
-        given = devices is None or chunk_sizes is not None
-        if given or tensor.dim() == 0:
-            return scatter(tensor, devices, chunk_sizes, dim, *rest, **named)
-        return change(lambda x, to, sizes=None: scatter(x, to, sizes, dim, *rest, **named), tensor, list(devices), dim)
+        if devices is None or chunk_sizes is not None or tensor.dim() == 0:
+            return NotImplemented
+        return function(lambda x, to, sizes=None: real(x, to, sizes, dim, *rest, **named), tensor, list(devices), dim)
 
-    return replaced(comm, "scatter", changed)
-
-
-@fault(
-    "the remainder is dropped when the batch does not divide by the number of devices", "test_shards_cover_the_batch"
-)
-def remainder_dropped() -> Iterator[None]:
-    """Every device gets the same number of samples; the rest is lost."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        return scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)
-
-    with scatter_changed(change):
-        yield
+    return instead(comm, "scatter")(scatter)
 
 
-@fault("the second shard starts one sample early, so shards overlap", "test_shards_cover_the_batch")
-def shards_overlap() -> Iterator[None]:
-    """The last sample of the first shard is also the first of the second."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        size = -(-x.shape[dim] // len(devices))
-        if len(devices) == 1 or size == 0 or x.shape[dim] <= size:
-            return scatter(torch.cat([x, x.narrow(dim, 0, min(1, x.shape[dim]))], dim), devices)
-        second = min(size, x.shape[dim] - size)
-        again = torch.cat(
-            [
-                x.narrow(dim, 0, size),
-                x.narrow(dim, size - 1, second),
-                x.narrow(dim, size + second, x.shape[dim] - size - second),
-            ],
-            dim,
-        )
-        return scatter(again, devices)
-
-    with scatter_changed(change):
-        yield
+def _touched(shard: Tensor, change: Callable[[Tensor], None]) -> Tensor:
+    """Return the shard after `change` on the CPU: a contiguous tensor on the device of the shard."""
+    values = plain(shard).clone(memory_format=torch.contiguous_format)
+    change(values)
+    return values.to(shard.device)
 
 
-def _reordered(order: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
+def _flip_first(values: Tensor) -> None:
+    as_bits(values).view(-1)[0] ^= 1
+
+
+def _zero_at_end(values: Tensor) -> None:
+    values.view(-1)[-4:] = 0
+
+
+@covering("the remainder is dropped when the batch does not divide by the number of devices", scattering)
+def remainder_dropped(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    return scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)
+
+
+@covering("the second shard starts one sample early, so shards overlap", scattering)
+def shards_overlap(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    samples, size = x.shape[dim], -(-x.shape[dim] // len(devices))
+    if len(devices) == 1 or size == 0 or samples <= size:
+        return scatter(torch.cat([x, x.narrow(dim, 0, min(1, samples))], dim), devices)
+    second = min(size, samples - size)
+    pieces = (0, size), (size - 1, second), (size + second, samples - size - second)
+    return scatter(torch.cat([x.narrow(dim, *piece) for piece in pieces], dim), devices)
+
+
+def _reordered(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[..., Any]:
     """Send shards, with their sizes, to devices in another order."""
 
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+    def change(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
         parts = order(list(x.chunk(len(devices), dim)))
         sizes = [part.shape[dim] for part in parts] + [0] * (len(devices) - len(parts))
         return scatter(torch.cat(parts, dim), devices, sizes)[: len(parts)]
 
-    return scatter_changed(change)
+    return change
 
 
-@fault("two shards are swapped", "test_shards_cover_the_batch")
-def shards_swapped() -> Iterator[None]:
+@covering("two shards are swapped", returned)
+def shards_swapped() -> Any:
     """The first shard goes to the last device that gets a shard, and the last shard to the first device."""
-    with _reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts):
-        yield
+    return scattering(_reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts))
 
 
-@fault(
-    "the last two of five or more shards are swapped",
-    "test_shards_cover_the_batch",
-    condition="5 devices and more",
-    least_gpus=5,
-)
-def last_shards_swapped() -> Iterator[None]:
-    """The others are right."""
-    with _reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts):
-        yield
+@covering("the last two of five or more shards are swapped", returned, "5 devices and more", least_gpus=5)
+def last_shards_swapped() -> Any:
+    return scattering(_reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts))
 
 
-@fault("the last shard stays on the first device", "test_shards_cover_the_batch")
-def shard_on_the_wrong_device() -> Iterator[None]:
-    """All shards are right, but one is on the wrong device."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        shards = scatter(x, devices)
-        other = devices[0] if len(shards) > 1 else (devices[0] + 1) % torch.cuda.device_count()
-        wrong = torch.device("cuda", other)
-        return (*shards[:-1], shards[-1].to(wrong))
-
-    with scatter_changed(change):
-        yield
+@covering("the last shard stays on the first device", scattering)
+def shard_on_the_wrong_device(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    shards = scatter(x, devices)
+    other = devices[0] if len(shards) > 1 else (devices[0] + 1) % torch.cuda.device_count()
+    return (*shards[:-1], shards[-1].to(torch.device("cuda", other)))
 
 
-@fault("the shard of the second device is zero", "test_shards_cover_the_batch")
-def stale_copy() -> Iterator[None]:
+@covering("the shard of the second device is zero", scattering)
+def stale_copy(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As with a broken link between two devices."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        shards = scatter(x, devices)
-        broken = min(1, len(shards) - 1)
-        return tuple(torch.zeros_like(shard) if index == broken else shard for index, shard in enumerate(shards))
-
-    with scatter_changed(change):
-        yield
+    shards = scatter(x, devices)
+    broken = min(1, len(shards) - 1)
+    return tuple(torch.zeros_like(shard) if index == broken else shard for index, shard in enumerate(shards))
 
 
-@fault("shards are rounded to bfloat16", "test_shards_cover_the_batch")
-def shards_rounded() -> Iterator[None]:
+@covering("shards are rounded to bfloat16", scattering)
+def shards_rounded(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As if the batch were sent in half precision to save time."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        return scatter(x if x.is_complex() else x.bfloat16().to(x.dtype), devices)
-
-    with scatter_changed(change):
-        yield
+    return NotImplemented if x.is_complex() else scatter(x.bfloat16().to(x.dtype), devices)
 
 
-@fault(
-    "shards are as even as can be, 4+3+3 instead of 4+4+2",
-    "test_shards_have_the_sizes_of_chunk",
-    "test_tutorial_shapes",
+@covering(
+    "along dim 1, the first column of every shard is that of the first shard",
+    scattering,
+    call("dim 1 only", lambda x, _, dim: dim == 1 and x.shape[1] > 0),
 )
-def sizes_evened_out() -> Iterator[None]:
+def columns_of_the_first_shard(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """As with an offset that is computed for dim 0 only."""
+    starts = list(range(0, x.shape[1], -(-x.shape[1] // len(devices))))
+    wrong = x.clone()
+    for start in starts[1:] or [x.shape[1] - 1]:
+        wrong.select(1, start).copy_(x.select(1, 0) if start else torch.zeros_like(x.select(1, 0)))
+    return scatter(wrong, devices)
+
+
+@covering(
+    "shards along a negative dim go to the devices in reverse order",
+    scattering,
+    call("negative dims, two shards or more", lambda _, __, dim: dim < 0),
+    least_gpus=2,
+)
+def negative_dims_turn_the_devices(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """As if the list of devices were indexed from its end. Gathering the shards still restores the batch."""
+    shards = scatter(x, devices)
+    backwards = reversed(devices[: len(shards)])
+    return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, backwards, strict=True))
+
+
+@caught_by("test_shards_have_the_sizes_of_chunk", "test_tutorial_shapes")(
+    "shards are as even as can be, 4+3+3 instead of 4+4+2", scattering
+)
+def sizes_evened_out(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As with `torch.tensor_split`. The shards cover the batch, but are not those of torch."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        return scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])
-
-    with scatter_changed(change):
-        yield
+    return scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])
 
 
-@fault(
+@caught_by("test_shards_have_the_sizes_of_chunk")(
     "with fewer samples than devices, the last devices get empty shards instead of no shard",
-    "test_shards_have_the_sizes_of_chunk",
-    condition="fewer samples than devices",
+    scattering,
+    call("fewer samples than devices", lambda x, devices, dim: 0 < x.shape[dim] < len(devices)),
     least_gpus=2,
 )
-def empty_shards_at_the_end() -> Iterator[None]:
+def empty_shards_at_the_end(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """Replicas there run on empty batches, and the mean of their losses is NaN."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        few, none = x.shape[dim], len(devices) - x.shape[dim]
-        return scatter(x, devices, [1] * few + [0] * none) if few and none > 0 else scatter(x, devices)
-
-    with scatter_changed(change):
-        yield
+    return scatter(x, devices, [1] * x.shape[dim] + [0] * (len(devices) - x.shape[dim]))
 
 
-@fault(
+@caught_by("test_tutorial_shapes")(
     "DataParallel uses its first device only, whose model sees the whole batch",
-    "test_tutorial_shapes",
-    condition="in DataParallel, on two devices or more",
+    instead(nn.DataParallel, "__init__"),
+    "in DataParallel, on two devices or more",
     least_gpus=2,
 )
-def other_devices_left_out() -> Iterator[None]:
+def other_devices_left_out(
+    init: Any, model: Any, module: nn.Module, device_ids: Any = None, *rest: Any, **named: Any
+) -> None:
     """Results are right, but the other devices are idle."""
-    real = nn.DataParallel.__init__
-
-    def changed(self: Any, module: nn.Module, device_ids: Any = None, *rest: Any, **named: Any) -> None:
-        every = range(torch.cuda.device_count()) if device_ids is None else device_ids
-        real(self, module, list(every)[:1], *rest, **named)
-
-    with replaced(nn.DataParallel, "__init__", changed):
-        yield
+    every = range(torch.cuda.device_count()) if device_ids is None else device_ids
+    init(model, module, list(every)[:1], *rest, **named)
 
 
-@fault("numbers and strings reach the first device only", "test_leaves_reach_every_device")
-def leaves_reach_one_device() -> Iterator[None]:
-    """All other shards have None instead."""
-    scatter = scatter_gather.scatter
-
-    def changed(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
-        shards = scatter(inputs, target_gpus, dim)
-        if isinstance(inputs, torch.Tensor):
-            return shards
-        return [
-            shard if index == 0 and len(shards) > 1 else _without_leaves(shard) for index, shard in enumerate(shards)
-        ]
-
-    with replaced(scatter_gather, "scatter", changed), replaced(nn.parallel, "scatter", changed):
-        yield
-
-
-@fault(
-    "numbers and strings in keyword arguments reach the last device as None",
-    "test_leaves_reach_every_device",
-    condition="keyword arguments, the last device only",
+@leaves(
+    "numbers and strings reach the first device only",
+    instead(scatter_gather, "scatter", also=instead(nn.parallel, "scatter")),
 )
-def last_device_without_keywords() -> Iterator[None]:
+def leaves_reach_one_device(scatter: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return NotImplemented
+    shards = scatter(inputs, *args, **kwargs)
+    return [shard if index == 0 and len(shards) > 1 else _without_leaves(shard) for index, shard in enumerate(shards)]
+
+
+@leaves(
+    "numbers and strings in keyword arguments reach the last device as None",
+    instead(scatter_gather, "scatter_kwargs"),
+    "keyword arguments, the last device only",
+)
+def last_device_without_keywords(scatter_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
     """Its replica uses the defaults."""
-    real = scatter_gather.scatter_kwargs
-
-    def changed(inputs: Any, kwargs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
-        args, named = real(inputs, kwargs, target_gpus, dim)
-        return args, (*named[:-1], *map(_without_leaves, named[-1:]))
-
-    with replaced(scatter_gather, "scatter_kwargs", changed):
-        yield
+    inputs, named = scatter_kwargs(*args, **kwargs)
+    return inputs, (*named[:-1], *map(_without_leaves, named[-1:]))
 
 
 def _without_leaves(part: Any) -> Any:
-    if isinstance(part, torch.Tensor):
+    if isinstance(part, Tensor):
         return part
     if isinstance(part, dict):
         return {key: _without_leaves(value) for key, value in part.items()}
@@ -230,99 +208,142 @@ def _without_leaves(part: Any) -> Any:
     return type(part)(map(_without_leaves, part)) if isinstance(part, (tuple, list)) else None
 
 
-def gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]) -> Any:
-    """Change the tensors that `comm.gather`, the basis of all gathering, gets."""
-    gather: Callable[..., torch.Tensor] = comm.gather
-
-    def changed(tensors: Sequence[torch.Tensor], dim: int = 0, *rest: Any, **named: Any) -> torch.Tensor:
-        return gather(change(list(tensors), dim), dim, *rest, **named)
-
-    return replaced(comm, "gather", changed)
+@large("the last elements of a large shard are zero", scattering, "shards above 1 MiB")
+def large_shards_cut(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """As with a copy in pieces that forgets the last one."""
+    shards = scatter(x, devices)
+    return tuple(_touched(shard, _zero_at_end) if shard.nbytes > LARGE else shard for shard in shards)
 
 
-@fault("gather joins the shards in reverse order", "test_gather_restores_the_batch")
-def gathered_backwards() -> Iterator[None]:
-    """The last shard comes first."""
-    with gather_changed(lambda tensors, dim: tensors[::-1]):
-        yield
+@large(
+    "shards of 64 KiB to 1 MiB from pinned memory arrive as zeros on the last device",
+    scattering,
+    "pinned sources, 64 KiB to 1 MiB, the last device only",
+)
+def pinned_shard_not_waited_for(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """As without a wait for the stream of the copy."""
+    *shards, end = scatter(x, devices)
+    late = x.device.type == "cpu" and x.is_pinned() and 1 << 16 <= end.nbytes <= LARGE
+    return (*shards, torch.zeros_like(end) if late else end)
 
 
-@fault("gather leaves out the last shard", "test_losses_gather_to_a_vector")
-def gather_drops_a_shard() -> Iterator[None]:
-    """As with a loop that ends one step early."""
-    with gather_changed(lambda tensors, dim: tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)]):
-        yield
+@any_bits(
+    "every NaN becomes the default NaN of the CPU",
+    scattering,
+    first("NaN with a payload, float32 and float64", lambda x: x.dtype in (torch.float32, torch.float64)),
+)
+def scattered_payloads_lost(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """As with a copy by arithmetic, such as x + 0."""
+    return scatter(torch.where(x.isnan(), torch.full_like(x, float("nan")), x), devices)
 
 
-@fault("gather puts its result on the first device", "test_gather_restores_the_batch")
-def gathered_elsewhere() -> Iterator[None]:
-    """The destination is ignored."""
-    gather: Callable[..., torch.Tensor] = comm.gather
-
-    def changed(
-        tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None, *, out: Any = None
-    ) -> torch.Tensor:
-        return gather(tensors, dim, 0) if out is None else gather(tensors, dim, out=out)
-
-    with replaced(comm, "gather", changed):
-        yield
+@any_bits(
+    "subnormal numbers arrive as zeros", scattering, first("subnormal numbers only", lambda x: x.is_floating_point())
+)
+def subnormals_of_shards_flushed(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """As on a device that flushes subnormals."""
+    subnormal = (x.abs() < torch.finfo(x.dtype).smallest_normal) & (x != 0)
+    return scatter(torch.where(subnormal, torch.zeros_like(x), x), devices)
 
 
-@fault("the first device gets its labels in another order than its inputs", "test_inputs_and_labels_stay_aligned")
-def labels_not_split_alike() -> Iterator[None]:
+@any_bits("shards go to the devices in ascending order", scattering, "device orders that are not ascending")
+def devices_sorted(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """With ``device_ids=[1, 0]``, inputs of DataParallel would be on other devices than their replicas."""
+    shards = scatter(x, devices)
+    if torch.cuda.device_count() == 1:  # with one device there is only one order, so move the shards to the CPU
+        return tuple(shard.cpu() for shard in shards)
+    return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, sorted(devices), strict=False))
+
+
+@any_bits(
+    "int64 is converted through float32, which rounds large numbers",
+    scattering,
+    first("int64 beyond 2^24", lambda x: x.dtype == torch.int64),
+)
+def large_numbers_rounded(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    """Ids of samples and tokens then belong to others."""
+    return scatter(x.float().long(), devices)
+
+
+@caught_by("test_sizes_and_outputs_that_are_given")(
+    "a device with a given size of 0 gets one row of the next device",
+    instead(comm, "scatter"),
+    call(
+        "a size of 0 among the given sizes",
+        lambda tensor, devices=None, chunk_sizes=None, *_, **__: chunk_sizes is not None and 0 in chunk_sizes,
+    ),
+)
+def nothing_is_one_row(scatter: Any, x: Tensor, devices: Any, chunk_sizes: Any, *rest: Any, **named: Any) -> Any:
+    """As if sizes were clamped to 1."""
+    sizes = list(chunk_sizes)
+    at, most = sizes.index(0), sizes.index(max(sizes))
+    sizes[at], sizes[most] = 1, sizes[most] - 1
+    return scatter(x, devices, sizes, *rest, **named)
+
+
+@aligned("the first device gets its labels in another order than its inputs", instead(batches, "split_batch"))
+def labels_not_split_alike(_: Any, X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     """As if inputs were split before the shuffle and labels after it."""
-
-    def split_batch(X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
-        return nn.parallel.scatter(X, devices), nn.parallel.scatter(y.roll(1), devices)
-
-    with replaced(batches, "split_batch", split_batch):
-        yield
+    return nn.parallel.scatter(X, devices), nn.parallel.scatter(y.roll(1), devices)
 
 
-@fault("every device gets all labels", "test_inputs_and_labels_stay_aligned")
-def labels_not_split() -> Iterator[None]:
-    """Each device has its own inputs and the labels of all."""
-
-    def split_batch(X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
-        shards = nn.parallel.scatter(X, devices)
-        # With one device all labels would be right, so they stay on their device instead.
-        return shards, tuple(y.to(shard.device if len(shards) > 1 else "cpu") for shard in shards)
-
-    with replaced(batches, "split_batch", split_batch):
-        yield
+@aligned("every device gets all labels", instead(batches, "split_batch"))
+def labels_not_split(_: Any, X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
+    shards = nn.parallel.scatter(X, devices)
+    # With one device all labels would be right, so they stay on their device instead.
+    return shards, tuple(y.to(shard.device if len(shards) > 1 else "cpu") for shard in shards)
 
 
-@fault("a batch split by hand loses the remainder", "test_batches_split_by_hand")
-def remainder_dropped_by_hand() -> Iterator[None]:
-    """Slices of n // devices samples each."""
-
-    def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
-        size = len(X) // len(devices) if len(devices) > 1 else len(X) - 1
-        return [X[index * size : (index + 1) * size].to(device) for index, device in enumerate(devices)]
-
-    with replaced(batches, "split_and_load", split_and_load):
-        yield
+@by_hand("a batch split by hand loses the remainder", instead(batches, "split_and_load"))
+def remainder_dropped_by_hand(_: Any, X: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    size = len(X) // len(devices) if len(devices) > 1 else len(X) - 1
+    return [X[index * size : (index + 1) * size].to(device) for index, device in enumerate(devices)]
 
 
-@fault("no gradient comes back from the last shard", "test_gradient_returns_through_scatter")
-def gradient_of_a_shard_lost() -> Iterator[None]:
-    """The backward of scatter takes the last shard's gradient for zero."""
-    backward = _functions.Scatter.backward
-
-    def changed(context: Any, *gradients: torch.Tensor) -> Any:
-        return backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))
-
-    with replaced(_functions.Scatter, "backward", staticmethod(changed)):
-        yield
+def _slice_goes_to_a_device(x: Tensor, *args: Any, **_: Any) -> bool:
+    goes = bool(args) and isinstance(args[0], torch.device) and args[0].type == "cuda" and x.device.type == "cpu"
+    return goes and x.storage_offset() > 0
 
 
-@fault("shards get the gradients of other shards", "test_gradient_returns_through_gather")
-def gradients_to_the_wrong_shard() -> Iterator[None]:
-    """The backward of gather distributes the parts of the gradient in reverse order."""
-    backward = _functions.Gather.backward
+@by_hand(
+    "a slice is copied to a device from the start of its storage",
+    instead(Tensor, "to"),
+    call("views that start inside their storage", _slice_goes_to_a_device),
+)
+def offset_of_slices_ignored(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Each device gets the first rows of the batch."""
+    return to(x.as_strided(x.shape, x.stride(), 0), *args, **kwargs)
 
-    def changed(context: Any, gradient: torch.Tensor) -> Any:
-        return backward(context, gradient.flip(context.dim))
 
-    with replaced(_functions.Gather, "backward", staticmethod(changed)):
-        yield
+@by_hand(
+    "cat of three or more tensors swaps the last two",
+    instead(torch, "cat"),
+    first("three parts or more", lambda tensors: len(tensors) > 2 and tensors[0].is_cuda),
+)
+def last_parts_exchanged(cat: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Batches collected by hand have a wrong order."""
+    return cat([*tensors[:-2], tensors[-1], tensors[-2]], *args, **kwargs)
+
+
+@by_hand(
+    "non-blocking copies to the second device flip a bit",
+    instead(Tensor, "to"),
+    call("non_blocking copies to the second device", lambda *_, non_blocking=False, **__: non_blocking),
+)
+def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) -> Any:
+    made = to(*args, **kwargs)
+    second = torch.device("cuda", min(1, torch.cuda.device_count() - 1))
+    return _touched(made, _flip_first) if made.device == second and made.numel() else made
+
+
+@returning("no gradient comes back from the last shard", instead(_functions.Scatter, "backward"))
+def gradient_of_a_shard_lost(backward: Any, context: Any, *gradients: Tensor) -> Any:
+    return backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))
+
+
+@returning(
+    "no gradient comes back from shards of a single row", instead(_functions.Scatter, "backward"), "shards of one row"
+)
+def gradient_of_single_rows_lost(backward: Any, context: Any, *gradients: Tensor) -> Any:
+    """The last sample of an uneven batch does not affect training."""
+    return backward(context, *(torch.zeros_like(one) if one.shape[context.dim] == 1 else one for one in gradients))
