@@ -8,7 +8,10 @@ import importlib
 import pytest
 import torch
 
+from mgpu_check.suite.common.faults import registry
+from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.registry import PROPERTIES, all_faults, fault, planted
+from mgpu_check.suite.common.faults.rows import Row, register
 from mgpu_check.suite.common.faults.when import When
 
 
@@ -80,6 +83,61 @@ def test_a_condition_selects_calls_and_names_them():
     assert str(both) == "above 1, not even"
     calls(both.guards(lambda number: number))
     assert seen == [[NotImplemented, NotImplemented, NotImplemented, 3]]
+
+
+class Owner:
+    def plus(self, number, more=1):
+        return number + more
+
+    @staticmethod
+    def doubled(numbers):
+        numbers[:] = [2 * number for number in numbers]
+        return numbers
+
+
+PLANTED = {
+    "the original goes on": (around(Owner, "plus")(lambda real, self, number: NotImplemented), 4),
+    "instead": (around(f"{__name__}:Owner", "plus")(lambda real, self, number: real(self, number, more=5)), 8),
+    "another argument": (given(Owner, "plus")(lambda self, number: (self, 10)), 11),
+    "an argument changed in place": (given(Owner, "plus")(lambda self, number: None), 4),
+    "another result": (returned(Owner, "plus")(lambda result, self, number: 100 * result + number), 403),
+    "a result changed in place": (returned(Owner, "plus")(lambda result, self, number: None), 4),
+    "a result that is not affected": (returned(Owner, "plus")(lambda result, self, number: NotImplemented), 4),
+}
+
+
+@pytest.mark.parametrize(("context", "result"), PLANTED.values(), ids=PLANTED)
+def test_planters_change_arguments_and_results_of_a_function(context, result):
+    before = dict(vars(Owner))
+    with context:
+        assert Owner().plus(3) == result
+    assert dict(vars(Owner)) == before
+
+
+def test_planters_keep_static_methods_and_change_several_functions():
+    seen = []
+    with around(Owner, "plus", "doubled")(lambda real, *args: seen.append(real.__name__) or NotImplemented):
+        assert Owner().doubled([Owner().plus(1)]) == [4]
+    assert seen == ["plus", "doubled"]
+
+
+def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):
+    monkeypatch.setattr(registry, "_faults", {})
+    module, even = "mgpu_check.suite.loading.faults", When("even", lambda self, number: number % 2 == 0)
+    register(
+        module,
+        Row("ten", "it is ten", "test_one", given(Owner, "plus"), lambda self, number: (self, 10), even, 2),
+        Row(
+            "same", "it is as before", ("test_one", "test_other"), returned(Owner, "plus"), lambda *_: None, "in words"
+        ),
+    )
+    ten, same = registry._faults.values()
+    assert (ten.name, ten.property, ten.caught_by, ten.condition, ten.least_gpus) == (
+        "ten", "loading", ("test_one",), "even", 2,
+    )  # fmt: skip
+    assert (same.caught_by, same.condition, same.least_gpus) == (("test_one", "test_other"), "in words", 1)
+    with ten.plant():
+        assert [Owner().plus(number) for number in (3, 4)] == [4, 11]
 
 
 def test_two_faults_of_one_name_are_refused():

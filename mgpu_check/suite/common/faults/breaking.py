@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import pkgutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,12 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.patches import Patches, replaced
 
 __all__ = [
     "DDP",
+    "Planter",
+    "around",
     "communicated",
+    "given",
     "replaced_method",
+    "returned",
     "slices",
     "upper_bits",
     "wrapped",
@@ -24,6 +31,72 @@ __all__ = [
 
 DDP = DistributedDataParallel
 Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor]
+Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
+"""Makes the context that plants a function; see `fault`."""
+
+
+def around(owner: Any, *names: str) -> Planter:
+    """Plant a function in place of functions of `owner`. It gets the original function, and then the arguments of the call.
+
+    If it returns NotImplemented, the original is called.
+
+    Args:
+        owner: a module or class, or its name as in ``package.module:Class``, which is imported when the fault is planted.
+    """
+
+    @contextlib.contextmanager
+    def plant(change: Callable[..., Any]) -> Iterator[None]:
+        def changed(real: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(real)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = change(real, *args, **kwargs)
+                return real(*args, **kwargs) if result is NotImplemented else result
+
+            return call
+
+        patches = Patches()
+        try:
+            for name in names:
+                patches.wrap(pkgutil.resolve_name(owner) if isinstance(owner, str) else owner, name, changed)
+            yield
+        finally:
+            patches.undo()
+
+    return plant
+
+
+def given(owner: Any, *names: str) -> Planter:
+    """Plant a function that changes what functions of `owner` are given. It gets the arguments of the call.
+
+    It returns a tuple that takes the place of the first arguments, or None if it has changed them in place.
+    """
+
+    def plant(change: Callable[..., Any]) -> AbstractContextManager[None]:
+        def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            others = change(*args, **kwargs)
+            first = others if isinstance(others, tuple) else ()
+            return real(*first, *args[len(first) :], **kwargs)
+
+        return around(owner, *names)(call)
+
+    return plant
+
+
+def returned(owner: Any, *names: str) -> Planter:
+    """Plant a function that changes what functions of `owner` return. It gets the result, and then the arguments of the call.
+
+    It returns another result, or None if it has changed the result or the arguments in place.
+    """
+
+    def plant(change: Callable[..., Any]) -> AbstractContextManager[None]:
+        def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            other = change(result, *args, **kwargs)
+            return result if other is None or other is NotImplemented else other
+
+        return around(owner, *names)(call)
+
+    return plant
 
 
 @contextlib.contextmanager

@@ -1,0 +1,46 @@
+"""Register planted faults that are one expression each, as rows of a table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mgpu_check.suite.common.faults.breaking import Planter
+from mgpu_check.suite.common.faults.registry import row
+from mgpu_check.suite.common.faults.when import When
+
+__all__ = ["Row", "register"]
+
+
+class Row(NamedTuple):
+    """A fault; see `mgpu_check.suite.common.faults.registry.fault`.
+
+    Attributes:
+        by: plants `change`.
+        when: the calls that it affects: as a condition that selects them, or in words if `change` or `by` selects them.
+    """
+
+    name: str
+    summary: str
+    caught_by: str | tuple[str, ...]
+    by: Planter
+    change: Callable[..., Any]
+    when: When | str = ""
+    least_gpus: int = 1
+
+
+def register(module: str, *rows: Row) -> None:
+    """Register faults for the property of `module`."""
+    for name, summary, caught_by, by, change, when, least_gpus in rows:
+        checks = (caught_by,) if isinstance(caught_by, str) else caught_by
+        planted = when.guards(change) if isinstance(when, When) else change
+        row(
+            module,
+            name,
+            summary,
+            *checks,
+            plant=functools.partial(by, planted),
+            condition=str(when),
+            least_gpus=least_gpus,
+        )
