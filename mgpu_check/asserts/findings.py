@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from mgpu_check.errors import CheckFailure, GradientMismatch
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["Findings", "on_any_rank"]
+__all__ = ["Findings", "on_any_rank", "run_all"]
 
 
 class Findings:
@@ -54,6 +54,15 @@ class Findings:
         Use it where a finding would cause wrong findings on other ranks, or would make them wait forever.
         """
         return on_any_rank(rank, bool(self.found))
+
+
+def run_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Run all checks, even after one has found an error, and then raise the first finding."""
+    __tracebackhide__ = True
+    with Findings() as findings:
+        for check in checks:
+            with findings.collected():
+                check()
 
 
 def on_any_rank(rank: Rank, true: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from mgpu_check import Ranks
-from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.engine.failures import account_of
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, GradientMismatch, RankFailure, ShardError
-from mgpu_check.suite.collectives import test_collectives as collectives
+from mgpu_check.suite.collectives import on_ranks as collectives
 from mgpu_check.suite.collectives.meshes import assert_mesh_matches
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered
@@ -258,39 +259,39 @@ CASES = (
     ),
     Case(
         "suite: messages",
-        lambda rank: collectives._messages(rank, 1),
+        lambda rank: collectives.assert_messages_of_all_ways_arrive(rank, 1),
         misread("collectives.messages.as_bits"),
         "memory before or behind the received tensor was changed",
     ),
     Case(
         "suite: any source",
-        lambda rank: collectives._any_source(rank, 1),
+        lambda rank: collectives.assert_messages_from_any_source_arrive(rank, 1),
         misread("collectives.messages.as_bits"),
         "memory before or behind the received tensor was changed",
         who=1,
     ),
     Case(
         "suite: objects",
-        lambda rank: collectives._objects(rank, 1),
+        lambda rank: collectives.assert_objects_travel_on_all_ways(rank, 1),
         misread("collectives.objects.object_of", str),
         "all_gather_object",
     ),
     Case(
         "suite: barriers",
-        lambda rank: collectives._barriers(rank, 1),
+        lambda rank: collectives.assert_barriers_hold(rank, 1),
         misread("collectives.objects._fresh_store", LeftAtOnce),
         "ranks left it before rank 0 had entered it",
         who=0,
     ),
     Case(
         "suite: functional",
-        lambda rank: collectives._functional(rank, 1),
+        lambda rank: collectives.assert_functional_match_in_groups(rank, 1),
         misread("collectives.functional._given"),
         "functional all_reduce sum",
     ),
     Case(
         "suite: meshes",
-        lambda rank: collectives._meshes(rank, [(2, 2), (4,)]),
+        lambda rank: collectives.assert_meshes_match(rank, [(2, 2), (4,)]),
         group_of_the_first_dimension,
         "mesh of 2x2: the members of dim1",
         who=3,
@@ -298,7 +299,7 @@ CASES = (
     ),
     Case(
         "suite: bias of rounding",
-        lambda rank: collectives._unbiased(rank, 1),
+        lambda rank: collectives.assert_sums_are_unbiased(rank, 1),
         misread("collectives.biased_rounding.mean_error", lambda mean: mean + 1),
         "rounding leans away from zero",
     ),
@@ -356,6 +357,18 @@ def test_the_first_finding_is_raised_where_the_context_ends() -> None:
         findings.require(True, "all is well")
         findings.require(False, "no sum", ranks=[2])
     assert caught.value.ranks == (2,)
+
+
+def test_all_checks_run_and_the_first_finding_is_raised() -> None:
+    done: list[str] = []
+
+    def check(words: str) -> None:
+        done.append(words)
+        raise ShardError(words)
+
+    with pytest.raises(ShardError, match="the first"):
+        run_all(functools.partial(check, words) for words in ("the first", "the second"))
+    assert done == ["the first", "the second"]
 
 
 def test_a_finding_is_not_lost_to_the_error_that_follows_from_it() -> None:

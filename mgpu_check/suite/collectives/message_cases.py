@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Message"]
+from mgpu_check.suite.collectives.cases import COPIED, REDUCED
+
+__all__ = ["Message", "messages_between"]
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,24 @@ class Message:
         return (
             f"message {self.number} of {source} to rank {self.target}, tag {self.tag}, {self.elements} x {self.dtype}"
         )
+
+
+def messages_between(size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False) -> list[Message]:
+    """Return messages between all pairs of ranks: two in each direction, of any dtype, with 0 to 65,537 elements.
+
+    If `alike`, the two messages of a direction have the same dtype and size, and differ only by their tags.
+    """
+    found: list[Message] = []
+    dtypes = COPIED if place == "device" else REDUCED
+    sizes = (1, 0, 4097, 33, 65537, 7)
+    for source in range(size):
+        for target in range(size):
+            if source == target:
+                continue
+            for turn in range(2):
+                number = len(found) + 2 * seed
+                tag = (number * 7 + turn) % 5 if tags else 0
+                kind = number // 2 + seed if alike else number
+                dtype, elements = dtypes[kind * 5 % len(dtypes)], sizes[kind % len(sizes)]
+                found.append(Message(source, target, tag, dtype, elements, number))
+    return found

@@ -1,4 +1,4 @@
-"""Draw collective programs; list messages and shapes of meshes."""
+"""Draw collective programs; list shapes of meshes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 
 from hypothesis import strategies as st
 
-from mgpu_check.suite.collectives.cases import COPIED, REDUCED
-from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.program_cases import BUFFERS, GROUPS, OF_GROUPS, STEPS, CollectiveStep
 
-__all__ = ["mesh_shapes", "messages", "programs"]
+__all__ = ["mesh_shapes", "programs"]
 
 
 class _Machine:
@@ -114,27 +112,6 @@ def programs(draw: st.DrawFn) -> list[CollectiveStep]:
     ):
         machine.take(kind)
     return machine.steps
-
-
-def messages(size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False) -> list[Message]:
-    """Return messages between all pairs of ranks: two in each direction, of any dtype, with 0 to 65,537 elements.
-
-    If `alike`, the two messages of a direction have the same dtype and size, and differ only by their tags.
-    """
-    found: list[Message] = []
-    dtypes = COPIED if place == "device" else REDUCED
-    sizes = (1, 0, 4097, 33, 65537, 7)
-    for source in range(size):
-        for target in range(size):
-            if source == target:
-                continue
-            for turn in range(2):
-                number = len(found) + 2 * seed
-                tag = (number * 7 + turn) % 5 if tags else 0
-                kind = number // 2 + seed if alike else number
-                dtype, elements = dtypes[kind * 5 % len(dtypes)], sizes[kind % len(sizes)]
-                found.append(Message(source, target, tag, dtype, elements, number))
-    return found
 
 
 def mesh_shapes(size: int) -> list[tuple[int, ...]]:

@@ -16,17 +16,19 @@ from mgpu_check.suite.collectives.program_cases import BUFFERS, LENGTH, OF_GROUP
 __all__ = ["assert_program_matches"]
 
 
-def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: torch.dtype, place: str) -> None:
+def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: str, place: str) -> None:
     """Assert after each of `steps` that the tensors of this rank equal those of the model bit for bit.
 
-    Tensors of a collective that still runs are compared when it has ended. The dtype must be an integer dtype: sums wrap around,
-    so no step rounds or overflows.
+    Tensors of a collective that still runs are compared when it has ended.
+
+    Args:
+        dtype: the name of an integer dtype: sums wrap around, so no step rounds or overflows.
 
     Raises:
         CollectiveMismatch: names the step that last wrote the first tensor that differs.
     """
     __tracebackhide__ = True
-    model = _Model(rank.size, dtype)
+    model = _Model(rank.size, getattr(torch, dtype))
     device = rank.device if place == "device" else torch.device("cpu")
     mine = _OfRank(rank, [tensor.to(device, copy=True) for tensor in model.held[rank.index]])
     findings: list[WrongResult] = []

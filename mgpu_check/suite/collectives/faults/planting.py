@@ -1,10 +1,11 @@
-"""Plant faults of collectives: wrap functions of `torch.distributed` to change their inputs or results."""
+"""Plant faults of collectives: change the inputs or results of functions of `torch.distributed`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.conditions import is_last
+from mgpu_check.suite.common.faults.breaking import Planter
 from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.tensors import as_bits
 
-__all__ = ["Seen", "around", "spoiled", "through"]
+__all__ = ["Done", "Seen", "after", "before", "flipped", "instead", "unchanged"]
 
 _ALIASES = {
     "all_gather_into_tensor": ("all_gather_single",),
@@ -23,6 +25,8 @@ _ALIASES = {
 }
 """Newer aliases of the functions, patched together with them."""
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_ROOTS = ("src", "group_src", "dst", "group_dst")
+_OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Seen:
         written: the tensors that it writes on this rank.
         op: name of the reduction; "SUM" by default.
         late: True if the call was asynchronous.
+        kept: what earlier calls have kept, since the fault was planted.
     """
 
     real: Callable[..., Any]
@@ -43,6 +48,7 @@ class Seen:
     op: str
     group: Any
     late: bool
+    kept: dict[Any, Any]
 
     @property
     def rank(self) -> int:
@@ -56,14 +62,23 @@ class Seen:
         return 0 if self.group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_world_size(self.group)
 
     @property
-    def last(self) -> bool:
-        """True on the last of several ranks of the world."""
-        return is_last()
+    def root(self) -> int | None:
+        """The rank that the call names as its root, in the world or in the group."""
+        return next((self.kwargs[name] for name in _ROOTS if name in self.kwargs), None)
 
     @property
     def first(self) -> torch.Tensor:
         """The first tensor that the call writes, or an empty tensor."""
         return self.written[0] if self.written else torch.empty(0)
+
+    def splits(self, place: int) -> list[int]:
+        """Return the sizes of parts that the call has as argument number `place`, if any."""
+        return list(self.args[place] or ()) if len(self.args) > place else []
+
+    def every(self, period: int) -> bool:
+        """Count a call; return True for every `period`-th call."""
+        self.kept["calls"] = self.kept.get("calls", 0) + 1
+        return bool(self.kept["calls"] % period == 0)
 
     def call(self, *instead: Any) -> Any:
         """Call the original function, with `instead` in place of its first arguments."""
@@ -71,71 +86,123 @@ class Seen:
 
     def finish(self, *instead: Any) -> Any:
         """Call the original function, and wait until it has written its results."""
-        work = self.call(*instead)
-        if isinstance(work, dist.Work):
-            work.wait()
+        return _waited(self.call(*instead))
+
+    def with_op(self, op: str, tensor: torch.Tensor | None = None) -> Any:
+        """Call an in-place reduction with another operation, also of another tensor, and wait for it."""
+        rest = [value for value in self.args[1:] if not isinstance(value, _OP_TYPES)]
+        named = self.kwargs | {"op": getattr(dist.ReduceOp, op)}
+        return _waited(self.real(self.first if tensor is None else tensor, *rest, **named))
+
+    def with_root(self, **root: int) -> Any:
+        """Call the original function with another root, such as ``group_src=0``."""
+        named = {name: value for name, value in self.kwargs.items() if name not in _ROOTS}
+        return self.real(*(None if type(value) is int else value for value in self.args), **named, **root)
+
+    def through(self, wide: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor] = lambda total: total) -> Any:
+        """Reduce in another dtype; `back` converts the result."""
+        other = self.first.to(wide)
+        work = self.finish(other)
+        self.first.copy_(back(other))
         return work
 
-    def is_of(self, *dtypes: torch.dtype) -> bool:
-        """Return whether the call writes tensors of one of these dtypes."""
-        return self.first.dtype in dtypes
+
+def _waited(work: Any) -> Any:
+    if isinstance(work, dist.Work):
+        work.wait()
+    return work
 
 
-def _seen(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+class Done(dist.Work):
+    """Work whose ``wait`` returns at once."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def _seen(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Seen:
     written = (
         args[1] if name == "gather" and len(args) > 1 else kwargs.get("gather_list") if name == "gather" else args[0]
     )
     tensors = [written] if isinstance(written, torch.Tensor) else list(written or ())
-    kinds = (dist.ReduceOp, dist.ReduceOp.RedOpType)
-    given = next((value for value in args if isinstance(value, kinds)), kwargs.get("op"))
-    op = "SUM" if given is None else next(known for known in _OPS if given == getattr(dist.ReduceOp, known))
-    group = kwargs.get("group")
-    return Seen(real, args, kwargs, tensors, op, group, bool(kwargs.get("async_op")))
+    found = next((value for value in args if isinstance(value, _OP_TYPES)), kwargs.get("op"))
+    op = "SUM" if found is None else next(known for known in _OPS if found == getattr(dist.ReduceOp, known))
+    return Seen(real, args, kwargs, tensors, op, kwargs.get("group"), bool(kwargs.get("async_op")), kept)
 
 
-@contextlib.contextmanager
-def around(make: Callable[[Seen], Any], *names: str) -> Iterator[None]:
-    """Replace collectives by `make`, called with the original function and its arguments."""
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            for alias in (name, *_ALIASES.get(name, ())):
-                if hasattr(dist, alias):
-                    stack.enter_context(replaced(dist, alias, _made(make, name, getattr(dist, alias))))
-        yield
+def instead(*names: str) -> Planter:
+    """Plant a function in place of collectives. If it returns NotImplemented, the original is called."""
+
+    @contextlib.contextmanager
+    def plant(make: Callable[[Seen], Any]) -> Iterator[None]:
+        kept: dict[Any, Any] = {}
+
+        def made(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(real)
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                seen = _seen(name, real, args, kwargs, kept)
+                result = make(seen)
+                return seen.call() if result is NotImplemented else result
+
+            return collective
+
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                for alias in (name, *_ALIASES.get(name, ())):
+                    if hasattr(dist, alias):
+                        stack.enter_context(replaced(dist, alias, made(name, getattr(dist, alias))))
+            yield
+
+    return plant
 
 
-def _made(make: Callable[[Seen], Any], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        return make(_seen(name, real, args, kwargs))
+def before(*names: str) -> Planter:
+    """Plant a function that changes the tensors of collectives before each call."""
 
-    return collective
-
-
-@contextlib.contextmanager
-def spoiled(spoil: Callable[[Seen], object], *names: str) -> Iterator[None]:
-    """Call `spoil` after each collective has written its results."""
-
-    def make(seen: Seen) -> Any:
-        work = seen.finish()
-        spoil(seen)
-        return work
-
-    with around(make, *names):
-        yield
-
-
-def through(
-    wide: torch.dtype, narrow: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[Seen], Any]:
-    """Return a sum that computes in another dtype; `back` converts the result to the dtype of the tensors."""
-
-    def reduce(seen: Seen) -> Any:
-        if seen.op != "SUM" or not seen.is_of(narrow):
+    def plant(spoil: Callable[[Seen], object]) -> AbstractContextManager[None]:
+        def make(seen: Seen) -> Any:
+            spoil(seen)
             return seen.call()
-        other = seen.first.to(wide)
-        work = seen.finish(other)
-        seen.first.copy_(back(other))
-        return work
 
-    return reduce
+        return instead(*names)(make)
+
+    return plant
+
+
+def after(*names: str) -> Planter:
+    """Plant a function that is called after each collective has written its results."""
+
+    def plant(spoil: Callable[[Seen], object]) -> AbstractContextManager[None]:
+        def make(seen: Seen) -> Any:
+            work = seen.finish()
+            spoil(seen)
+            return work
+
+        return instead(*names)(make)
+
+    return plant
+
+
+def unchanged(*names: str) -> Planter:
+    """Plant a function that returns a view of a written tensor; it has after each call what it had before."""
+
+    def plant(part: Callable[[Seen], Any]) -> AbstractContextManager[None]:
+        def make(seen: Seen) -> Any:
+            view = part(seen)
+            if view is NotImplemented:
+                return view
+            old = view.clone()
+            work = seen.finish()
+            view.copy_(old)
+            return work
+
+        return instead(*names)(make)
+
+    return plant
+
+
+def flipped(tensor: torch.Tensor, *, at: int = 0) -> torch.Tensor:
+    """Invert the lowest bit of one element of a contiguous tensor, if there is one, and return the tensor."""
+    if tensor.numel():
+        as_bits(tensor).view(-1)[at].bitwise_xor_(1)
+    return tensor

@@ -1,247 +1,171 @@
-"""Planted faults of reductions in one dtype or with one operation."""
+"""Planted faults of reductions: dtypes, operations, special values, rounding, sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mgpu_check.suite.collectives.faults.planting import Seen, around, spoiled, through
+from mgpu_check.suite.collectives.faults.conditions import LAST, NAN, above, dtype, op
+from mgpu_check.suite.collectives.faults.planting import Seen, after, before, flipped, instead, unchanged
 from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
 
-_ALL = "test_all_reduce_of_every_dtype"
-_OTHERS = "test_reductions_of_every_dtype"
+_ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS, _SIZES, _ASYNC, _PROGRAMS = (
+    "test_all_reduce_of_every_dtype", "test_reductions_of_every_dtype", "test_reductions_as_ieee_says",
+    "test_rounding_of_reductions", "test_bias_of_rounding", "test_sizes", "test_asynchronous_collectives",
+    "test_programs_of_collectives",
+)  # fmt: skip
+_SUM = op("SUM")
+_INFINITIES = When("infinities", lambda seen: bool(seen.first.isinf().any()))
+_FLOATS = When("-0", lambda seen: seen.op == "SUM" and seen.first.dtype.is_floating_point)
+_ALONE = When("world of 1", lambda seen: seen.size == 1 and seen.group is None)
+_SECOND = When("one rank", lambda seen: seen.rank == 1)
+_FIRST = When("one rank", lambda seen: seen.rank == 0)
+_NOT_LAST = When("all ranks but the last", lambda seen: not LAST.holds(seen))
 
 
-def _as(op: str, seen: Seen, tensor: torch.Tensor) -> Any:
-    """Call an in-place reduction with another operation, and wait for it."""
-    rest = [value for value in seen.args[1:] if not isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType))]
-    work = seen.real(tensor, *rest, **{**seen.kwargs, "op": getattr(dist.ReduceOp, op)})
-    if isinstance(work, dist.Work):
-        work.wait()
+def _subnormal(numbers: torch.Tensor) -> torch.Tensor:
+    return (numbers.abs() < torch.finfo(numbers.dtype).smallest_normal) & (numbers != 0)
+
+
+def _bfloat16_towards_zero(total: torch.Tensor) -> torch.Tensor:
+    return total.view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32)
+
+
+def _float32_towards_zero(total: torch.Tensor) -> torch.Tensor:
+    near = total.float()
+    bits = near.view(torch.int32)
+    return torch.where(near.double().abs() > total.abs(), bits - 1, bits).view(torch.float32)
+
+
+def _float16_away_from_zero(total: torch.Tensor) -> torch.Tensor:
+    near = total.half()
+    bits = near.view(torch.int16)
+    return torch.where(near.double().abs() < total.abs(), bits + 1, bits).view(torch.float16)
+
+
+register(
+    __name__,
+    Row("unsigned-maximum-as-signed", "MAX treats unsigned numbers as signed", _ALL, instead("all_reduce"),
+        lambda seen: seen.finish(seen.first.view(torch.int8)), dtype("uint8") & op("MAX")),
+    Row("product-without-the-last-rank", "PRODUCT leaves out the factor of the last rank", _ALL, before("all_reduce"),
+        lambda seen: LAST.holds(seen) and seen.first.fill_(1), dtype("float64") & op("PRODUCT")),
+    Row("long-sum-in-doubles", "a sum of integers is computed in floating point", _ALL, instead("all_reduce"),
+        lambda seen: seen.through(torch.float64), dtype("int64") & _SUM),
+    Row("sum-saturates", "a sum of integers saturates", _ALL, instead("all_reduce"),
+        lambda seen: seen.through(torch.int64, lambda total: total.clamp(-(1 << 31), (1 << 31) - 1)),
+        dtype("int32") & _SUM),
+    Row("half-product-of-few-bits", "a product has the precision of bfloat16 on the second rank", _ALL,
+        after("all_reduce"), lambda seen: seen.first.copy_(seen.first.bfloat16()),
+        dtype("float16") & op("PRODUCT") & _SECOND),
+    Row("mean-of-one-rank-more", "the mean of float16 divides by one more rank", _ALL, after("all_reduce"),
+        lambda seen: seen.size > 1 and seen.first.mul_(seen.size / (seen.size + 1)), dtype("float16") & op("AVG")),
+    Row("factor-forgotten", "PREMUL_SUM forgets its factor", _ALL, instead("all_reduce"),
+        lambda seen: seen.with_op("SUM"), dtype("float64") & op("PREMUL_SUM")),
+    Row("and-is-or", "BAND of bytes is BOR", _ALL, instead("all_reduce"),
+        lambda seen: seen.with_op("BOR"), dtype("uint8") & op("BAND")),
+    Row("xor-of-half-a-number", "BXOR uses the lower half of a number only", _ALL, after("all_reduce"),
+        lambda seen: seen.first.bitwise_and_(0xFFFFFFFF), dtype("int64") & op("BXOR")),
+    Row("all-is-any", "a product of booleans is their sum", _ALL, instead("all_reduce"),
+        lambda seen: seen.with_op("MAX"), dtype("bool") & op("PRODUCT")),
+    Row("imaginary-parts-lost", "imaginary parts are not added on the last rank", _ALL, after("all_reduce"),
+        lambda seen: torch.view_as_real(seen.first)[..., 1].zero_(), dtype("complex128") & LAST),
+    Row("reduce-confuses-extremes", "reduce returns the maximum for the minimum", _OTHERS, instead("reduce"),
+        lambda seen: seen.with_op("MAX"), dtype("int32") & op("MIN")),
+    Row("scattered-maximum-of-one-element",
+        "reduce_scatter_tensor gives the last rank the minimum of its first element", _OTHERS,
+        after("reduce_scatter_tensor"), lambda seen: seen.first[:1].abs_().add_(1).neg_(),
+        dtype("bfloat16") & op("MAX") & LAST),
+    Row("root-left-out", "reduce leaves out the root if it is not rank 0", _OTHERS, before("reduce"),
+        lambda seen: seen.root == seen.rank != 0 and seen.first.zero_(), dtype("float32") & _SUM),
+    Row("result-for-rank-zero", "reduce sends its result to rank 0 instead of the root", (_OTHERS, "test_groups"),
+        instead("reduce"), lambda seen: seen.with_root(group_dst=0)),
+    Row("parts-in-the-wrong-order", "reduce_scatter of a list gives parts in the wrong order", _SIZES,
+        instead("reduce_scatter"), lambda seen: seen.call(seen.args[0], seen.args[1][::-1])),
+    Row("fourth-rank-left-out", "a sum leaves out the fourth rank", (_ASYNC, _PROGRAMS), before("all_reduce"),
+        lambda seen: seen.op == "SUM" and dist.get_rank(seen.group) == 3 and seen.first.zero_(),
+        When("groups of 4 and more", lambda seen: seen.size > 3)),
+    Row("nan-is-zero", "NaN counts as zero in a sum", _IEEE, before("all_reduce"),
+        lambda seen: seen.op == "SUM" and seen.first.masked_fill_(seen.first.isnan(), 0.0), dtype("float32") & NAN),
+    Row("infinity-clamped", "infinities become the largest finite number", _IEEE, after("all_reduce"),
+        lambda seen: seen.first.clamp_(max=torch.finfo(torch.float16).max), dtype("float16") & _INFINITIES),
+    Row("subnormals-of-sums-flushed", "subnormals count as zero on the last rank", _IEEE, after("all_reduce"),
+        lambda seen: LAST.holds(seen) and seen.first.masked_fill_(_subnormal(seen.first), 0.0),
+        dtype("float32") & When("subnormals", lambda seen: bool(_subnormal(seen.first).any()))),
+    Row("sign-of-zero-lost", "a sum starts at +0, so it loses the sign of -0", _IEEE, after("all_reduce"),
+        lambda seen: seen.first.add_(0.0), _FLOATS),
+    Row("doubles-added-as-singles", "float64 is added up in float32", _ROUNDING, instead("all_reduce", "reduce"),
+        lambda seen: seen.through(torch.float32), dtype("float64") & _SUM),
+    Row("truncated-bfloat16", "sums of bfloat16 are cut off, not rounded", _BIAS, instead("all_reduce"),
+        lambda seen: seen.through(torch.float32, _bfloat16_towards_zero), dtype("bfloat16") & _SUM),
+    Row("truncated-float32", "sums of float32 are cut off, not rounded", _BIAS, instead("all_reduce"),
+        lambda seen: seen.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
+    Row("rounded-up", "reduce rounds half precision away from zero", _BIAS, instead("reduce"),
+        lambda seen: seen.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
+    Row("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES, unchanged("all_reduce"),
+        lambda seen: seen.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
+    Row("tail-of-a-long-half-sum", "a bit is flipped in the tail of a long sum", _SIZES, after("all_reduce"),
+        lambda seen: flipped(seen.first, at=-1), dtype("float16") & above(1 << 16)),
+    Row("tail-of-a-very-long-sum", "a bit is flipped in the tail of a long sum of the last rank", _SIZES,
+        after("all_reduce"), lambda seen: flipped(seen.first, at=-1), above(1 << 20) & LAST),
+    Row("long-part-loses-its-end", "reduce_scatter_tensor loses the end of long parts", _SIZES,
+        after("reduce_scatter_tensor"), lambda seen: seen.first[1 << 16 :].zero_(), above(1 << 16)),
+    Row("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES, unchanged("all_reduce"),
+        lambda seen: seen.first.reshape(-1)[-1:],
+        dtype("float16") & When("odd sizes", lambda seen: seen.first.numel() % 2 == 1) & _FIRST),
+    Row("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),
+        lambda seen: seen.op == "SUM" and seen.first.dtype in (torch.float32, torch.int64) and seen.first.mul_(2),
+        _ALONE),
+)  # fmt: skip
+
+
+@fault("MIN is computed as -MAX(-x), which overflows", _ALL, by=instead("all_reduce"), when=dtype("int8") & op("MIN"))
+def minimum_by_negation(seen: Seen) -> Any:
+    negative = -seen.first
+    work = seen.with_op("MAX", negative)
+    seen.first.copy_(-negative)
     return work
 
 
-def _taken_for(other: str, op: str, dtype: torch.dtype) -> Callable[[Seen], Any]:
-    """Return an in-place reduction that uses a wrong operation for one operation and dtype."""
-
-    def reduce(seen: Seen) -> Any:
-        return _as(other, seen, seen.first) if seen.op == op and seen.is_of(dtype) else seen.call()
-
-    return reduce
+@fault("reduce_scatter_tensor swaps the parts of the last two ranks", _OTHERS, by=instead("reduce_scatter_tensor"),
+       when=When("groups of 5 and more", lambda seen: seen.size > 4), least_gpus=5)  # fmt: skip
+def parts_of_the_last_swapped(seen: Seen) -> Any:
+    *others, last_but_one, last = seen.args[1].chunk(seen.size)
+    return seen.call(seen.args[0], torch.cat([*others, last, last_but_one]))
 
 
-@fault("MAX treats unsigned numbers as signed", _ALL, condition="uint8, MAX")
-def unsigned_maximum_as_signed() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        if seen.op == "MAX" and seen.is_of(torch.uint8):
-            return seen.finish(seen.first.view(torch.int8))
-        return seen.call()
-
-    with around(reduce, "all_reduce"):
-        yield
-
-
-@fault("MIN is computed as -MAX(-x), which overflows", _ALL, condition="int8, MIN")
-def minimum_by_negation() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        if seen.op != "MIN" or not seen.is_of(torch.int8):
-            return seen.call()
-        negative = -seen.first
-        work = _as("MAX", seen, negative)
-        seen.first.copy_(-negative)
-        return work
-
-    with around(reduce, "all_reduce"):
-        yield
-
-
-@fault("PRODUCT leaves out the factor of the last rank", _ALL, condition="float64, PRODUCT")
-def product_without_the_last_rank() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        if seen.op == "PRODUCT" and seen.last and seen.is_of(torch.float64):
-            seen.first.fill_(1)
-        return seen.call()
-
-    with around(reduce, "all_reduce"):
-        yield
-
-
-@fault("a sum of integers is computed in floating point", _ALL, condition="int64, SUM")
-def long_sum_in_doubles() -> Iterator[None]:
-    with around(through(torch.float64, torch.int64, lambda total: total.to(torch.int64)), "all_reduce"):
-        yield
-
-
-@fault("a sum of integers saturates", _ALL, condition="int32, SUM")
-def sum_saturates() -> Iterator[None]:
-    limits = torch.iinfo(torch.int32)
-    back = through(torch.int64, torch.int32, lambda total: total.clamp(limits.min, limits.max).to(torch.int32))
-    with around(back, "all_reduce"):
-        yield
-
-
-@fault("a product has the precision of bfloat16 on the second rank", _ALL, condition="float16, PRODUCT, one rank")
-def half_product_of_few_bits() -> Iterator[None]:
-    def spoil(seen: Seen) -> None:
-        if seen.op == "PRODUCT" and seen.rank == 1 and seen.is_of(torch.float16):
-            seen.first.copy_(seen.first.bfloat16())
-
-    with spoiled(spoil, "all_reduce"):
-        yield
-
-
-@fault("the mean of float16 divides by one more rank", _ALL, condition="float16, AVG")
-def mean_of_one_rank_more() -> Iterator[None]:
-    def spoil(seen: Seen) -> None:
-        if seen.op == "AVG" and seen.size > 1 and seen.is_of(torch.float16):
-            seen.first.mul_(seen.size / (seen.size + 1))
-
-    with spoiled(spoil, "all_reduce"):
-        yield
-
-
-@fault("PREMUL_SUM forgets its factor", _ALL, condition="float64, PREMUL_SUM")
-def factor_forgotten() -> Iterator[None]:
-    with around(_taken_for("SUM", "PREMUL_SUM", torch.float64), "all_reduce"):
-        yield
-
-
-@fault("BAND of bytes is BOR", _ALL, condition="uint8, BAND")
-def and_is_or() -> Iterator[None]:
-    with around(_taken_for("BOR", "BAND", torch.uint8), "all_reduce"):
-        yield
-
-
-@fault("BXOR uses the lower half of a number only", _ALL, condition="int64, BXOR")
-def xor_of_half_a_number() -> Iterator[None]:
-    def spoil(seen: Seen) -> None:
-        if seen.op == "BXOR" and seen.is_of(torch.int64):
-            seen.first.bitwise_and_(0xFFFFFFFF)
-
-    with spoiled(spoil, "all_reduce"):
-        yield
-
-
-@fault("a product of booleans is their sum", _ALL, condition="bool, PRODUCT")
-def all_is_any() -> Iterator[None]:
-    with around(_taken_for("MAX", "PRODUCT", torch.bool), "all_reduce"):
-        yield
-
-
-@fault("imaginary parts are not added on the last rank", _ALL, condition="complex128, one rank")
-def imaginary_parts_lost() -> Iterator[None]:
-    def spoil(seen: Seen) -> None:
-        if seen.last and seen.is_of(torch.complex128):
-            torch.view_as_real(seen.first)[..., 1] = 0
-
-    with spoiled(spoil, "all_reduce"):
-        yield
-
-
-@fault("reduce returns the maximum for the minimum", _OTHERS, condition="int32, MIN")
-def reduce_confuses_extremes() -> Iterator[None]:
-    with around(_taken_for("MAX", "MIN", torch.int32), "reduce"):
-        yield
-
-
-@fault(
-    "reduce_scatter_tensor gives the last rank the minimum of its first element",
-    _OTHERS,
-    condition="bfloat16, MAX, one rank",
-)
-def scattered_maximum_of_one_element() -> Iterator[None]:
-    def spoil(seen: Seen) -> None:
-        if seen.op == "MAX" and seen.last and seen.first.numel() and seen.is_of(torch.bfloat16):
-            seen.first[0] = -seen.first[0].abs() - 1
-
-    with spoiled(spoil, "reduce_scatter_tensor"):
-        yield
-
-
-@fault("reduce leaves out the root if it is not rank 0", _OTHERS, condition="float32")
-def root_left_out() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        root = seen.kwargs.get("dst", seen.kwargs.get("group_dst"))
-        if root == seen.rank != 0 and seen.op == "SUM" and seen.is_of(torch.float32):
-            seen.first.zero_()
-        return seen.call()
-
-    with around(reduce, "reduce"):
-        yield
-
-
-@fault("reduce sends its result to rank 0 instead of the root", _OTHERS, "test_groups")
-def result_for_rank_zero() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        named = {key: value for key, value in seen.kwargs.items() if key not in ("dst", "group_dst")}
-        return seen.real(*seen.args, **named, group_dst=0)
-
-    with around(reduce, "reduce"):
-        yield
-
-
-@fault("reduce_scatter of a list gives parts in the wrong order", "test_sizes")
-def parts_in_the_wrong_order() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        return seen.call(seen.args[0], list(reversed(seen.args[1])))
-
-    with around(reduce, "reduce_scatter"):
-        yield
-
-
-@fault(
-    "reduce_scatter_tensor swaps the parts of the last two ranks",
-    "test_reductions_of_every_dtype",
-    condition="groups of 5 and more",
-    least_gpus=5,
-)
-def parts_of_the_last_swapped() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        if seen.size < 5:
-            return seen.call()
-        *others, last_but_one, last = seen.args[1].chunk(seen.size)
-        return seen.call(seen.args[0], torch.cat([*others, last, last_but_one]))
-
-    with around(reduce, "reduce_scatter_tensor"):
-        yield
-
-
-@fault(
-    "a sum leaves out the fourth rank",
-    "test_asynchronous_collectives",
-    "test_programs_of_collectives",
-    condition="groups of 4 and more",
-)
-def fourth_rank_left_out() -> Iterator[None]:
-    def reduce(seen: Seen) -> Any:
-        if seen.op == "SUM" and seen.size >= 4 and dist.get_rank(seen.group) == 3:
-            seen.first.zero_()
-        return seen.call()
-
-    with around(reduce, "all_reduce"):
-        yield
-
-
-@fault(
-    "a second sum of the same tensor returns the first result",
-    "test_programs_of_collectives",
-    condition="from the second call with one tensor object on, below 4,096 elements",
-)
-def sum_of_a_tensor_kept() -> Iterator[None]:
+@fault("a second sum of the same tensor returns the first result", _PROGRAMS, by=after("all_reduce"),
+       condition="from the second call with one tensor object on, below 4,096 elements")  # fmt: skip
+def sum_of_a_tensor_kept(seen: Seen) -> None:
     """As with a cache whose key is the tensor and not its content."""
-    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    if 0 < seen.first.numel() < 1 << 12:
+        _, result = seen.kept.setdefault(id(seen.first), (seen.first, seen.first.clone()))
+        seen.first.copy_(result)
 
-    def spoil(seen: Seen) -> None:
-        tensor = seen.first
-        if not 0 < tensor.numel() < 1 << 12:
-            return
-        if id(tensor) in kept:
-            tensor.copy_(kept[id(tensor)][1])
-        else:
-            kept[id(tensor)] = tensor, tensor.clone()
 
-    with spoiled(spoil, "all_reduce"):
-        yield
+@fault("infinity minus infinity is zero", _IEEE, by=instead("all_reduce"), when=dtype("float64") & _SUM,
+       condition="float64, infinities")  # fmt: skip
+def infinities_cancel(seen: Seen) -> Any:
+    clean = ~seen.first.isnan()
+    work = seen.finish()
+    seen.first.masked_fill_(clean & seen.first.isnan(), 0.0)
+    return work
+
+
+@fault("the last rank adds up in another order, so its bits differ", _ROUNDING, by=instead("all_reduce"),
+       when=dtype("float32") & _SUM, condition="float32, sums that round, one rank")  # fmt: skip
+def other_order_on_one_rank(seen: Seen) -> Any:
+    if seen.size < 3 or seen.late or seen.first.dim() != 1:
+        return NotImplemented
+    parts = [torch.empty_like(seen.first) for _ in range(seen.size)]
+    dist.all_gather(parts, seen.first.clone(), group=seen.group)
+    work = seen.call()
+    if LAST.holds(seen):
+        total = parts[-1].clone()
+        for part in (*parts[1:-1], parts[0]):
+            total.add_(part)
+        seen.first.copy_(total)
+    return work

@@ -1,0 +1,134 @@
+"""Run each check of a rank on several cases, and in groups of some ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.asserts.findings import run_all
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.collectives.biased_rounding import assert_rounding_is_unbiased, most_ranks
+from mgpu_check.suite.collectives.calls import assert_collectives_match
+from mgpu_check.suite.collectives.cases import CollectiveCall
+from mgpu_check.suite.collectives.functional import (
+    assert_coalesced_match,
+    assert_differentiable_match,
+    assert_functional_match,
+)
+from mgpu_check.suite.collectives.meshes import assert_mesh_matches
+from mgpu_check.suite.collectives.message_cases import messages_between
+from mgpu_check.suite.collectives.messages import assert_any_source_tells_the_sender, assert_messages_arrive
+from mgpu_check.suite.collectives.objects import BarrierKind, assert_barrier_holds, assert_objects_travel
+from mgpu_check.suite.collectives.subgroups import assert_subgroups_divide
+
+__all__ = [
+    "assert_barriers_hold",
+    "assert_coalesced_match_in_groups",
+    "assert_differentiable_match_in_groups",
+    "assert_functional_match_in_groups",
+    "assert_groups_match",
+    "assert_meshes_match",
+    "assert_messages_from_any_source_arrive",
+    "assert_messages_of_all_ways_arrive",
+    "assert_objects_travel_on_all_ways",
+    "assert_sums_are_unbiased",
+]
+
+
+def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
+    """Return two groups of at least two ranks, or none in a world of one or two.
+
+    The first group leaves out rank 0, so that every member has another rank in the group than in the world. The second leaves
+    out another rank.
+    """
+    missing = (0, 1 + seed % max(1, rank.size - 1))
+    everybody = range(rank.size)
+    return [tuple(one for one in everybody if one != other) for other in missing] if rank.size > 2 else []
+
+
+def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
+    """Assert that collectives in groups match their models, and that subgroups divide the world."""
+    run_all((partial(assert_collectives_match, rank, wanted), partial(assert_subgroups_divide, rank)))
+
+
+def assert_messages_of_all_ways_arrive(rank: Rank, seed: int) -> None:
+    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU."""
+    between = partial(messages_between, rank.size)
+    cases = (
+        ("batched", "device", between(seed, "device", tags=False)),
+        ("batched", "device", between(seed + 3, "device", tags=False, alike=True)),
+        ("blocking", "device", between(seed + 1, "device", tags=False)),
+        ("batched", "cpu", between(seed, "cpu", tags=False)),
+        ("blocking", "cpu", between(seed + 1, "cpu", tags=True)),
+        ("flying", "cpu", between(seed + 2, "cpu", alike=True)),
+    )
+    run_all(partial(assert_messages_arrive, rank, messages, way, place) for way, place, messages in cases)
+
+
+def assert_messages_from_any_source_arrive(rank: Rank, seed: int) -> None:
+    """Assert that `recv` without a source returns the sender: for several dtypes, and in a group."""
+    cases = [
+        ((seed + turn) % rank.size, seed % 7 + turn, dtype, (seed * 3 + turn) % 50 + 1, ())
+        for turn, dtype in enumerate(("float32", "int64", "bfloat16"))
+    ]
+    groups = [(some[seed % len(some)], 1, "float32", 9, some) for some in _some(rank, seed)[:1]]
+    run_all(partial(assert_any_source_tells_the_sender, rank, *case) for case in (*cases, *groups))
+
+
+def assert_objects_travel_on_all_ways(rank: Rank, seed: int) -> None:
+    """Assert that objects travel over the CPU, and over devices."""
+    over_devices = dist.new_group(backend="nccl")
+    cases = [(seed, None), (seed + 1, None), (seed + 2, None), (seed, over_devices)]
+    checks = [partial(assert_objects_travel, rank, *case) for case in cases]
+    run_all((*checks, partial(dist.destroy_process_group, over_devices)))
+
+
+def assert_barriers_hold(rank: Rank, seed: int) -> None:
+    """Assert that barriers of all kinds hold: with several ranks as the last, and in a group."""
+    kinds: tuple[BarrierKind, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
+    late = seed % rank.size
+    cases: list[tuple[int, BarrierKind, tuple[int, ...]]] = [
+        *((other, kinds[0], ()) for other in sorted({0, rank.size - 1, late})),
+        *((late, kind, ()) for kind in kinds[1:]),
+    ]
+    cases += [(some[seed % len(some)], kind, some) for some in _some(rank, seed)[:1] for kind in kinds[:3]]
+    run_all(partial(assert_barrier_holds, rank, *case) for case in cases)
+
+
+def assert_functional_match_in_groups(rank: Rank, seed: int) -> None:
+    """Assert that functional collectives match their models: for several dtypes, and in a group."""
+    cases = [(dtype, seed, ()) for dtype in (torch.float32, torch.int64, torch.bfloat16)]
+    groups = [(torch.float32, seed, members) for members in _some(rank, seed)[seed % 2 :][:1]]
+    run_all(partial(assert_functional_match, rank, *case) for case in (*cases, *groups))
+
+
+def assert_differentiable_match_in_groups(rank: Rank, seed: int) -> None:
+    """Assert that differentiable collectives match their models: of all ranks, and in groups."""
+    run_all(partial(assert_differentiable_match, rank, seed, members) for members in ((), *_some(rank, seed)))
+
+
+def assert_coalesced_match_in_groups(rank: Rank, seed: int) -> None:
+    """Assert that coalesced collectives match separate calls: of all ranks, and in a group."""
+    run_all(partial(assert_coalesced_match, rank, seed, members) for members in ((), *_some(rank, seed)[:1]))
+
+
+def assert_meshes_match(rank: Rank, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Assert that meshes of all these shapes match."""
+    run_all(partial(assert_mesh_matches, rank, shape) for shape in shapes)
+
+
+def assert_sums_are_unbiased(rank: Rank, seed: int) -> None:
+    """Assert that sums are unbiased: for each floating-point dtype that has a bit left for fractions, and each function."""
+    functions = [(name, "device") for name in ("all_reduce", "reduce", "reduce_scatter_tensor")] + [
+        ("all_reduce", "cpu")
+    ]
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    run_all(
+        partial(assert_rounding_is_unbiased, rank, function, dtype, place, seed)
+        for dtype in dtypes
+        if rank.size <= most_ranks(dtype)
+        for function, place in functions
+    )
