@@ -1,4 +1,4 @@
-"""Check the sums and broadcasts among the devices of a process by which DataParallel moves gradients and parameters."""
+"""Check sums and broadcasts among the devices of a process: by hand, and by the functions that DataParallel uses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,26 @@ from mgpu_check.asserts.bits import same_bits
 from mgpu_check.errors import AllreduceMismatch
 from mgpu_check.suite.allreduce.cases import Contributions
 from mgpu_check.suite.common.tensors import layouts_for
+from mgpu_check.suite.recipes import allreduce as recipes
 
-__all__ = ["assert_added_up", "assert_broadcast"]
+__all__ = ["assert_added_up", "assert_added_up_by_hand", "assert_broadcast"]
 
 _SHAPE = (2, 3, 4, 5)
 """A shape of four dimensions, because these support every layout."""
+
+
+def assert_added_up_by_hand(data: Contributions, devices: Sequence[torch.device]) -> None:
+    """Assert that `recipes.allreduce.allreduce` leaves the sum on every device.
+
+    Raises:
+        AllreduceMismatch: a sum is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
+    """
+    __tracebackhide__ = True
+    parts = data.parts(len(devices))
+    held = [data.placed(part, device) for part, device in zip(parts, devices, strict=True)]
+    recipes.allreduce(held)
+    _assert_there(held, devices, "allreduce by hand")
+    assert_allreduce_matches(held, parts, what="allreduce by hand")
 
 
 def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.allreduce.strategies import DENSE, GAPPED, Contributions, contributions
 from mgpu_check.suite.common.budget import examples
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
+ON_RANKS = "mgpu_check.suite.allreduce.on_ranks"
 PLACES = st.sampled_from(("device", "cpu"))
 
 
@@ -28,14 +28,9 @@ PLACES = st.sampled_from(("device", "cpu"))
 @given(devices=strategies.device_counts(), data=contributions())
 def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
     """Summing everything into device 0 and copying it back leaves the sum on every device, in any layout."""
-    from mgpu_check.asserts.allreduce import assert_allreduce_matches
-    from mgpu_check.suite.recipes import allreduce
+    from mgpu_check.suite.allreduce.device_sums import assert_added_up_by_hand
 
-    parts = data.parts(devices)
-    held = [data.placed(part, gpu) for part, gpu in zip(parts, gpus, strict=False)]
-    allreduce.allreduce(held)
-    assert [tensor.device for tensor in held] == list(gpus[:devices])
-    assert_allreduce_matches(held, parts, what="allreduce by hand")
+    assert_added_up_by_hand(data, gpus[:devices])
 
 
 @examples(60)
@@ -63,7 +58,7 @@ def test_broadcast_of_every_layout(gpus: tuple[torch.device, ...], data: Contrib
 @given(size=strategies.world_sizes(), data=contributions(layouts=DENSE), place=PLACES)
 def test_all_reduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """`dist.all_reduce` leaves the sum on every rank, for device and CPU tensors."""
-    ranks.run(_all_reduce, data, place, size=size)
+    ranks.run(f"{ON_RANKS}:assert_all_reduce_matches", data, place, size=size)
 
 
 @examples(80)
@@ -74,14 +69,14 @@ def test_all_reduce(ranks: Ranks, size: int, data: Contributions, place: str) ->
 )
 def test_all_reduce_of_other_operations(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """`dist.all_reduce` leaves the minimum, maximum or product on every rank."""
-    ranks.run(_all_reduce, data, place, size=size)
+    ranks.run(f"{ON_RANKS}:assert_all_reduce_matches", data, place, size=size)
 
 
 @examples(40)
 @given(size=strategies.world_sizes(), data=contributions(layouts=("transposed", *GAPPED), min_dims=2, min_size=2))
 def test_all_reduce_of_views_on_devices(ranks: Ranks, size: int, data: Contributions) -> None:
     """`dist.all_reduce` of a view on a device gives the sum, or refuses it: "Tensors must be contiguous"."""
-    ranks.run(_all_reduce_or_refuse, data, size=size)
+    ranks.run(f"{ON_RANKS}:assert_view_is_reduced_or_refused", data, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -89,115 +84,37 @@ def test_all_reduce_of_views_on_devices(ranks: Ranks, size: int, data: Contribut
 @given(size=strategies.world_sizes(least=2), data=contributions(layouts=GAPPED, min_dims=1, min_size=2))
 def test_all_reduce_of_views_on_the_cpu(ranks: Ranks, size: int, data: Contributions) -> None:
     """`dist.all_reduce` of a CPU view with gaps leaves the sum on every rank."""
-    ranks.run(_all_reduce_of_a_view, data, size=size)
+    ranks.run(f"{ON_RANKS}:assert_view_is_reduced", data, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), data=contributions(), place=PLACES)
 def test_ring_allreduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """A ring of point-to-point messages leaves the sum on every rank, with chunks of any size."""
-    ranks.run(_by_recipe, "ring_allreduce", data, place, size=size)
+    ranks.run(f"{ON_RANKS}:assert_recipe_matches", "ring_allreduce", data, place, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), data=contributions(), place=PLACES)
 def test_tree_allreduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """A binomial tree of point-to-point messages leaves the sum on every rank, for any number of ranks."""
-    ranks.run(_by_recipe, "tree_allreduce", data, place, size=size)
+    ranks.run(f"{ON_RANKS}:assert_recipe_matches", "tree_allreduce", data, place, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), root=st.integers(0, 63), data=contributions(layouts=DENSE), place=PLACES)
 def test_reduce_then_broadcast(ranks: Ranks, size: int, root: int, data: Contributions, place: str) -> None:
     """`dist.reduce` to any rank, and `dist.broadcast` from there, leave the sum on every rank."""
-    ranks.run(_by_recipe, "reduce_broadcast", data, place, root % size, size=size)
+    ranks.run(f"{ON_RANKS}:assert_recipe_matches", "reduce_broadcast", data, place, root % size, size=size)
 
 
 @examples(12)
 @given(size=strategies.world_sizes(), chosen=st.sets(st.integers(0, 63), min_size=1), data=contributions(layouts=DENSE))
 def test_all_reduce_in_a_group(ranks: Ranks, size: int, chosen: set[int], data: Contributions) -> None:
     """`dist.all_reduce` in a group sums over its members, and leaves all other ranks alone."""
-    ranks.run(_in_group, sorted({member % size for member in chosen}), data, size=size)
-
-
-def _all_reduce(rank: Rank, data: Contributions, place: str) -> None:
-    import torch.distributed as dist
-
-    from mgpu_check.asserts.allreduce import assert_allreduce_matches
-
-    operations = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PRODUCT"}
-    parts = data.parts(rank.size)
-    tensor = data.placed(parts[rank.index], rank.device if place == "device" else "cpu")
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, operations[data.operation]))
-    assert_allreduce_matches({rank.index: tensor}, parts, operation=data.operation, what="dist.all_reduce")
-
-
-def _all_reduce_of_a_view(rank: Rank, data: Contributions) -> None:
-    import torch.distributed as dist
-
-    from mgpu_check.asserts.allreduce import assert_allreduce_matches
-    from mgpu_check.asserts.known_defects import known_defect
-
-    def without_gaps(view: torch.Tensor) -> torch.Tensor:
-        """Return the first `view.numel()` elements of the memory of a view, without regard to its strides."""
-        return view.as_strided((view.numel(),), (1,))
-
-    parts = data.parts(rank.size)
-    views = [data.placed(part, "cpu") for part in parts]
-    tensor = views[rank.index]
-    before = [without_gaps(view).clone() for view in views]
-    dist.all_reduce(tensor)
-
-    def explained() -> None:
-        held = {rank.index: without_gaps(tensor)}
-        assert_allreduce_matches(held, before, what="dist.all_reduce as if without gaps")
-
-    contiguous = all(view.is_contiguous() for view in views)
-    with known_defect("gloo-views-with-gaps", explained=explained, contiguous=contiguous, size=rank.size):
-        assert_allreduce_matches({rank.index: tensor}, parts, what="dist.all_reduce of a view")
-
-
-def _all_reduce_or_refuse(rank: Rank, data: Contributions) -> None:
-    import torch.distributed as dist
-
-    from mgpu_check.asserts.allreduce import assert_allreduce_matches
-
-    parts = data.parts(rank.size)
-    tensor = data.placed(parts[rank.index], rank.device)
-    try:
-        dist.all_reduce(tensor)
-    except (RuntimeError, ValueError) as refusal:
-        if tensor.is_contiguous() or "Tensors must be contiguous" not in str(refusal):
-            raise
-        return
-    assert_allreduce_matches({rank.index: tensor}, parts, what="dist.all_reduce of a view")
-
-
-def _by_recipe(rank: Rank, name: str, data: Contributions, place: str, *arguments: int) -> None:
-    from mgpu_check.asserts.allreduce import assert_allreduce_matches
-    from mgpu_check.suite.recipes import allreduce
-
-    parts = data.parts(rank.size)
-    tensor = data.placed(parts[rank.index], rank.device if place == "device" else "cpu")
-    getattr(allreduce, name)(tensor, *arguments)
-    assert_allreduce_matches({rank.index: tensor}, parts, what=name)
-
-
-def _in_group(rank: Rank, members: list[int], data: Contributions) -> None:
-    import torch.distributed as dist
-
-    from mgpu_check.asserts.allreduce import assert_allreduce_matches
-
-    parts = data.parts(rank.size)
-    own = parts[rank.index]
-    tensor = data.placed(own, rank.device)
-    group = dist.new_group(members)
-    if rank.index not in members:
-        assert_allreduce_matches([tensor], [own], what=f"a rank outside of the group {members}")
-        return
-    dist.all_reduce(tensor, group=group)
-    chosen = [parts[member] for member in members]
-    assert_allreduce_matches(
-        {members.index(rank.index): tensor}, chosen, what=f"dist.all_reduce in the group {members}"
+    ranks.run(
+        f"{ON_RANKS}:assert_all_reduce_in_a_group_matches",
+        sorted({member % size for member in chosen}),
+        data,
+        size=size,
     )
-    dist.destroy_process_group(group)
