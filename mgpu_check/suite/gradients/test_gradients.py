@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.budget import examples
 from mgpu_check.suite.gradients.strategies import TrainingSpec, trainings
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
+DISTRIBUTED = "mgpu_check.suite.gradients.checks:assert_distributed_agrees"
 # LeNet takes ten times as long as the MLP, so it is drawn less often.
 PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
 NORMED_STEPS = st.integers(1, 2)
@@ -62,7 +62,7 @@ def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: Tr
 def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[TrainingSpec, bool], view: bool) -> None:
     """`DistributedDataParallel` and one device agree for even and uneven batches, empty shards, one bucket and several."""
     spec, small = training
-    ranks.run(_distributed, spec, view, small, size=size)
+    ranks.run(DISTRIBUTED, spec, size=size, gradient_as_bucket_view=view, bucket_cap_mb=0.001 if small else None)
 
 
 @examples(30, quick=4)
@@ -72,7 +72,7 @@ def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[Trai
 )
 def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """Gradients accumulated over micro-batches, with `no_sync` for all but the last, match those of the whole batch."""
-    ranks.run("mgpu_check.suite.gradients.checks:assert_distributed_agrees", training, size=size)
+    ranks.run(DISTRIBUTED, training, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -99,14 +99,14 @@ def test_batchnorm_in_data_parallel(gpus: tuple[torch.device, ...], devices: int
 )
 def test_batchnorm_in_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """BatchNorm in DDP normalises shard by shard; each rank starts a step from rank 0's statistics and adds its own."""
-    ranks.run(_distributed, training, False, False, size=min(size, training.batch))
+    ranks.run(DISTRIBUTED, training, size=min(size, training.batch))
 
 
 @examples(20, quick=4)
 @given(size=strategies.world_sizes(), training=trainings(("convnet",), steps=NORMED_STEPS))
 def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """With BatchNorm in evaluation mode, DDP agrees with one device on the whole batch, and statistics stay unchanged."""
-    ranks.run(_evaluation, training, size=size)
+    ranks.run(DISTRIBUTED, training, size=size, evaluation=True)
 
 
 @pytest.mark.gpus(least=2)
@@ -131,16 +131,4 @@ def test_resnet18_in_data_parallel(gpus: tuple[torch.device, ...], devices: int,
 )
 def test_resnet18_in_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """A ResNet-18 with BatchNorm in DDP agrees with one device that goes through the batch shard by shard."""
-    ranks.run(_distributed, training, False, False, size=min(size, training.batch // 2))
-
-
-def _distributed(rank: Rank, training: TrainingSpec, view: bool, small: bool) -> None:
-    from mgpu_check.suite.gradients.checks import assert_distributed_agrees
-
-    assert_distributed_agrees(training, rank, gradient_as_bucket_view=view, bucket_cap_mb=0.001 if small else None)
-
-
-def _evaluation(rank: Rank, training: TrainingSpec) -> None:
-    from mgpu_check.suite.gradients.checks import assert_distributed_agrees
-
-    assert_distributed_agrees(training, rank, evaluation=True)
+    ranks.run(DISTRIBUTED, training, size=min(size, training.batch // 2))
