@@ -24,8 +24,7 @@ from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered
 from mgpu_check.suite.loading import on_ranks as loading_on_ranks
 from mgpu_check.suite.parallelism import on_ranks as ranks_parallel
-from mgpu_check.suite.parallelism import test_parallelism as parallelism
-from mgpu_check.suite.parallelism.tensor_pipeline import assert_parallelized_modules_agree
+from mgpu_check.suite.parallelism.tensor_pipeline import assert_parallelized_modules_agree, assert_schedules_agree
 from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.suite.sharded import fully_sharded
 from mgpu_check.suite.sharded.meshes import assert_meshes_agree
@@ -305,7 +304,7 @@ CASES = (
     ),
     Case(
         "suite: schedules",
-        lambda rank: parallelism._schedules(rank, DEEP, 2),
+        lambda rank: assert_schedules_agree(DEEP, rank, 2),
         misread("parallelism.tensor_pipeline.seen"),
         "ScheduleGPipe",
     ),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
@@ -19,16 +20,16 @@ from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = [
-    "SCHEDULES",
+    "assert_parallelized_agree",
     "assert_parallelized_embedding_agrees",
     "assert_parallelized_modules_agree",
     "assert_schedule_agrees",
-    "with_large_activations",
+    "assert_schedules_agree",
 ]
 
 _LARGE = 1 << 16
 
-SCHEDULES = {
+_SCHEDULES = {
     "ScheduleGPipe": 1,
     "Schedule1F1B": 1,
     "ScheduleInterleavedZeroBubble": 1,  # computes the gradients of inputs and of weights separately
@@ -36,6 +37,12 @@ SCHEDULES = {
     "ScheduleLoopedBFS": 2,
 }
 """Schedule -> number of stages per rank."""
+
+
+def assert_parallelized_agree(training: ExactTraining, rank: Rank) -> None:
+    """Assert that modules and an embedding under `parallelize_module` train as on one device. A collective."""
+    checks = (assert_parallelized_modules_agree, assert_parallelized_embedding_agrees)
+    run_all(partial(check, training, rank) for check in checks)
 
 
 def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
@@ -134,13 +141,27 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
     return expected, tolerance
 
 
-def with_large_activations(training: ExactTraining, micro_batches: int) -> ExactTraining:
+def _with_large_activations(training: ExactTraining, micro_batches: int) -> ExactTraining:
     """Return one step of a training whose first stage passes on 64 Ki elements per micro-batch.
 
     It is exact for up to 16 samples and few features after the first stage, because sums of 64 Ki small numbers are below 2^24.
     """
     width = _LARGE * micro_batches // training.batch
     return replace(training, widths=(training.widths[0], width, *training.widths[2:]), steps=1)
+
+
+def assert_schedules_agree(training: ExactTraining, rank: Rank, most: int) -> None:
+    """Assert that schedules with up to `most` stages per rank train as one device does. A collective.
+
+    If `most` is 2, schedules with one stage per rank also run with large activations, and without a scaled loss.
+    """
+    large = _with_large_activations(training, 4)
+    schedules = [(name, stages) for name, stages in _SCHEDULES.items() if stages <= most]
+    checks = [partial(assert_schedule_agrees, training, name, 4, rank, stages) for name, stages in schedules]
+    for name, stages in schedules:
+        if stages == 1 and most == 2:
+            checks.append(partial(assert_schedule_agrees, large, name, 4, rank, stages, scaled=False))
+    run_all(checks)
 
 
 def assert_schedule_agrees(

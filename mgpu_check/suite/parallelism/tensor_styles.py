@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +10,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-from mgpu_check.asserts.findings import Findings, on_any_rank
+from mgpu_check.asserts.findings import Findings, on_any_rank, run_all
 from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.reference import gathered, seen
 from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["assert_losses_in_parallel_agree", "assert_prepared_modules_agree", "assert_sequence_parallel_agrees"]
+__all__ = [
+    "assert_losses_in_parallel_agree",
+    "assert_prepared_modules_agree",
+    "assert_sequence_parallel_agrees",
+    "assert_styles_agree",
+]
 
 _FEATURES = 4
 _ROUNDOFF = 2.0**-24
@@ -45,6 +51,12 @@ def _numbers(*shape: int, seed: int) -> torch.Tensor:
     """Return whole numbers from -5 to 5 that differ from their neighbours."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count, device="cpu") * 7 + seed) % 11 - 5.0).reshape(shape)
+
+
+def assert_styles_agree(rank: Rank, seed: int) -> None:
+    """Assert that all these styles agree with one device. A collective."""
+    checks = (assert_sequence_parallel_agrees, assert_prepared_modules_agree, assert_losses_in_parallel_agree)
+    run_all(partial(check, rank, seed) for check in checks)
 
 
 def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:

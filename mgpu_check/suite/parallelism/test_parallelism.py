@@ -1,6 +1,7 @@
 """Parallelism by hand: every way to divide a step among devices or ranks gives the result of one device.
 
 Data are exact, so every order of sums must give the bits of one device; see `mgpu_check.suite.common.exact_training.cases`.
+Tests that draw a seed have fixed sizes and shapes: the seed rotates dtypes among them, and the whole numbers that sums keep exact.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.budget import examples
 from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exact_trainings
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
+CHECKS = "mgpu_check.suite.parallelism"
 TRAININGS = exact_trainings()
 ORDERS = strategies.device_orders()
 
@@ -31,7 +32,7 @@ ORDERS = strategies.device_orders()
 def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.parallelism.on_ranks:assert_allreduce_by_hand_matches", seed, size=size)
+        ranks.run(f"{CHECKS}.on_ranks:assert_allreduce_by_hand_matches", seed, size=size)
 
 
 @examples(14, quick=2)
@@ -39,7 +40,7 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
 def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Ranks that push gradients to one server or a sharded server, and pull parameters, train like one device."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.parallelism.on_ranks:assert_parameter_server_agrees", training, size=size)
+        ranks.run(f"{CHECKS}.on_ranks:assert_parameter_server_agrees", training, size=size)
 
 
 @examples(14, quick=5)
@@ -99,7 +100,7 @@ def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ..
 def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Linear layers divided by columns and rows, evenly or not, train like on one device."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.parallelism.on_ranks:assert_tensor_parallel_agrees", training, size=size)
+        ranks.run(f"{CHECKS}.on_ranks:assert_tensor_parallel_agrees", training, size=size)
 
 
 @examples(8, quick=1)
@@ -107,8 +108,12 @@ def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], traini
 def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """`parallelize_module` with all its styles, and with the batch replicated or divided, trains like on one device."""
     for size in sizes:
-        ranks.run(_parallelized, replace(training, widths=(6, 3 * size, 5), batch=2 * size), size=size)
-    ranks.run(_styles, training.seed, size=min((size for size in sizes if size > 1), default=1))
+        ranks.run(
+            f"{CHECKS}.tensor_pipeline:assert_parallelized_agree",
+            replace(training, widths=(6, 3 * size, 5), batch=2 * size),
+            size=size,
+        )
+    ranks.run(f"{CHECKS}.tensor_styles:assert_styles_agree", training.seed, size=min({*sizes} - {1}, default=1))
 
 
 @pytest.mark.gpus(least=2)
@@ -118,7 +123,7 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
     """Pipeline stages on two to four ranks, with micro-batches of different sizes, train like one device."""
     for size in sizes:
         ranks.run(
-            "mgpu_check.suite.parallelism.on_ranks:assert_pipeline_agrees",
+            f"{CHECKS}.on_ranks:assert_pipeline_agrees",
             _deep(training, size),
             min(micro_batches, training.batch),
             size=size,
@@ -133,55 +138,15 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
     for size in sizes:
         # The messages of a schedule with two stages per rank grow with both numbers, so only the smaller world runs it.
         most = 2 if size == min(sizes) else 1
-        ranks.run(_schedules, _deep(replace(training, batch=16), size), most, size=size)
+        ranks.run(
+            f"{CHECKS}.tensor_pipeline:assert_schedules_agree",
+            _deep(replace(training, batch=16), size),
+            most,
+            size=size,
+        )
 
 
 def _deep(training: ExactTraining, layers: int) -> ExactTraining:
     """Deepen a training to `layers` layers, as wide as exact results allow: gradients of narrow layers are often 0."""
     hidden, most = ((6, 5)[: layers - 1], 16) if layers < 4 else ((3, 2, 3), 8)
     return replace(training, widths=(4, *hidden, 2), batch=min(training.batch, most))
-
-
-def _parallelized(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.asserts.findings import Findings
-    from mgpu_check.suite.parallelism.tensor_pipeline import (
-        assert_parallelized_embedding_agrees,
-        assert_parallelized_modules_agree,
-    )
-
-    with Findings() as findings:
-        with findings.collected():
-            assert_parallelized_modules_agree(training, rank)
-        with findings.collected():
-            assert_parallelized_embedding_agrees(training, rank)
-
-
-def _styles(rank: Rank, seed: int) -> None:
-    from mgpu_check.asserts.findings import Findings
-    from mgpu_check.suite.parallelism.tensor_styles import (
-        assert_losses_in_parallel_agree,
-        assert_prepared_modules_agree,
-        assert_sequence_parallel_agrees,
-    )
-
-    checks = (assert_sequence_parallel_agrees, assert_prepared_modules_agree, assert_losses_in_parallel_agree)
-    with Findings() as findings:
-        for check in checks:
-            with findings.collected():
-                check(rank, seed)
-
-
-def _schedules(rank: Rank, training: ExactTraining, most: int) -> None:
-    from mgpu_check.asserts.findings import Findings
-    from mgpu_check.suite.parallelism.tensor_pipeline import SCHEDULES, assert_schedule_agrees, with_large_activations
-
-    large = with_large_activations(training, 4)
-    with Findings() as findings:
-        for schedule, stages in SCHEDULES.items():
-            if stages <= most:
-                with findings.collected():
-                    assert_schedule_agrees(training, schedule, 4, rank, stages)
-            # Large activations run in one of the two worlds, and not for schedules with several stages per rank.
-            if stages == 1 and most == 2:
-                with findings.collected():
-                    assert_schedule_agrees(large, schedule, 4, rank, stages, scaled=False)

@@ -1,7 +1,7 @@
-"""Planted faults of parallelism."""
+"""Planted faults of parallelism: in hand-written recipes, and in modules of torch."""
 
 from __future__ import annotations
 
-from mgpu_check.suite.parallelism.faults import devices, ranks, schedules, styles
+from mgpu_check.suite.parallelism.faults import modules, recipes
 
-__all__ = ["devices", "ranks", "schedules", "styles"]
+__all__ = ["modules", "recipes"]
