@@ -10,7 +10,8 @@ import torch
 
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.faults import registry
-from mgpu_check.suite.common.faults.operators import call, caught_by, dtype, first, instead, one_device, returned
+from mgpu_check.suite.common.faults.breaking import around, both
+from mgpu_check.suite.common.faults.operators import call, caught_by, dtype, entered, first, one_device
 from mgpu_check.suite.common.faults.registry import Fault
 
 
@@ -36,9 +37,9 @@ class Square(Shape):
 def test_a_function_of_each_kind_is_replaced_and_restored() -> None:
     before = dict(vars(Shape))
     with (
-        instead(Shape, "of")(lambda real, *sizes: real(*sizes, 1)),
-        instead(Shape, "name")(lambda real, kind: real(kind).lower()),
-        instead(Square, "plus")(lambda real, shape, number: real(shape, number) + 1),
+        around(Shape, "of")(lambda real, *sizes: real(*sizes, 1)),
+        around(Shape, "name")(lambda real, kind: real(kind).lower()),
+        around(Square, "plus")(lambda real, shape, number: real(shape, number) + 1),
     ):
         assert (Shape.of(2), Shape().of(3), Shape.name(), Square.name()) == ((2, 1), (3, 1), "shape", "square")
         assert (Shape().plus(1), Square().plus(1)) == (1, 2)
@@ -48,7 +49,7 @@ def test_a_function_of_each_kind_is_replaced_and_restored() -> None:
 
 def test_one_fault_replaces_functions_of_several_owners() -> None:
     one, other = SimpleNamespace(f=lambda: 1, g=lambda: 2), SimpleNamespace(h=lambda: 3)
-    with instead(one, "f", "g", also=instead(other, "h"))(lambda real: -real()):
+    with both(around(one, "f", "g"), around(other, "h"))(lambda real: -real()):
         assert (one.f(), one.g(), other.h()) == (-1, -2, -3)
     assert (one.f(), one.g(), other.h()) == (1, 2, 3)
 
@@ -57,13 +58,13 @@ def test_the_original_answers_where_the_fault_has_no_answer() -> None:
     owner = SimpleNamespace(half=lambda number, by=2: number // by)
     large = first("above 9", lambda number: number > 9)
     other = call("by 3", lambda number, by=2: by == 3)
-    with instead(owner, "half")((large & other).guards(lambda real, *args, **kwargs: -1)):
+    with around(owner, "half")((large & other).guards(lambda real, *args, **kwargs: -1)):
         assert (owner.half(12), owner.half(3, by=3), owner.half(12, by=3)) == (6, 1, -1)
 
 
 def test_everything_is_restored_where_a_name_is_unknown() -> None:
     owner = SimpleNamespace(known=1)
-    with pytest.raises(AttributeError, match="unknown"), instead(owner, "known", "unknown")(lambda real: 2):
+    with pytest.raises(AttributeError, match="unknown"), around(owner, "known", "unknown")(lambda real: 2):
         pass
     assert owner.known == 1
 
@@ -101,12 +102,12 @@ def test_faults_of_one_check(faults: dict[str, Fault]) -> None:
         return int(real(a, b)) + 1
 
     def lost() -> Any:
-        return instead(owner, "add")(lambda real, a, b: 0)
+        return around(owner, "add")(lambda real, a, b: 0)
 
     for function in (too_large, lost):
         function.__module__ = "mgpu_check.suite.allreduce.faults"
-    sums("sums are off by one", instead(owner, "add"), first("above 9", lambda a: a > 9))(too_large)
-    sums("sums are lost", returned, "all numbers", least_gpus=3)(lost)
+    sums("sums are off by one", around(owner, "add"), first("above 9", lambda a: a > 9))(too_large)
+    sums("sums are lost", entered, "all numbers", least_gpus=3)(lost)
     found = {
         name: (fault.summary, fault.caught_by, fault.condition, fault.least_gpus) for name, fault in faults.items()
     }

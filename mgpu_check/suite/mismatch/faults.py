@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead, last, on, one_device
+from mgpu_check.suite.common.faults.breaking import around, both
+from mgpu_check.suite.common.faults.operators import call, caught_by, first, last, on, one_device
 
 layers = caught_by("test_modules_refuse_inputs_elsewhere")
 numbers = caught_by("test_cpu_scalars_and_indices_work")
@@ -19,7 +20,7 @@ scalars = caught_by("test_gpu_scalars_are_no_numbers")
 
 OPERATORS = ("matmul", "bmm", "cat", "stack", "add", "mul", "eq", "addmm", "gather", "where")
 LAYERS = ("linear", "conv2d", "embedding", "layer_norm", "batch_norm", "mse_loss", "nll_loss")
-ARITHMETIC = instead(torch, "add", "mul", also=instead(Tensor, "add_", "mul_"))
+ARITHMETIC = both(around(torch, "add", "mul"), around(Tensor, "add_", "mul_"))
 ONE_OPERATOR = "one device, one operator"
 
 
@@ -38,16 +39,14 @@ def _refusal(one: torch.device, other: torch.device) -> RuntimeError:
 
 @operators(
     "operands on different devices are copied together silently",
-    instead(torch, "matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select"),
+    around(torch, "matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select"),
 )
 def silently_copied(function: Any, *args: Any, **kwargs: Any) -> Any:
     """They run on the first operand's device, at the cost of copies."""
     return function(*_together(args), **kwargs)
 
 
-@operators(
-    "the error names only one of the two devices", instead(torch, *OPERATORS, "einsum", also=instead(F, *LAYERS))
-)
+@operators("the error names only one of the two devices", both(around(torch, *OPERATORS, "einsum"), around(F, *LAYERS)))
 def one_device_named(function: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
@@ -56,7 +55,7 @@ def one_device_named(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(text) from None
 
 
-@operators("the error of bmm names the first device instead of the last", instead(torch, "bmm"), ONE_OPERATOR)
+@operators("the error of bmm names the first device instead of the last", around(torch, "bmm"), ONE_OPERATOR)
 def another_device_named(bmm: Any, *args: Any, **kwargs: Any) -> Any:
     """The reader looks for the tensor on the wrong device."""
     try:
@@ -67,7 +66,7 @@ def another_device_named(bmm: Any, *args: Any, **kwargs: Any) -> Any:
 
 @operators(
     "torch.index_select on one device copies its index from other devices",
-    instead(torch, "index_select"),
+    around(torch, "index_select"),
     one_device(text=ONE_OPERATOR),
 )
 def one_operator_of_one_device_fetches(select: Any, x: Tensor, dim: int, index: Tensor) -> Any:
@@ -76,7 +75,7 @@ def one_operator_of_one_device_fetches(select: Any, x: Tensor, dim: int, index: 
 
 @operators(
     "losses copy class weights from other devices",
-    instead(F, "nll_loss", "cross_entropy"),
+    around(F, "nll_loss", "cross_entropy"),
     call("weights of classes", lambda scores, classes, weight=None, *_, **__: weight is not None),
 )
 def class_weights_fetched(loss: Any, scores: Tensor, classes: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +85,7 @@ def class_weights_fetched(loss: Any, scores: Tensor, classes: Any, weight: Tenso
 
 @operators(
     "torch.cat checks the devices of the first and last tensor only, and copies the others",
-    instead(torch, "cat"),
+    around(torch, "cat"),
     first("three tensors and more", lambda tensors: len(tensors) > 2),
 )
 def those_between_fetched(join: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +94,7 @@ def those_between_fetched(join: Any, tensors: Any, *args: Any, **kwargs: Any) ->
 
 @operators(
     "foreach operators copy the second list from other devices",
-    instead(torch, "_foreach_add", "_foreach_mul_"),
+    around(torch, "_foreach_add", "_foreach_mul_"),
     call("foreach operators", lambda _, second, *__, **___: isinstance(second, (list, tuple))),
 )
 def lists_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> Any:
@@ -105,7 +104,7 @@ def lists_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> Any:
 
 @operators(
     "foreach operators check the devices of the first pair only, and copy the others",
-    instead(torch, "_foreach_add"),
+    around(torch, "_foreach_add"),
     call(
         "foreach operators, two pairs and more",
         lambda _, second, *__, **___: isinstance(second, (list, tuple)) and len(second) > 1,
@@ -117,14 +116,14 @@ def later_pairs_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> 
     return foreach(some, [others[0], *fetched[1:]], **kwargs)
 
 
-@layers("a layer copies its input to the device of its parameters", instead(nn.Module, "__call__"))
+@layers("a layer copies its input to the device of its parameters", around(nn.Module, "__call__"))
 def layers_fetch_their_inputs(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The error of a forgotten `.to(device)` is swallowed, and every step pays for the copy."""
     parameter = next(module.parameters(recurse=False), None)
     return NotImplemented if parameter is None else forward(module, *_together((parameter, *args))[1:], **kwargs)
 
 
-@layers("the error is a ValueError", instead(torch, *OPERATORS, "maximum", also=instead(F, *LAYERS)))
+@layers("the error is a ValueError", both(around(torch, *OPERATORS, "maximum"), around(F, *LAYERS)))
 def another_type_of_error(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Code that catches RuntimeError misses it."""
     try:
@@ -135,7 +134,7 @@ def another_type_of_error(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @layers(
     "an embedding on one device copies its indices from other devices",
-    instead(F, "embedding"),
+    around(F, "embedding"),
     call("one device, one module", lambda _, weight, *__, **___: on(weight, last())),
 )
 def one_module_fetches(embedding: Any, index: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +155,7 @@ def _compared_apart(a: Tensor, b: Any, *_: Any, **__: Any) -> bool:
 
 @scalars(
     "a comparison accepts a scalar on another GPU",
-    instead(torch, "eq", "lt"),
+    around(torch, "eq", "lt"),
     call("comparisons, from GPU to GPU", _compared_apart),
     least_gpus=2,
 )
@@ -166,7 +165,7 @@ def gpu_scalars_compared(compare: Any, a: Tensor, b: Tensor) -> Any:
 
 @scalars(
     "mul_ on one device accepts a scalar on another GPU",
-    instead(Tensor, "mul_"),
+    around(Tensor, "mul_"),
     call(ONE_OPERATOR, lambda x, y: on(x, last()) and isinstance(y, Tensor) and not y.dim() and y.is_cuda),
 )
 def one_device_takes_scalars_of_others(multiply: Any, x: Tensor, other: Tensor) -> Any:
@@ -183,7 +182,7 @@ def cpu_scalars_refused(function: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-@numbers("an index on the CPU is refused", instead(Tensor, "__getitem__"))
+@numbers("an index on the CPU is refused", around(Tensor, "__getitem__"))
 def cpu_indices_refused(_: Any, x: Tensor, index: Any) -> Any:
     """Reading with an index needs it on the tensor's own device."""
     if isinstance(index, Tensor) and index.device != x.device:
@@ -193,7 +192,7 @@ def cpu_indices_refused(_: Any, x: Tensor, index: Any) -> Any:
 
 @numbers(
     "an index on the CPU reads one row too far on one device",
-    instead(Tensor, "__getitem__"),
+    around(Tensor, "__getitem__"),
     one_device()
     & call("indices on the CPU", lambda _, i: isinstance(i, Tensor) and not i.is_cuda and i.dtype == torch.int64),
 )
@@ -204,7 +203,7 @@ def indices_of_the_cpu_shifted(getitem: Any, x: Tensor, index: Tensor) -> Any:
 
 @results(
     "gather reads the previous column on one device",
-    instead(torch, "gather"),
+    around(torch, "gather"),
     one_device() & call("one operator", lambda x, _, index: on(index, last())),
 )
 def one_device_gathers_wrongly(gather: Any, x: Tensor, dim: int, index: Tensor) -> Any:
@@ -214,14 +213,14 @@ def one_device_gathers_wrongly(gather: Any, x: Tensor, dim: int, index: Tensor) 
 
 @results(
     "the bias of a convolution is left out on one device",
-    instead(F, "conv2d"),
+    around(F, "conv2d"),
     call("one device", lambda x, weight, bias=None, *_, **__: bias is not None and on(x, last())),
 )
 def bias_left_out(conv: Any, x: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Any:
     return conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1)
 
 
-@caught_by("test_copies_cross_devices")("copy_ refuses a source on another device", instead(Tensor, "copy_"))
+@caught_by("test_copies_cross_devices")("copy_ refuses a source on another device", around(Tensor, "copy_"))
 def copies_refused(_: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     """As if a copy were arithmetic."""
     # Copies from the CPU work, because tensors on a device are made by them.
@@ -232,7 +231,7 @@ def copies_refused(_: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any)
 
 @caught_by("test_copies_cross_devices")(
     "load_state_dict on one device leaves the last row of parameters unchanged",
-    instead(nn.Module, "load_state_dict"),
+    around(nn.Module, "load_state_dict"),
     "one device, sources elsewhere",
 )
 def parameters_loaded_in_part(load: Any, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +244,7 @@ def parameters_loaded_in_part(load: Any, module: nn.Module, state: Any, *args: A
     return result
 
 
-@caught_by("test_copies_keep_every_bit")("copies from a GPU go through bfloat16", instead(Tensor, "copy_"))
+@caught_by("test_copies_keep_every_bit")("copies from a GPU go through bfloat16", around(Tensor, "copy_"))
 def copies_rounded(copy: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Wider numbers lose bits."""
     if source.device == x.device or not source.is_cuda:
@@ -255,7 +254,7 @@ def copies_rounded(copy: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: A
 
 @caught_by("test_copies_keep_every_bit")(
     "copies from the last device lose the sign of -0",
-    instead(Tensor, "copy_"),
+    around(Tensor, "copy_"),
     call(
         "one device, -0 in floats",
         lambda x, source, *_, **__: on(source, last()) and source.is_floating_point() and source.device != x.device,
@@ -266,7 +265,7 @@ def negative_zeros_lost_on_the_way(copy: Any, x: Tensor, source: Tensor, *args: 
 
 
 @caught_by("test_data_parallel_wants_its_first_device")(
-    "DataParallel moves a module that is on the wrong device", instead(nn.DataParallel, "forward")
+    "DataParallel moves a module that is on the wrong device", around(nn.DataParallel, "forward")
 )
 def data_parallel_fetches_its_module(_: Any, model: nn.DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
     """The check of the devices of parameters is missing."""

@@ -20,6 +20,7 @@ __all__ = [
     "DDP",
     "Planter",
     "around",
+    "both",
     "communicated",
     "given",
     "replaced_method",
@@ -61,6 +62,17 @@ def around(owner: Any, *names: str) -> Planter:
             yield
         finally:
             patches.undo()
+
+    return plant
+
+
+def both(one: Planter, other: Planter) -> Planter:
+    """Plant a function in two places."""
+
+    @contextlib.contextmanager
+    def plant(change: Callable[..., Any]) -> Iterator[None]:
+        with one(change), other(change):
+            yield
 
     return plant
 

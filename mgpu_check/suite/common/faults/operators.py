@@ -4,15 +4,14 @@ A fault of a function is a function too: it gets the original, and then the argu
 
     products = caught_by("test_products")
 
-    @products("F.linear leaves out its bias", instead(F, "linear"), one_device(torch.bfloat16))
+    @products("F.linear leaves out its bias", around(F, "linear"), one_device(torch.bfloat16))
     def bias_left_out(linear, x, weight, bias=None):
         return linear(x, weight)
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,31 +19,26 @@ import torch
 
 from mgpu_check.simulated.defects.compute import Unit
 from mgpu_check.simulated.hardware import Defect, Hardware, planted
+from mgpu_check.suite.common.faults.breaking import Planter
 from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.suite.common.faults.when import When
-from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = [
-    "Planter",
     "call",
     "caught_by",
     "dtype",
+    "entered",
     "first",
     "hardware",
-    "instead",
     "last",
     "narrowed",
     "on",
     "one_device",
-    "returned",
     "unit",
 ]
 
 _MEMORY = 16 << 30
-
-Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
-"""Makes the context that plants a function."""
 
 
 def caught_by(*checks: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
@@ -61,48 +55,18 @@ def caught_by(*checks: str) -> Callable[..., Callable[[Callable[..., Any]], Call
     return register
 
 
-def instead(owner: Any, *names: str, also: Planter | None = None) -> Planter:
-    """Return the planter that calls the fault instead of the functions `names` of `owner`.
-
-    If the fault returns NotImplemented, the original is called. Static methods stay static.
-
-    Args:
-        also: plants the same fault in other functions.
-    """
-
-    @contextlib.contextmanager
-    def plant(function: Callable[..., Any]) -> Iterator[None]:
-        def around(real: Callable[..., Any]) -> Callable[..., Any]:
-            def calling(*args: Any, **kwargs: Any) -> Any:
-                result = function(real, *args, **kwargs)
-                return real(*args, **kwargs) if result is NotImplemented else result
-
-            return calling
-
-        patches = Patches()
-        try:
-            for name in names:
-                patches.wrap(owner, name, around)
-            with also(function) if also else contextlib.nullcontext():
-                yield
-        finally:
-            patches.undo()
-
-    return plant
-
-
-def returned(function: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+def entered(function: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
     """Plant a fault whose function returns the context that plants it."""
     return function()
 
 
 def call(text: str, holds: Callable[..., bool]) -> When:
-    """Return a condition on the arguments of a call, for faults that `instead` plants."""
+    """Return a condition on the arguments of a call, for faults that `around` plants."""
     return When(text, lambda real, *args, **kwargs: holds(*args, **kwargs))
 
 
 def first(text: str, holds: Callable[[Any], bool]) -> When:
-    """Return a condition on the first argument of a call, for faults that `instead` plants."""
+    """Return a condition on the first argument of a call, for faults that `around` plants."""
     return When(text, lambda real, *args, **kwargs: bool(args) and holds(args[0]))
 
 

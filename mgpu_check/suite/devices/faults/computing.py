@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mgpu_check.simulated.defects.compute import RepeatingRandom
+from mgpu_check.suite.common.faults.breaking import around
 from mgpu_check.suite.common.faults.operators import (
     call,
     caught_by,
     dtype,
+    entered,
     first,
     hardware,
-    instead,
     last,
     narrowed,
     on,
     one_device,
-    returned,
     unit,
 )
 
@@ -35,14 +35,14 @@ products = caught_by("test_products")
 reductions = caught_by("test_reductions")
 
 
-@products("one device has a wrong bit in products of float16", returned, "one device, float16")
+@products("one device has a wrong bit in products of float16", entered, "one device, float16")
 def float16_products_of_one_device() -> Any:
     return unit(PRODUCTS, device=last(), dtype="float16", pattern="bit")
 
 
 @products(
     "torch.matmul of float32 rounds its factors to TF32 on one device",
-    instead(torch, "matmul"),
+    around(torch, "matmul"),
     one_device(torch.float32),
 )
 def products_in_reduced_precision(matmul: Any, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def products_in_reduced_precision(matmul: Any, a: Tensor, b: Tensor, **kwargs: A
     return matmul(narrowed(a, 13), narrowed(b, 13), **kwargs)
 
 
-@products("F.linear of bfloat16 adds up in bfloat16", instead(F, "linear"), dtype(torch.bfloat16))
+@products("F.linear of bfloat16 adds up in bfloat16", around(F, "linear"), dtype(torch.bfloat16))
 def sums_of_products_in_bfloat16(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Each partial sum is rounded."""
     total = x.new_zeros(*x.shape[:-1], weight.shape[0])
@@ -59,14 +59,14 @@ def sums_of_products_in_bfloat16(_: Any, x: Tensor, weight: Tensor, bias: Tensor
     return total if bias is None else total + bias
 
 
-@products("bmm of one device is wrong in one call of eight", returned, "one device, one call in eight")
+@products("bmm of one device is wrong in one call of eight", entered, "one device, one call in eight")
 def batched_products_now_and_then() -> Any:
     return unit(("bmm", "baddbmm"), device=0, every=8)
 
 
 @products(
     "conv2d reads channels_last images as if they were contiguous",
-    instead(F, "conv2d"),
+    around(F, "conv2d"),
     first("channels_last", lambda x: x.is_cuda and x.dim() == 4 and x.stride(1) == 1 and x.shape[1] > 1),
 )
 def channels_last_misread(conv: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -75,21 +75,21 @@ def channels_last_misread(conv: Any, x: Tensor, *args: Any, **kwargs: Any) -> An
 
 @products(
     "grouped convolutions of channels_last images shift their output channels by one",
-    instead(F, "conv2d"),
+    around(F, "conv2d"),
     call("groups, channels_last", lambda x, *_, groups=1, **__: x.is_cuda and groups > 1 and x.stride(1) == 1),
 )
 def groups_taken_for_each_other(conv: Any, *args: Any, **kwargs: Any) -> Any:
     return conv(*args, **kwargs).roll(1, 1)
 
 
-@elementwise("one device rounds sums of bfloat16 wrongly", returned, "one device, bfloat16")
+@elementwise("one device rounds sums of bfloat16 wrongly", entered, "one device, bfloat16")
 def bfloat16_sums_of_one_device() -> Any:
     return unit(("add",), device=last(), dtype="bfloat16", pattern="low-bit")
 
 
 @elementwise(
     "torch.add of int64 computes in float64",
-    instead(torch, "add"),
+    around(torch, "add"),
     call("int64 above 2^53", lambda a, *_, **kwargs: a.is_cuda and a.dtype == torch.int64 and "out" not in kwargs),
 )
 def int64_through_float64(add: Any, a: Tensor, b: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def int64_through_float64(add: Any, a: Tensor, b: Any, **kwargs: Any) -> Any:
 
 @elementwise(
     "one device flushes subnormal products to zero",
-    instead(torch, "mul"),
+    around(torch, "mul"),
     one_device(torch.float32, text="one device, subnormal float32"),
 )
 def subnormals_flushed(mul: Any, a: Tensor, b: Any) -> Any:
@@ -110,7 +110,7 @@ def subnormals_flushed(mul: Any, a: Tensor, b: Any) -> Any:
 
 @elementwise(
     "the sign of -0 is lost in sums",
-    instead(torch, "add"),
+    around(torch, "add"),
     call("-0 in floats", lambda a, *_, **kwargs: a.is_cuda and a.is_floating_point() and "out" not in kwargs),
 )
 def negative_zero_lost(add: Any, a: Tensor, b: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def negative_zero_lost(add: Any, a: Tensor, b: Any, **kwargs: Any) -> Any:
 
 @elementwise(
     "one device truncates float32 to bfloat16 instead of rounding",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call(
         "one device, float32 to bfloat16",
         lambda x, *args, **kwargs: args == (torch.bfloat16,) and not kwargs and on(x, last(), torch.float32),
@@ -130,7 +130,7 @@ def conversion_by_cutting(to: Any, x: Tensor, kind: torch.dtype) -> Any:
     return to(narrowed(x, 16), kind)
 
 
-@reductions("amax takes uint8 as signed", instead(torch, "amax"), dtype(torch.uint8, text="uint8 above 127"))
+@reductions("amax takes uint8 as signed", around(torch, "amax"), dtype(torch.uint8, text="uint8 above 127"))
 def unsigned_taken_as_signed(amax: Any, x: Tensor, **kwargs: Any) -> Any:
     """128 is less than 127."""
     return amax(x.view(torch.int8), **kwargs).view(torch.uint8)
@@ -138,21 +138,21 @@ def unsigned_taken_as_signed(amax: Any, x: Tensor, **kwargs: Any) -> Any:
 
 @reductions(
     "torch.sum of integers adds up in float32 on one device",
-    instead(torch, "sum"),
+    around(torch, "sum"),
     one_device(torch.int64, torch.int32, torch.int16, text="one device, integers"),
 )
 def integers_summed_in_float32(total: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return total(x.float(), *args, **kwargs).long()
 
 
-@reductions("sorting of int16 swaps two elements on one device", returned, "one device, int16")
+@reductions("sorting of int16 swaps two elements on one device", entered, "one device, int16")
 def int16_sorted_wrongly() -> Any:
     return unit(("sort", "topk"), device=last(), dtype="int16", pattern="swap")
 
 
 @reductions(
     "argmax takes the last of equal elements on one device",
-    instead(torch, "argmax"),
+    around(torch, "argmax"),
     one_device(text="one device, equal elements"),
 )
 def last_of_equals(argmax: Any, x: Tensor, dim: int) -> Any:
@@ -161,7 +161,7 @@ def last_of_equals(argmax: Any, x: Tensor, dim: int) -> Any:
 
 @reductions(
     "a stable sort reverses equal elements",
-    instead(torch, "sort"),
+    around(torch, "sort"),
     call("stable sorts, equal elements", lambda x, *_, stable=False, **__: x.is_cuda and stable),
 )
 def stable_sorts_turned_round(sort: Any, x: Tensor, dim: int, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def stable_sorts_turned_round(sort: Any, x: Tensor, dim: int, **kwargs: Any) -> 
 
 @moves(
     "cat replaces every NaN by the same NaN",
-    instead(torch, "cat"),
+    around(torch, "cat"),
     first("NaN with a payload", lambda tensors: all(one.is_cuda and one.is_floating_point() for one in tensors)),
 )
 def payloads_of_nan_lost(cat: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ def payloads_of_nan_lost(cat: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
 
 @moves(
     "index_select of complex numbers conjugates them on one device",
-    instead(torch, "index_select"),
+    around(torch, "index_select"),
     one_device(torch.complex128),
 )
 def complex_numbers_conjugated(select: Any, *args: Any) -> Any:
@@ -191,26 +191,26 @@ def complex_numbers_conjugated(select: Any, *args: Any) -> Any:
 
 @moves(
     "clone of a tensor with gaps ignores the gaps",
-    instead(Tensor, "clone"),
+    around(Tensor, "clone"),
     call("tensors with gaps", lambda x, **kw: x.is_cuda and not kw and x.dim() == 2 and x.stride(1) == 2),
 )
 def gaps_ignored(clone: Any, x: Tensor) -> Any:
     return clone(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
 
 
-@large("one device has wrong elements in large sums and products of elements", returned, "one device, above 1 MiB")
+@large("one device has wrong elements in large sums and products of elements", entered, "one device, above 1 MiB")
 def large_elementwise_results() -> Any:
     return unit(("add", "add_", "mul"), device=last(), above=1 << 20, pattern="tile")
 
 
-@large("large products of matrices have a wrong tile", returned, "one device, above 1 MiB")
+@large("large products of matrices have a wrong tile", entered, "one device, above 1 MiB")
 def large_products() -> Any:
     return unit(PRODUCTS, device=0, above=1 << 20, pattern="tile")
 
 
 @large(
     "cumsum starts again after 64 Ki elements",
-    instead(Tensor, "cumsum"),
+    around(Tensor, "cumsum"),
     first("above 64 Ki elements", lambda x: x.is_cuda and x.dim() == 1 and len(x) > BLOCK),
 )
 def cumulative_sums_in_blocks(cumsum: Any, x: Tensor, dim: int) -> Any:
@@ -219,21 +219,21 @@ def cumulative_sums_in_blocks(cumsum: Any, x: Tensor, dim: int) -> Any:
 
 
 @functions(
-    "expm1 is computed as exp(x) - 1 in float64 on one device", instead(torch, "expm1"), one_device(torch.float64)
+    "expm1 is computed as exp(x) - 1 in float64 on one device", around(torch, "expm1"), one_device(torch.float64)
 )
 def digits_cancelled(_: Any, x: Tensor) -> Any:
     """Near 0 most digits are gone."""
     return torch.exp(x) - 1
 
 
-@functions("the second half of random numbers repeats the first on one device", returned, "one device")
+@functions("the second half of random numbers repeats the first on one device", entered, "one device")
 def repeating_random_numbers() -> Any:
     return hardware(RepeatingRandom({"device": last()}))
 
 
 @functions(
     "multinomial without replacement draws an element twice",
-    instead(torch, "multinomial"),
+    around(torch, "multinomial"),
     call(
         "one device, one row in 64",
         lambda weights, *_, replacement=False, **__: on(weights, last()) and not replacement,
@@ -248,7 +248,7 @@ def drawn_twice(multinomial: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functions(
     "multinomial draws all elements with a weight above 0 equally often",
-    instead(torch, "multinomial"),
+    around(torch, "multinomial"),
     one_device(torch.float64),
 )
 def weights_alike(multinomial: Any, weights: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -8,17 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mgpu_check.simulated.defects.copies import HostLink, Link
-from mgpu_check.suite.common.faults.operators import (
-    call,
-    caught_by,
-    first,
-    hardware,
-    instead,
-    last,
-    narrowed,
-    on,
-    returned,
-)
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, caught_by, entered, first, hardware, last, narrowed, on
 
 borders = caught_by("test_copies_around_borders")
 converting = caught_by("test_copies_that_convert")
@@ -33,23 +24,23 @@ def _link(what: str, **parameters: Any) -> Link:
     return Link({"device": last(), "peer": max(0, last() - 1), "seed": 0, **parameters}, what)
 
 
-@borders("copies from the last device to the previous one are shifted", returned, "one pair, above 64 KiB")
+@borders("copies from the last device to the previous one are shifted", entered, "one pair, above 64 KiB")
 def large_copies_shifted() -> Any:
     return hardware(_link("offset", above=1 << 16))
 
 
-@borders("the kernel for copies of tensors with gaps inverts a bit", returned, "one pair, above 64 KiB, not contiguous")
+@borders("the kernel for copies of tensors with gaps inverts a bit", entered, "one pair, above 64 KiB, not contiguous")
 def copies_with_gaps_spoiled() -> Any:
     return hardware(_link("bit", path="kernel", above=(1 << 16) - 4096))
 
 
-@borders("the tail of large uploads from pinned memory is lost", returned, "one device, above 1 MiB, pinned")
+@borders("the tail of large uploads from pinned memory is lost", entered, "one device, above 1 MiB, pinned")
 def tail_of_large_uploads() -> Any:
     return hardware(HostLink({"device": last(), "memory": "pinned", "above": 1 << 20, "seed": 0}, "tail", upload=True))
 
 
 @borders(
-    "one download in three to pageable memory above 1 MiB delivers zeros", returned, "one device, above 1 MiB, pageable"
+    "one download in three to pageable memory above 1 MiB delivers zeros", entered, "one device, above 1 MiB, pageable"
 )
 def downloads_to_pageable_memory() -> Any:
     """The staging buffer is reused too early."""
@@ -63,7 +54,7 @@ def _written_in_blocks(target: Tensor, source: Any, *_: Any, **__: Any) -> bool:
 
 @borders(
     "large copies between devices write up to the end of a block of 16 bytes",
-    instead(Tensor, "copy_"),
+    around(Tensor, "copy_"),
     call("one device, above 64 KiB, no multiple of 16 bytes", _written_in_blocks),
 )
 def blocks_written_to_their_end(copy: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +67,7 @@ def blocks_written_to_their_end(copy: Any, target: Tensor, *args: Any, **kwargs:
 
 @typed(
     "Tensor.cuda replaces every NaN by the same NaN in bfloat16",
-    instead(Tensor, "cuda"),
+    around(Tensor, "cuda"),
     first("bfloat16, NaN with a payload", lambda x: x.dtype == torch.bfloat16),
 )
 def payloads_lost_by_copies(cuda: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +78,7 @@ def payloads_lost_by_copies(cuda: Any, *args: Any, **kwargs: Any) -> Any:
 
 @typed(
     "copy_ into every second element also writes the elements between",
-    instead(Tensor, "copy_"),
+    around(Tensor, "copy_"),
     first(
         "destinations with gaps, not on the first device",
         lambda x: on(x, last()) and x.dim() == 2 and x.stride(1) == 2 and x.storage_offset() == 0,
@@ -102,7 +93,7 @@ def neighbours_overwritten(copy: Any, target: Tensor, *args: Any, **kwargs: Any)
 
 @typed(
     "copies of int64 between devices without waiting keep 32 bits",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call(
         "int64, non_blocking",
         lambda x, *_, non_blocking=False, **__: x.is_cuda and x.dtype == torch.int64 and non_blocking,
@@ -115,7 +106,7 @@ def half_of_int64(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @typed(
     "copies of transposed tensors ignore the strides",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call(
         "one device, transposed",
         lambda x, *args, **_: bool(args) and on(x, last()) and x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1,
@@ -127,7 +118,7 @@ def layout_lost_by_copies(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @typed(
     "a lazily conjugated tensor is copied to another device without conjugation",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call(
         "lazily conjugated, from device to device",
         lambda x, *args, **_: (
@@ -142,7 +133,7 @@ def conjugates_lost_on_the_way(to: Any, x: Tensor, *args: Any, **kwargs: Any) ->
 
 @typed(
     "copy_ of a broadcast source from another device leaves out the last copy",
-    instead(Tensor, "copy_"),
+    around(Tensor, "copy_"),
     call(
         "sources that are broadcast",
         lambda x, source, *_: x.device != source.device and x.dim() > source.dim() > 0 and len(x) > 1,
@@ -155,7 +146,7 @@ def last_repetition_left_out(copy_: Any, target: Tensor, source: Tensor, *args: 
 
 @converting(
     "a copy of float32 to float16 on another device truncates instead of rounding",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call(
         "float32 to float16, across devices",
         lambda x, *args, **_: x.is_cuda and x.dtype == torch.float32 and args[1:] == (torch.float16,),
@@ -167,7 +158,7 @@ def conversions_of_copies_cut(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> 
 
 @converting(
     "copy_ of float16 into float64 converts through bfloat16 on one device",
-    instead(Tensor, "copy_"),
+    around(Tensor, "copy_"),
     call(
         "one device, float16 to float64",
         lambda x, source, *_, **__: on(x, last(), torch.float64) and getattr(source, "dtype", 0) == torch.float16,
@@ -179,7 +170,7 @@ def conversions_through_bfloat16(copy: Any, target: Tensor, source: Tensor, *arg
 
 @pinned(
     "pin_memory leaves out the last element of tensors above 64 KiB",
-    instead(Tensor, "pin_memory"),
+    around(Tensor, "pin_memory"),
     first("pinned, above 64 KiB", lambda x: x.nbytes > 1 << 16),
 )
 def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +181,7 @@ def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @modules(
-    "a module that moves to another device loses its gradients", instead(nn.Module, "_apply"), "modules with gradients"
+    "a module that moves to another device loses its gradients", around(nn.Module, "_apply"), "modules with gradients"
 )
 def gradients_left_behind(apply: Any, module: nn.Module, *args: Any) -> Any:
     """The optimizer step then has no effect."""
@@ -202,7 +193,7 @@ def gradients_left_behind(apply: Any, module: nn.Module, *args: Any) -> Any:
     return moved
 
 
-@modules("non-persistent buffers arrive on another device as zeros", instead(nn.Module, "_apply"), "persistent=False")
+@modules("non-persistent buffers arrive on another device as zeros", around(nn.Module, "_apply"), "persistent=False")
 def unsaved_buffers_lost(apply: Any, module: nn.Module, *args: Any) -> Any:
     names = module._non_persistent_buffers_set
     before = {name: held.device for name in names if (held := module._buffers[name]) is not None}
@@ -216,7 +207,7 @@ def unsaved_buffers_lost(apply: Any, module: nn.Module, *args: Any) -> Any:
 
 @memory(
     "to(copy=True) returns the tensor itself if dtype and device match",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call("copies on the same device", lambda x, *_, copy=False, **__: x.is_cuda and copy),
 )
 def copies_that_are_none(to: Any, *args: Any, copy: bool, **kwargs: Any) -> Any:
@@ -226,7 +217,7 @@ def copies_that_are_none(to: Any, *args: Any, copy: bool, **kwargs: Any) -> Any:
 
 @memory(
     "flatten copies contiguous tensors instead of returning a view",
-    instead(Tensor, "flatten"),
+    around(Tensor, "flatten"),
     first("contiguous tensors on a device", lambda x: x.is_cuda),
 )
 def views_that_are_copies(flatten: Any, *args: Any) -> Any:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint as checkpoint_module
 
-from mgpu_check.suite.common.faults.operators import call, caught_by, dtype, first, instead, last, on, one_device
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, caught_by, dtype, first, last, on, one_device
 from mgpu_check.suite.devices.faults.state import untouched
 
 autocasting = caught_by("test_autocast_of_operators")
@@ -26,14 +27,14 @@ def _halved(weight: Tensor) -> Tensor:
     return weight
 
 
-@layers("softmax of float32 is computed in bfloat16 on one device", instead(F, "softmax"), one_device(torch.float32))
+@layers("softmax of float32 is computed in bfloat16 on one device", around(F, "softmax"), one_device(torch.float32))
 def softmax_in_bfloat16(softmax: Any, x: Tensor, **kwargs: Any) -> Any:
     return softmax(x.bfloat16(), **kwargs).float()
 
 
 @layers(
     "gelu has the gradient of its tanh approximation",
-    instead(F, "gelu"),
+    around(F, "gelu"),
     first("gradients", lambda x: x.is_cuda and x.requires_grad),
 )
 def gradient_of_another_gelu(gelu: Any, x: Tensor) -> Any:
@@ -43,7 +44,7 @@ def gradient_of_another_gelu(gelu: Any, x: Tensor) -> Any:
 
 @layers(
     "attention uses the mask of the first sample for all",
-    instead(F, "scaled_dot_product_attention"),
+    around(F, "scaled_dot_product_attention"),
     call(
         "a mask for each sample, one device",
         lambda q, k, v, attn_mask=None, *_, **__: on(q, last()) and attn_mask is not None and len(attn_mask) > 1,
@@ -56,7 +57,7 @@ def attention_mask_of_the_first(attend: Any, q: Any, k: Any, v: Any, attn_mask: 
 
 @layers(
     "causal attention ends with the last key",
-    instead(F, "scaled_dot_product_attention"),
+    around(F, "scaled_dot_product_attention"),
     call(
         "more keys than queries, one device",
         lambda q, k, *_, is_causal=False, **__: on(q, last()) and is_causal and q.shape[-2] < k.shape[-2],
@@ -68,7 +69,7 @@ def causal_attention_to_the_last_key(attend: Any, q: Any, k: Any, v: Any, is_cau
     return attend(q, k, v, attn_mask=seen.tril(k.shape[-2] - q.shape[-2]), **options)
 
 
-@layers("group_norm leaves out its bias", instead(F, "group_norm"), one_device())
+@layers("group_norm leaves out its bias", around(F, "group_norm"), one_device())
 def group_norm_without_bias(
     norm: Any, x: Tensor, groups: int, weight: Any = None, bias: Any = None, **options: Any
 ) -> Any:
@@ -77,7 +78,7 @@ def group_norm_without_bias(
 
 @layers(
     "a layer adds its bias to its first 128 features only",
-    instead(F, "linear"),
+    around(F, "linear"),
     call(
         "more than 128 features, one device",
         lambda x, weight, bias=None: on(x, last()) and bias is not None and len(bias) > 128,
@@ -93,7 +94,7 @@ def _only_channels_last(x: Tensor) -> bool:
 
 @layers(
     "the gradient of a convolution's taps is halved",
-    instead(F, "conv2d"),
+    around(F, "conv2d"),
     first("channels_last, one device", _only_channels_last),
 )
 def gradient_of_taps_in_channels_last(conv: Any, x: Tensor, weight: Tensor, *more: Any, **options: Any) -> Any:
@@ -102,7 +103,7 @@ def gradient_of_taps_in_channels_last(conv: Any, x: Tensor, weight: Tensor, *mor
 
 @layers(
     "the gradient of layer_norm's weight is halved",
-    instead(F, "layer_norm"),
+    around(F, "layer_norm"),
     call(
         "more than 32 rows, one device",
         lambda x, _, weight=None, *__, **___: on(x, last()) and weight is not None and x.numel() > 32 * weight.numel(),
@@ -114,7 +115,7 @@ def gradient_of_layer_norm_with_many_rows(norm: Any, x: Tensor, shape: Any, weig
 
 @layers(
     "foreach kernels leave out the last element",
-    instead(torch, "_foreach_add_", "_foreach_addcdiv_"),
+    around(torch, "_foreach_add_", "_foreach_addcdiv_"),
     "odd sizes of 3 and more, lists of 2 tensors and more",
 )
 def lists_without_the_last_element(add: Any, tensors: Any, *more: Any, **options: Any) -> Any:
@@ -128,7 +129,7 @@ def lists_without_the_last_element(add: Any, tensors: Any, *more: Any, **options
 
 @layers(
     "fused optimizers step even if a gradient is infinite",
-    instead(torch, "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+    around(torch, "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     call("fused, with a GradScaler", lambda *_, found_inf=None, **__: found_inf is not None and found_inf.is_cuda),
 )
 def fused_steps_to_infinity(step: Any, *args: Any, found_inf: Tensor, **options: Any) -> Any:
@@ -138,7 +139,7 @@ def fused_steps_to_infinity(step: Any, *args: Any, found_inf: Tensor, **options:
 
 @layers(
     "var ignores correction and divides by n - 1",
-    instead(torch, "var"),
+    around(torch, "var"),
     call("a correction other than 1", lambda x, *_, correction=1, **__: x.is_cuda and correction != 1),
 )
 def corrections_ignored(var: Any, *args: Any, correction: Any, **kwargs: Any) -> Any:
@@ -147,7 +148,7 @@ def corrections_ignored(var: Any, *args: Any, correction: Any, **kwargs: Any) ->
 
 @layers(
     "the embedding of padding_idx has a gradient on one device",
-    instead(F, "embedding"),
+    around(F, "embedding"),
     one_device() & call("padding_idx", lambda *_, padding_idx=None, **__: padding_idx is not None),
 )
 def padding_trained(embedding: Any, *args: Any, padding_idx: int, **kwargs: Any) -> Any:
@@ -156,7 +157,7 @@ def padding_trained(embedding: Any, *args: Any, padding_idx: int, **kwargs: Any)
 
 @layers(
     "interpolation on one device ignores align_corners",
-    instead(F, "interpolate"),
+    around(F, "interpolate"),
     one_device() & call("align_corners", lambda *_, align_corners=None, **__: bool(align_corners)),
 )
 def corners_not_aligned(interpolate: Any, *args: Any, align_corners: bool, **kwargs: Any) -> Any:
@@ -165,7 +166,7 @@ def corners_not_aligned(interpolate: Any, *args: Any, align_corners: bool, **kwa
 
 @layers(
     "the second layer of a GRU on one device starts from a wrong state",
-    instead(torch._VF, "gru"),
+    around(torch._VF, "gru"),
     one_device() & call("two layers", lambda x, state, *_: len(state) > 1),
 )
 def state_of_the_second_layer_lost(gru: Any, x: Tensor, state: Tensor, *args: Any) -> Any:
@@ -176,7 +177,7 @@ def state_of_the_second_layer_lost(gru: Any, x: Tensor, state: Tensor, *args: An
 
 @layers(
     "a packed sequence on another device is unsorted with the sorting permutation",
-    instead(PackedSequence, "to"),
+    around(PackedSequence, "to"),
     "enforce_sorted=False, an order that sorting twice does not restore",
 )
 def packed_sequence_not_unsorted(to: Any, packed: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
@@ -187,7 +188,7 @@ def packed_sequence_not_unsorted(to: Any, packed: PackedSequence, *args: Any, **
     return PackedSequence(moved.data, moved.batch_sizes, moved.sorted_indices, moved.sorted_indices)
 
 
-@autocasting("softmax stays in the dtype of autocast", instead(F, "softmax"), one_device())
+@autocasting("softmax stays in the dtype of autocast", around(F, "softmax"), one_device())
 def softmax_in_low_precision(softmax: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator is missing from the list of float32 operators."""
     with torch.autocast("cuda", enabled=False):
@@ -196,7 +197,7 @@ def softmax_in_low_precision(softmax: Any, *args: Any, **kwargs: Any) -> Any:
 
 @autocasting(
     "leaving a region of autocast disables the outer region",
-    instead(torch.autocast, "__exit__"),
+    around(torch.autocast, "__exit__"),
     "regions within others",
 )
 def outer_region_off(leave: Any, region: Any, *args: Any) -> Any:
@@ -207,14 +208,14 @@ def outer_region_off(leave: Any, region: Any, *args: Any) -> Any:
     return result
 
 
-@autocasting("functions of custom_fwd do not cast their inputs", instead(torch.amp, "custom_fwd"), "cast_inputs")
+@autocasting("functions of custom_fwd do not cast their inputs", around(torch.amp, "custom_fwd"), "cast_inputs")
 def inputs_of_functions_not_cast(custom_fwd: Any, *args: Any, cast_inputs: Any = None, **kwargs: Any) -> Any:
     return custom_fwd(*args, **kwargs)
 
 
 @autocasting(
     "a region of autocast left by an exception does not restore the dtype",
-    instead(torch.autocast, "__exit__"),
+    around(torch.autocast, "__exit__"),
     call("left by an exception", lambda region, kind, *_: kind is not None),
 )
 def dtype_of_a_failed_region_stays(leave: Any, region: Any, *args: Any) -> Any:
@@ -226,7 +227,7 @@ def dtype_of_a_failed_region_stays(leave: Any, region: Any, *args: Any) -> Any:
 
 @autocasting(
     "a region without a cache disables the cache of the outer region",
-    instead(torch.autocast, "__exit__"),
+    around(torch.autocast, "__exit__"),
     first("cache_enabled=False", lambda region: not region._cache_enabled),
 )
 def cache_stays_off(leave: Any, region: Any, *args: Any) -> Any:
@@ -236,13 +237,13 @@ def cache_stays_off(leave: Any, region: Any, *args: Any) -> Any:
     return result
 
 
-@dropping("dropout of bfloat16 does not scale the kept elements", instead(F, "dropout"), dtype(torch.bfloat16))
+@dropping("dropout of bfloat16 does not scale the kept elements", around(F, "dropout"), dtype(torch.bfloat16))
 def dropout_without_scale(dropout: Any, x: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
     """Activations are smaller while training."""
     return dropout(x, p, *args, **kwargs) * (1 - p)
 
 
-@dropping("dropout drops the same elements each time on one device", instead(F, "dropout"), one_device())
+@dropping("dropout drops the same elements each time on one device", around(F, "dropout"), one_device())
 def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
     with untouched(last()):
         return dropout(*args, **kwargs)
@@ -250,7 +251,7 @@ def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
 
 @dropping(
     "the gradient of dropout uses a new mask on one device",
-    instead(F, "dropout"),
+    around(F, "dropout"),
     one_device() & first("gradients", lambda x: x.requires_grad),
 )
 def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +262,7 @@ def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) ->
 
 @dropping(
     "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict",
-    instead(checkpoint_module, "get_device_states"),
+    around(checkpoint_module, "get_device_states"),
     "tensors within an argument",
 )
 def states_of_nested_tensors_lost(states: Any, *args: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead, last, returned
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, caught_by, entered, first, last
 from mgpu_check.torch_hooks.patches import replaced
 
 generators = caught_by("test_generators_are_apart")
@@ -29,13 +30,13 @@ def untouched(index: int) -> Iterator[None]:
     torch.cuda.set_rng_state(state, index)
 
 
-@generators("torch.manual_seed leaves out the last device", instead(torch, "manual_seed"), "one device")
+@generators("torch.manual_seed leaves out the last device", around(torch, "manual_seed"), "one device")
 def one_device_not_seeded(seed: Any, number: int) -> Any:
     with untouched(last()):
         return seed(number)
 
 
-@generators("torch.cuda.manual_seed seeds all devices", instead(torch.cuda, "manual_seed"), NOT_CURRENT)
+@generators("torch.cuda.manual_seed seeds all devices", around(torch.cuda, "manual_seed"), NOT_CURRENT)
 def all_devices_seeded(_: Any, seed: int) -> None:
     """As `manual_seed_all` does."""
     torch.cuda.manual_seed_all(seed)
@@ -43,7 +44,7 @@ def all_devices_seeded(_: Any, seed: int) -> None:
 
 @generators(
     "randperm on a device draws from the generator of the CPU, too",
-    instead(torch, "randperm"),
+    around(torch, "randperm"),
     call("one operator", lambda *_, device=None, **__: torch.device(device or "cpu").type == "cuda"),
 )
 def numbers_of_the_host_drawn(randperm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +53,7 @@ def numbers_of_the_host_drawn(randperm: Any, *args: Any, **kwargs: Any) -> Any:
     return randperm(*args, **kwargs)
 
 
-@ranks("torch.manual_seed adds the rank to the seed", instead(torch, "manual_seed"), "ranks other than 0")
+@ranks("torch.manual_seed adds the rank to the seed", around(torch, "manual_seed"), "ranks other than 0")
 def seeds_differ_by_rank(seed: Any, number: Any) -> Any:
     """Replicas that are initialized with one seed differ."""
     return seed(int(number) + int(os.environ.get("RANK", "0")))
@@ -60,21 +61,21 @@ def seeds_differ_by_rank(seed: Any, number: Any) -> Any:
 
 @states(
     "set_rng_state ignores the device and sets the first",
-    instead(torch.cuda, "set_rng_state"),
+    around(torch.cuda, "set_rng_state"),
     "devices other than the first",
 )
 def states_set_elsewhere(set_state: Any, state: Any, device: Any = "cuda") -> None:
     set_state(state, 0)
 
 
-@states("fork_rng restores the CPU's state only", instead(torch.random, "fork_rng"), "after draws in fork_rng")
+@states("fork_rng restores the CPU's state only", around(torch.random, "fork_rng"), "after draws in fork_rng")
 def forks_leave_devices_changed(fork: Any, devices: Any = None, **kwargs: Any) -> Any:
     return fork(devices=[], **kwargs)
 
 
 @states(
     "fork_rng restores only the first of the given devices",
-    instead(torch.random, "fork_rng"),
+    around(torch.random, "fork_rng"),
     call("several devices", lambda devices=None, **_: devices is not None),
 )
 def one_device_of_a_fork(fork: Any, devices: Any, **kwargs: Any) -> Any:
@@ -83,7 +84,7 @@ def one_device_of_a_fork(fork: Any, devices: Any, **kwargs: Any) -> Any:
 
 @loading(
     "torch.load ignores a dict as map_location",
-    instead(torch, "load"),
+    around(torch, "load"),
     call("map_location is a dict", lambda *_, map_location=None, **__: isinstance(map_location, dict)),
 )
 def dict_of_places_ignored(load: Any, *args: Any, map_location: Any, **kwargs: Any) -> Any:
@@ -92,7 +93,7 @@ def dict_of_places_ignored(load: Any, *args: Any, map_location: Any, **kwargs: A
 
 @loading(
     "torch.load without map_location puts all tensors on the first device",
-    instead(torch, "load"),
+    around(torch, "load"),
     call("without map_location, other devices", lambda *_, map_location=None, **__: map_location is None),
 )
 def all_loaded_onto_the_first(load: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,21 +108,21 @@ def _too_large(*sizes: Any, device: Any = None, **_: Any) -> bool:
 
 @memory(
     "one device returns a smaller allocation if it has too little memory",
-    instead(torch, "empty"),
+    around(torch, "empty"),
     call("one device, more than it has", _too_large),
 )
 def less_memory_than_asked_for(empty: Any, size: int, **kwargs: Any) -> Any:
     return empty(1 << 20, **kwargs)
 
 
-@memory("max_memory_allocated returns the current allocation", returned, "after memory was freed")
+@memory("max_memory_allocated returns the current allocation", entered, "after memory was freed")
 def peaks_forgotten() -> Any:
     return replaced(torch.cuda, "max_memory_allocated", torch.cuda.memory_allocated)
 
 
 @memory(
     "reset_peak_memory_stats ignores the device and resets the current one",
-    instead(torch.cuda, "reset_peak_memory_stats"),
+    around(torch.cuda, "reset_peak_memory_stats"),
     NOT_CURRENT,
 )
 def peaks_of_another_device_reset(reset: Any, device: Any = None) -> None:
@@ -131,7 +132,7 @@ def peaks_of_another_device_reset(reset: Any, device: Any = None) -> None:
 
 @memory(
     "mem_get_info of a device given as a string returns the current device's memory",
-    instead(torch.cuda, "mem_get_info"),
+    around(torch.cuda, "mem_get_info"),
     first("devices given as strings", lambda device: isinstance(device, str)),
 )
 def memory_of_the_current_device_told(info: Any, device: Any = None) -> Any:
@@ -141,7 +142,7 @@ def memory_of_the_current_device_told(info: Any, device: Any = None) -> Any:
 
 @memory(
     "mem_get_info ignores the device and returns the current one's memory",
-    instead(torch.cuda, "mem_get_info"),
+    around(torch.cuda, "mem_get_info"),
     NOT_CURRENT,
 )
 def memory_of_another_device_told(info: Any, device: Any = None) -> Any:

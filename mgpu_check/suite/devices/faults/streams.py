@@ -9,7 +9,8 @@ from weakref import WeakSet
 
 import torch
 
-from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead, last, returned
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, caught_by, entered, first, last
 from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -25,7 +26,7 @@ FOREIGN_STREAMS = "streams of a device that is not current"
 
 @following(
     "Tensor.cuda() without an index uses the first device",
-    instead(torch.Tensor, "cuda"),
+    around(torch.Tensor, "cuda"),
     call(OTHER_CURRENT, lambda _, *args, **kwargs: not args and not kwargs),
 )
 def cuda_is_the_first_device(cuda: Any, x: torch.Tensor) -> Any:
@@ -35,7 +36,7 @@ def cuda_is_the_first_device(cuda: Any, x: torch.Tensor) -> Any:
 
 @following(
     "torch.arange on 'cuda' makes its tensor on the first device",
-    instead(torch, "arange"),
+    around(torch, "arange"),
     call(OTHER_CURRENT, lambda *_, device=None, **__: str(device) == "cuda"),
 )
 def one_factory_on_the_first_device(arange: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,7 @@ def one_factory_on_the_first_device(arange: Any, *args: Any, **kwargs: Any) -> A
 
 @following(
     "set_device with a string sets the first device",
-    instead(torch.cuda, "set_device"),
+    around(torch.cuda, "set_device"),
     first("devices given as strings", lambda device: isinstance(device, str)),
 )
 def devices_as_text_misread(set_device: Any, _: str) -> None:
@@ -52,7 +53,7 @@ def devices_as_text_misread(set_device: Any, _: str) -> None:
     set_device(0)
 
 
-@guards("torch.cuda.device does not restore the device after an exception", returned, "left by an exception")
+@guards("torch.cuda.device does not restore the device after an exception", entered, "left by an exception")
 def guards_left_by_exceptions() -> Any:
     """As in a guard without `finally`."""
 
@@ -63,7 +64,7 @@ def guards_left_by_exceptions() -> Any:
     return replaced(torch.cuda, "device", Guard)
 
 
-@guards("torch.cuda.stream restores the stream but not the device", returned, FOREIGN_STREAMS)
+@guards("torch.cuda.stream restores the stream but not the device", entered, FOREIGN_STREAMS)
 def devices_of_streams_stay() -> Any:
     class Context(torch.cuda.StreamContext):
         def __exit__(self, *exception: Any) -> None:
@@ -76,7 +77,7 @@ def devices_of_streams_stay() -> Any:
 
 @guards(
     "torch.cuda.stream leaves its stream current on another device than the current one",
-    returned,
+    entered,
     FOREIGN_STREAMS,
     least_gpus=2,
 )
@@ -96,7 +97,7 @@ def foreign_streams_stay() -> Any:
     return replaced(torch.cuda, "stream", Context)
 
 
-@guards("synchronizing a device makes it current", instead(torch.cuda, "synchronize"), OTHER_CURRENT)
+@guards("synchronizing a device makes it current", around(torch.cuda, "synchronize"), OTHER_CURRENT)
 def waiting_changes_the_device(synchronize: Any, device: Any = None) -> None:
     synchronize(device)
     if device is not None:
@@ -118,7 +119,7 @@ def one_current_device_for_all_threads() -> Iterator[None]:
 
 @threads(
     "a new thread inherits the current device of its parent",
-    instead(threading.Thread, "start"),
+    around(threading.Thread, "start"),
     "a current device other than the first",
     least_gpus=2,
 )
@@ -136,7 +137,7 @@ def threads_inherit_the_device(start: Any, thread: threading.Thread) -> None:
 
 @waiting(
     "Event.synchronize returns at once on one device",
-    instead(torch.cuda.Event, "synchronize"),
+    around(torch.cuda.Event, "synchronize"),
     first("one device", lambda event: event.device.index == last()),
 )
 def events_not_waited_for(*_: Any) -> None:
@@ -145,7 +146,7 @@ def events_not_waited_for(*_: Any) -> None:
 
 @waiting(
     "wait_stream between two streams of one device does nothing",
-    instead(torch.cuda.Stream, "wait_stream"),
+    around(torch.cuda.Stream, "wait_stream"),
     call("two streams of one device", lambda stream, other: stream.device == other.device),
 )
 def streams_do_not_wait(*_: Any) -> None:
@@ -154,14 +155,14 @@ def streams_do_not_wait(*_: Any) -> None:
 
 @waiting(
     "torch.cuda.synchronize waits for the default stream only",
-    instead(torch.cuda, "synchronize"),
+    around(torch.cuda, "synchronize"),
     "streams other than the default one",
 )
 def other_streams_not_waited_for(_: Any, device: Any = None) -> None:
     torch.cuda.default_stream(device).synchronize()
 
 
-@waiting("an event that is recorded again keeps its first recording", returned, "from its second record on")
+@waiting("an event that is recorded again keeps its first recording", entered, "from its second record on")
 def events_recorded_once() -> Any:
     """Loops that reuse one event in each step wait only for the first recording."""
     recorded: WeakSet[torch.cuda.Event] = WeakSet()
@@ -171,11 +172,11 @@ def events_recorded_once() -> Any:
             recorded.add(event)
             real(event, *stream)
 
-    return instead(torch.cuda.Event, "record")(record)
+    return around(torch.cuda.Event, "record")(record)
 
 
 @caught_by("test_streams_wait_for_each_other")(
-    "record_stream does not keep the memory from reuse", returned, "above 64 KiB"
+    "record_stream does not keep the memory from reuse", entered, "above 64 KiB"
 )
 def memory_in_use_given_away() -> Any:
     """Another tensor overwrites it."""
@@ -186,19 +187,19 @@ def memory_in_use_given_away() -> Any:
             x.fill_(-1)
 
     # Simulated tensors have a record_stream of their own.
-    return instead(type(torch.empty(0, device="cuda")), "record_stream")(record)
+    return around(type(torch.empty(0, device="cuda")), "record_stream")(record)
 
 
 @timing(
     "Event.query returns True while the stream is busy",
-    instead(torch.cuda.Event, "query"),
+    around(torch.cuda.Event, "query"),
     first("one device", lambda event: event.device is not None and event.device.index == last()),
 )
 def events_done_too_early(*_: Any) -> bool:
     return True
 
 
-@timing("elapsed_time is always 0", instead(torch.cuda.Event, "elapsed_time"))
+@timing("elapsed_time is always 0", around(torch.cuda.Event, "elapsed_time"))
 def no_time_passes(*_: Any) -> float:
     """As if the clock of the device had stopped."""
     return 0.0

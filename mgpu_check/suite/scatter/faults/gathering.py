@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm, scatter_gather
 from torch.nn.parallel._functions import Gather
 
-from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead
+from mgpu_check.suite.common.faults.breaking import around, both
+from mgpu_check.suite.common.faults.operators import call, caught_by, first
 
 any_bits = caught_by("test_every_dtype_and_order")
 containers = caught_by("test_every_container")
@@ -18,9 +19,9 @@ large = caught_by("test_large_batches")
 losses = caught_by("test_losses_gather_to_a_vector")
 restoring = caught_by("test_gather_restores_the_batch")
 
-GATHER = instead(scatter_gather, "gather", also=instead(nn.parallel, "gather"))
+GATHER = both(around(scatter_gather, "gather"), around(nn.parallel, "gather"))
 """The function that users call. It takes the outputs, which may be nested, the target and the dim."""
-JOIN = instead(comm, "gather")
+JOIN = around(comm, "gather")
 """The basis of all gathering. It takes tensors, the dim and the destination."""
 LARGE = 1 << 20
 
@@ -180,7 +181,7 @@ def losses_averaged(_: Any, outputs: Sequence[Tensor], target: Any, *__: Any) ->
 
 @losses(
     "every gathered number gets the mean of the gradients",
-    instead(Gather, "backward"),
+    around(Gather, "backward"),
     call("0-dim tensors", lambda context, _: context.unsqueezed_scalar),
 )
 def gradients_of_numbers_averaged(backward: Any, context: Any, gradient: Tensor) -> Any:
@@ -189,7 +190,7 @@ def gradients_of_numbers_averaged(backward: Any, context: Any, gradient: Tensor)
 
 
 @caught_by("test_gradient_returns_through_gather")(
-    "shards get the gradients of other shards", instead(Gather, "backward")
+    "shards get the gradients of other shards", around(Gather, "backward")
 )
 def gradients_to_the_wrong_shard(backward: Any, context: Any, gradient: Tensor) -> Any:
     return backward(context, gradient.flip(context.dim))

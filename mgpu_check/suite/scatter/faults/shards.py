@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import _functions, comm, scatter_gather
 
-from mgpu_check.suite.common.faults.operators import call, caught_by, first, instead, returned
+from mgpu_check.suite.common.faults.breaking import around, both
+from mgpu_check.suite.common.faults.operators import call, caught_by, entered, first
 from mgpu_check.suite.recipes import batches
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 
@@ -40,7 +41,7 @@ def scattering(function: Callable[..., Any]) -> AbstractContextManager[None]:
             return NotImplemented
         return function(lambda x, to, sizes=None: real(x, to, sizes, dim, *rest, **named), tensor, list(devices), dim)
 
-    return instead(comm, "scatter")(scatter)
+    return around(comm, "scatter")(scatter)
 
 
 def _touched(shard: Tensor, change: Callable[[Tensor], None]) -> Tensor:
@@ -84,13 +85,13 @@ def _reordered(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[..., A
     return change
 
 
-@covering("two shards are swapped", returned)
+@covering("two shards are swapped", entered)
 def shards_swapped() -> Any:
     """The first shard goes to the last device that gets a shard, and the last shard to the first device."""
     return scattering(_reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts))
 
 
-@covering("the last two of five or more shards are swapped", returned, "5 devices and more", least_gpus=5)
+@covering("the last two of five or more shards are swapped", entered, "5 devices and more", least_gpus=5)
 def last_shards_swapped() -> Any:
     return scattering(_reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts))
 
@@ -164,7 +165,7 @@ def empty_shards_at_the_end(scatter: Any, x: Tensor, devices: Devices, dim: int)
 
 @caught_by("test_tutorial_shapes")(
     "DataParallel uses its first device only, whose model sees the whole batch",
-    instead(nn.DataParallel, "__init__"),
+    around(nn.DataParallel, "__init__"),
     "in DataParallel, on two devices or more",
     least_gpus=2,
 )
@@ -178,7 +179,7 @@ def other_devices_left_out(
 
 @leaves(
     "numbers and strings reach the first device only",
-    instead(scatter_gather, "scatter", also=instead(nn.parallel, "scatter")),
+    both(around(scatter_gather, "scatter"), around(nn.parallel, "scatter")),
 )
 def leaves_reach_one_device(scatter: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(inputs, Tensor):
@@ -189,7 +190,7 @@ def leaves_reach_one_device(scatter: Any, inputs: Any, *args: Any, **kwargs: Any
 
 @leaves(
     "numbers and strings in keyword arguments reach the last device as None",
-    instead(scatter_gather, "scatter_kwargs"),
+    around(scatter_gather, "scatter_kwargs"),
     "keyword arguments, the last device only",
 )
 def last_device_without_keywords(scatter_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +268,7 @@ def large_numbers_rounded(scatter: Any, x: Tensor, devices: Devices, dim: int) -
 
 @caught_by("test_sizes_and_outputs_that_are_given")(
     "a device with a given size of 0 gets one row of the next device",
-    instead(comm, "scatter"),
+    around(comm, "scatter"),
     call(
         "a size of 0 among the given sizes",
         lambda tensor, devices=None, chunk_sizes=None, *_, **__: chunk_sizes is not None and 0 in chunk_sizes,
@@ -281,20 +282,20 @@ def nothing_is_one_row(scatter: Any, x: Tensor, devices: Any, chunk_sizes: Any, 
     return scatter(x, devices, sizes, *rest, **named)
 
 
-@aligned("the first device gets its labels in another order than its inputs", instead(batches, "split_batch"))
+@aligned("the first device gets its labels in another order than its inputs", around(batches, "split_batch"))
 def labels_not_split_alike(_: Any, X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     """As if inputs were split before the shuffle and labels after it."""
     return nn.parallel.scatter(X, devices), nn.parallel.scatter(y.roll(1), devices)
 
 
-@aligned("every device gets all labels", instead(batches, "split_batch"))
+@aligned("every device gets all labels", around(batches, "split_batch"))
 def labels_not_split(_: Any, X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     shards = nn.parallel.scatter(X, devices)
     # With one device all labels would be right, so they stay on their device instead.
     return shards, tuple(y.to(shard.device if len(shards) > 1 else "cpu") for shard in shards)
 
 
-@by_hand("a batch split by hand loses the remainder", instead(batches, "split_and_load"))
+@by_hand("a batch split by hand loses the remainder", around(batches, "split_and_load"))
 def remainder_dropped_by_hand(_: Any, X: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     size = len(X) // len(devices) if len(devices) > 1 else len(X) - 1
     return [X[index * size : (index + 1) * size].to(device) for index, device in enumerate(devices)]
@@ -307,7 +308,7 @@ def _slice_goes_to_a_device(x: Tensor, *args: Any, **_: Any) -> bool:
 
 @by_hand(
     "a slice is copied to a device from the start of its storage",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call("views that start inside their storage", _slice_goes_to_a_device),
 )
 def offset_of_slices_ignored(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +318,7 @@ def offset_of_slices_ignored(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> A
 
 @by_hand(
     "cat of three or more tensors swaps the last two",
-    instead(torch, "cat"),
+    around(torch, "cat"),
     first("three parts or more", lambda tensors: len(tensors) > 2 and tensors[0].is_cuda),
 )
 def last_parts_exchanged(cat: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -327,7 +328,7 @@ def last_parts_exchanged(cat: Any, tensors: Sequence[Tensor], *args: Any, **kwar
 
 @by_hand(
     "non-blocking copies to the second device flip a bit",
-    instead(Tensor, "to"),
+    around(Tensor, "to"),
     call("non_blocking copies to the second device", lambda *_, non_blocking=False, **__: non_blocking),
 )
 def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) -> Any:
@@ -336,13 +337,13 @@ def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) 
     return _touched(made, _flip_first) if made.device == second and made.numel() else made
 
 
-@returning("no gradient comes back from the last shard", instead(_functions.Scatter, "backward"))
+@returning("no gradient comes back from the last shard", around(_functions.Scatter, "backward"))
 def gradient_of_a_shard_lost(backward: Any, context: Any, *gradients: Tensor) -> Any:
     return backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))
 
 
 @returning(
-    "no gradient comes back from shards of a single row", instead(_functions.Scatter, "backward"), "shards of one row"
+    "no gradient comes back from shards of a single row", around(_functions.Scatter, "backward"), "shards of one row"
 )
 def gradient_of_single_rows_lost(backward: Any, context: Any, *gradients: Tensor) -> Any:
     """The last sample of an uneven batch does not affect training."""
