@@ -35,8 +35,12 @@ def install(fd: int) -> Callable[[], None]:
 
 
 def entered(fd: int) -> tuple[int, int]:
-    """Return two counts from the file of a process: operations of its default group when last counted, and calls of
-    collectives.
+    """Read from the file of a process how many operations and collectives it has entered.
+
+    Returns:
+        The number of operations that the backends of the default group had counted when it was last written, with those of
+        DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each is 0 until
+        the process has written it.
     """
     from mgpu_check.processes import record
 

@@ -93,7 +93,10 @@ def is_class(step: Callable[..., Any]) -> bool:
 
 
 def name_of(step: Callable[..., Any]) -> str:
-    """Return the name of a step in reports."""
+    """Return the name of a step for reports: its `__name__`, or else the name of its class.
+
+    For a partial, use the function or class that it wraps.
+    """
     inner = _innermost(step)
     return str(getattr(inner, "__name__", type(inner).__name__))
 

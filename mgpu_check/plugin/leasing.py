@@ -155,7 +155,14 @@ class Leasing:
 
 
 def told(waits: Sequence[float]) -> list[str]:
-    """Describe how long tests have waited for devices, for the end of the run; empty if it was not long."""
+    """Describe, for the end of the run, how long tests waited for devices.
+
+    Args:
+        waits: seconds that each delayed test waited.
+
+    Returns:
+        One line with the number of tests and their total time; empty if the total is below 1 s.
+    """
     if sum(waits) < _WORTH_TELLING:
         return []
     tests = "1 test" if len(waits) == 1 else f"{len(waits)} tests"

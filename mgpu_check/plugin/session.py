@@ -252,7 +252,9 @@ class GpuSession:
             self.leasing.end()
 
     def finish(self, interrupted: bool = False) -> None:
-        """Check the ranks for the last time, and end them.
+        """End all processes of the run, and note which ranks died while no test used them.
+
+        If Ctrl-C interrupted a call on ranks, note instead where each rank was, and no deaths.
 
         Args:
             interrupted: whether Ctrl-C ended the run, possibly during a call.

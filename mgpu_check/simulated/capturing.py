@@ -41,7 +41,10 @@ class Capture:
         self._thread = threading.get_ident()
 
     def begin_on(self, stream: Recording) -> Branch:
-        """Start recording on a stream."""
+        """Start recording on a stream, and return its branch, which is empty.
+
+        The first stream is the origin of the capture. The capture is under way from then on.
+        """
         if not self.branches:
             _under_way.append(self)
         stream.branch = made = Branch(self, id(stream))

@@ -125,7 +125,13 @@ _own: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDicti
 
 
 def made_on(device: torch.device, backing: torch.device, state: _GeneratorState | None = None) -> DeviceGenerator:
-    """Make a generator of a simulated device."""
+    """Make a generator that belongs to the simulated device `device`.
+
+    Args:
+        device: the simulated device.
+        backing: the real device that computes for it.
+        state: the seed and the offset, shared and not copied; None for a new state with torch's default seed.
+    """
     generator: DeviceGenerator = DeviceGenerator.__new__(DeviceGenerator, device=backing)  # type: ignore[call-arg]  # not in the stubs
     generator._dev = device
     generator.state = state or _GeneratorState(_base.initial_seed(generator) & _MASK)

@@ -270,7 +270,7 @@ _outstanding: dict[int, list[Late]] = {}
 
 
 def forget_streams() -> None:
-    """Drop all streams; their late results stay undelivered."""
+    """Drop all streams, and reset the sync debug mode. A stream that is still held keeps its late results."""
     global _streams
     set_sync_debug_mode(0)
     _defaults.clear()

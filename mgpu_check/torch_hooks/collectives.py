@@ -56,7 +56,13 @@ class Recorder:
         self._unlike: set[Group] = set()
 
     def attach(self, fd: int) -> None:
-        """Map the file `fd`, and record to it from now on."""
+        """Map the file `fd`, and record in it the collectives that this process enters from now on.
+
+        Without a file, nothing is recorded. The file is resized to `record.SIZE` bytes.
+
+        Raises:
+            OSError: the file cannot be resized or mapped.
+        """
         os.ftruncate(fd, record.SIZE)
         self._memory = mmap.mmap(fd, record.SIZE)
 

@@ -79,7 +79,7 @@ class Connections:
             one.setblocking(False)
 
     def start(self) -> None:
-        """Begin to accept agents."""
+        """Start the thread that accepts and serves agents, and return at once."""
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda: self._wake_read.recv(4096))
         if self._parent is not None:
             self._selector.register(self._parent, selectors.EVENT_READ, self._parent_ended)

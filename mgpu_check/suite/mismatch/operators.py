@@ -47,7 +47,7 @@ class Operands:
         return self.on(operand, *shape, dtype="bool")
 
     def module(self, operand: int, module: nn.Module) -> nn.Module:
-        """Return `module` on the device of `operand`."""
+        """Move `module` in place to the device of `operand`, 0 or 1, and return it."""
         return module.to(self._device(operand))
 
     def _device(self, operand: int) -> torch.device:

@@ -103,7 +103,17 @@ def assert_dealt_by_hand(gpus: Sequence[torch.device], split: Split) -> None:
 def assert_gradient_scattered(
     gpus: Sequence[torch.device], split: Split, seed: int, used: Collection[int] | None
 ) -> None:
-    """Assert that the gradient of the shards returns to the batch; see `assert_scatter_differentiable`."""
+    """Assert that the gradient of the shards returns to the batch; see `assert_scatter_differentiable`.
+
+    Args:
+        split: the batch, a single tensor, and the devices that get its shards.
+        seed: makes the weights of the loss sum(batch · weights).
+        used: the shards that the loss uses, modulo their number; None for all. The others get zero gradients.
+
+    Raises:
+        ShardError: naming the element of the gradient, with the expected and the actual value.
+        TypeError: the batch is not a single tensor.
+    """
     __tracebackhide__ = True
     weights = split.tensor.like("contiguous", seed=seed).build()
     assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used)
