@@ -155,7 +155,7 @@ _ALTERED: dict[str, Callable[[list[torch.Tensor], int, Any], list[torch.Tensor]]
 """By kind of change: a function from the results of a collective, the group size and a value to the changed results."""
 
 
-class _Done(dist.Work):
+class _Settled(dist.Work):
     """The handle of a collective that was left out."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -166,7 +166,7 @@ def _done(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = form.argument(form.operand, args, kwargs)
     if "self" in form.parameters:
         return given
-    return _Done() if form.argument("async_op", args, kwargs) else None
+    return _Settled() if form.argument("async_op", args, kwargs) else None
 
 
 def _group(index: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from mgpu_check.suite.common.faults import registry
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.registry import PROPERTIES, all_faults, fault, planted
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 
@@ -126,8 +126,8 @@ def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):
     module, even = "mgpu_check.suite.loading.faults", When("even", lambda self, number: number % 2 == 0)
     register(
         module,
-        Row("ten", "it is ten", "test_one", given(Owner, "plus"), lambda self, number: (self, 10), even, 2),
-        Row(
+        FaultRow("ten", "it is ten", "test_one", given(Owner, "plus"), lambda self, number: (self, 10), even, 2),
+        FaultRow(
             "same", "it is as before", ("test_one", "test_other"), returned(Owner, "plus"), lambda *_: None, "in words"
         ),
     )

@@ -13,7 +13,7 @@ from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last
 from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import allreduce as recipe
 from mgpu_check.torch_hooks.tensors import as_bits, plain
@@ -42,37 +42,37 @@ def _flip_lowest_bit(tensor: torch.Tensor) -> None:
 
 register(
     __name__,
-    Row("sum-misses-the-last-rank", "all_reduce and reduce leave out the last rank", _THEN_BROADCAST,
+    FaultRow("sum-misses-the-last-rank", "all_reduce and reduce leave out the last rank", _THEN_BROADCAST,
         given(dist, "all_reduce", "reduce"), lambda tensor, *_, **__: tensor.zero_() if is_last() else None),
-    Row("ring-skips-a-chunk", "the ring leaves out the last chunk", "test_ring_allreduce", returned(recipe, "chunks"),
+    FaultRow("ring-skips-a-chunk", "the ring leaves out the last chunk", "test_ring_allreduce", returned(recipe, "chunks"),
         lambda pieces, elements, parts: [*pieces[:-1], slice(elements, elements)] if parts > 1 else None),
-    Row("added-up-in-order-of-dtypes", "tensors that are added up together come back in order of dtype", _ON_DEVICES,
+    FaultRow("added-up-in-order-of-dtypes", "tensors that are added up together come back in order of dtype", _ON_DEVICES,
         around(comm, "_reorder_tensors_as"), lambda real, tensors, ordered: tuple(tensors), "several dtypes"),
-    Row("reduce-add-misses-a-device", "reduce_add forgets the last device", _ON_DEVICES, given(comm, "reduce_add"),
+    FaultRow("reduce-add-misses-a-device", "reduce_add forgets the last device", _ON_DEVICES, given(comm, "reduce_add"),
         lambda inputs, *_, **__: (inputs[:-1] or inputs,)),
-    Row("reduce-without-broadcast", "reduce is not followed by a broadcast", _THEN_BROADCAST,
+    FaultRow("reduce-without-broadcast", "reduce is not followed by a broadcast", _THEN_BROADCAST,
         around(dist, "broadcast"), lambda real, *_, **__: None),
-    Row("operation-ignored", "all_reduce adds up for every operation", _OPERATIONS, around(dist, "all_reduce"),
+    FaultRow("operation-ignored", "all_reduce adds up for every operation", _OPERATIONS, around(dist, "all_reduce"),
         lambda real, tensor, op=None, **named: real(tensor, **named)),
-    Row("reduced-copy-dropped", "all_reduce of a view reduces a contiguous copy and drops it", _VIEWS_ON_DEVICES,
+    FaultRow("reduced-copy-dropped", "all_reduce of a view reduces a contiguous copy and drops it", _VIEWS_ON_DEVICES,
         given(dist, "all_reduce"), lambda tensor, *_, **__: (tensor.contiguous(),)),
-    Row("view-on-the-cpu-misses-the-last-rank", "all_reduce of a view on the CPU leaves out the last rank",
+    FaultRow("view-on-the-cpu-misses-the-last-rank", "all_reduce of a view on the CPU leaves out the last rank",
         "test_all_reduce_of_views_on_the_cpu", given(dist, "all_reduce"),
         lambda tensor, *_, **__: tensor.zero_() if is_last() else None,
         When("views with gaps on the CPU", lambda tensor, *_, **__: tensor.device.type == "cpu" and _has_gaps(tensor))),
-    Row("view-on-a-device-reduced-without-gaps", "a view on a device is reduced as if it had no gaps",
+    FaultRow("view-on-a-device-reduced-without-gaps", "a view on a device is reduced as if it had no gaps",
         _VIEWS_ON_DEVICES, given(dist, "all_reduce"),
         lambda tensor, *_, **__: (tensor.as_strided((tensor.numel(),), (1,)),),
         When("views with gaps on devices", lambda tensor, *_, **__: tensor.device.type != "cpu" and _has_gaps(tensor))),
     # With two tensors the sum is a new tensor.
-    Row("contribution-added-to", "reduce_add adds up in place, in the input of its own device", _ON_DEVICES,
+    FaultRow("contribution-added-to", "reduce_add adds up in place, in the input of its own device", _ON_DEVICES,
         returned(comm, "reduce_add"),
         lambda total, inputs, *_: next(one for one in inputs if one.device == total.device).copy_(total),
         When("3 devices and more", lambda total, inputs, *_: len(inputs) > 2), 3),
-    Row("last-given-tensor-left-out", "broadcast to given tensors leaves out the last", _ON_DEVICES,
+    FaultRow("last-given-tensor-left-out", "broadcast to given tensors leaves out the last", _ON_DEVICES,
         around(comm, "broadcast"), lambda real, tensor, *devices, out: real(tensor, *devices, out=out[:-1]),
         When("out=, several devices", lambda *_, out=(), **__: len(out or ()) > 1)),
-    Row("part-left-out-elsewhere", "reduce_add to a device that is not current leaves out the last tensor",
+    FaultRow("part-left-out-elsewhere", "reduce_add to a device that is not current leaves out the last tensor",
         _ON_DEVICES, returned(comm, "reduce_add"), lambda total, inputs, *_: total - inputs[-1].to(total.device),
         When("destinations other than the current device",
              lambda total, *_: total.device.index != torch.cuda.current_device())),

@@ -17,7 +17,7 @@ from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import around, communicated, given, returned, wrapped
 from mgpu_check.suite.common.faults.conditions import is_last
 from mgpu_check.suite.common.faults.registry import fault, row
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.recipes import allreduce as reducing
 from mgpu_check.suite.recipes import training
 from mgpu_check.torch_hooks.tensors import plain
@@ -46,35 +46,35 @@ row(__name__, "statistics-drift", "DDP does not broadcast rank 0's BatchNorm sta
 
 register(
     __name__,
-    Row("sum-instead-of-mean", "DDP sums gradients instead of averaging them", _DDP, communicated,
+    FaultRow("sum-instead-of-mean", "DDP sums gradients instead of averaging them", _DDP, communicated,
         lambda buffer, bucket, model: buffer * model.process_group.size()),
-    Row("flipped-bit-in-one-rank",
+    FaultRow("flipped-bit-in-one-rank",
         "one mantissa bit of one gradient of the last rank is flipped before DDP averages", _RESNET_IN_DDP,
         communicated, lambda buffer, bucket, model: _flip_a_bit(buffer) if is_last() else buffer),
-    Row("later-buckets-lost", "DDP loses the results of buckets after the first", _DDP, communicated,
+    FaultRow("later-buckets-lost", "DDP loses the results of buckets after the first", _DDP, communicated,
         lambda buffer, bucket, model: buffer.zero_() if bucket.index() else buffer,
         "models of several buckets, from the second step on"),
-    Row("last-device-forgotten", "DataParallel forgets the gradients of the last device", _DP,
+    FaultRow("last-device-forgotten", "DataParallel forgets the gradients of the last device", _DP,
         given(comm, "reduce_add_coalesced"), lambda inputs, *_: (inputs[:-1] or inputs,)),
-    Row("gradients-past-a-launch-forgotten",
+    FaultRow("gradients-past-a-launch-forgotten",
         "DataParallel adds up only 64 gradients, and uses those of the first device for the rest", _RESNET_IN_DP,
         returned(comm, "reduce_add_coalesced"),
         lambda sums, inputs, *_: (*sums[:_LAUNCH], *inputs[0][_LAUNCH:]), "above 64 parameters"),
-    Row("divided-twice", "the loss of each shard by hand is divided by the size of the whole batch twice",
+    FaultRow("divided-twice", "the loss of each shard by hand is divided by the size of the whole batch twice",
         "test_step_by_hand", given(training, "sgd"), lambda parameters, rate, batch: (parameters, rate, batch * batch)),
-    Row("last-window-forgotten", "accumulation forgets the last micro-batch", _ACCUMULATION,
+    FaultRow("last-window-forgotten", "accumulation forgets the last micro-batch", _ACCUMULATION,
         given(training, "accumulated_step"),
         lambda model, optimizer, shards, *_: (model, optimizer, shards[:-1] or shards)),
-    Row("parameters-not-broadcast", "DDP does not broadcast rank 0's parameters at the start", _REPLICAS,
+    FaultRow("parameters-not-broadcast", "DDP does not broadcast rank 0's parameters at the start", _REPLICAS,
         around(distributed_module, "_sync_module_states"), lambda real, *_, **__: None),
-    Row("evaluation-ignored", "DDP puts the model into training mode, so that BatchNorm normalises by the batch",
+    FaultRow("evaluation-ignored", "DDP puts the model into training mode, so that BatchNorm normalises by the batch",
         "test_batchnorm_in_evaluation", given(DistributedDataParallel, "forward"),
         lambda model, *_, **__: model.module.train()),
-    Row("small-statistics-not-sent", "DDP does not broadcast BatchNorm statistics below 32 bytes", _NORM_IN_DDP,
+    FaultRow("small-statistics-not-sent", "DDP does not broadcast BatchNorm statistics below 32 bytes", _NORM_IN_DDP,
         given(DistributedDataParallel, "_distributed_broadcast_coalesced"),
         lambda model, tensors, *_: (model, [one for one in tensors if one.nbytes >= _SMALL]),
         "BatchNorm of fewer than 8 channels, from the second step on"),
-    Row("tensors-past-a-launch-not-sent", "DDP broadcasts only the first 64 tensors of rank 0", _RESNET_IN_DDP,
+    FaultRow("tensors-past-a-launch-not-sent", "DDP broadcasts only the first 64 tensors of rank 0", _RESNET_IN_DDP,
         given(torch.distributed, "_broadcast_coalesced"),
         lambda group, tensors, *_: (group, tensors[:_LAUNCH]), "above 64 parameters and buffers"),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch.distributed.nn import functional as differentiable
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 _FUNCTIONAL, _GRADIENTS, _COALESCED = (
@@ -34,37 +34,37 @@ def _valued(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.Tensor:
 
 register(
     __name__,
-    Row("functional-dimension-ignored", "all_gather_tensor joins along the first dimension", _FUNCTIONAL,
+    FaultRow("functional-dimension-ignored", "all_gather_tensor joins along the first dimension", _FUNCTIONAL,
         around(functional, "all_gather_tensor"),
         lambda real, own, dim, *args, **kwargs: real(own, 0, *args, **kwargs).reshape(own.shape[0], -1),
         When("dimension 1", lambda real, own, dim, *_, **__: dim == 1)),
-    Row("part-of-another", "reduce_scatter_tensor gives the last rank the part of the first", _FUNCTIONAL,
+    FaultRow("part-of-another", "reduce_scatter_tensor gives the last rank the part of the first", _FUNCTIONAL,
         given(functional, "reduce_scatter_tensor"),
         lambda own, *_, **__: (torch.cat([*(parts := own.chunk(dist.get_world_size(), 1))[:-1], parts[0]], 1),),
         _LAST_DIMENSION),
-    Row("last-of-a-list-not-reduced", "a coalesced functional reduction leaves out the last tensor", _FUNCTIONAL,
+    FaultRow("last-of-a-list-not-reduced", "a coalesced functional reduction leaves out the last tensor", _FUNCTIONAL,
         returned(functional, "all_reduce_coalesced"), lambda totals, own, *_, **__: [*totals[:-1], own[-1].clone()],
         "lists of tensors"),
-    Row("gradient-of-the-root-only", "the gradient of a differentiable reduce reaches the root alone", _GRADIENTS,
+    FaultRow("gradient-of-the-root-only", "the gradient of a differentiable reduce reaches the root alone", _GRADIENTS,
         around(differentiable, "reduce"),
         lambda real, own, dst, *args, **kwargs: _valued(
             real(own.detach(), dst, *args, **kwargs), own * (dist.get_rank() == dst)),
         "calls with a root"),
-    Row("gradient-not-reduced", "the gradient of an all_reduce is that of one rank", _GRADIENTS,
+    FaultRow("gradient-not-reduced", "the gradient of an all_reduce is that of one rank", _GRADIENTS,
         around(differentiable, "all_reduce"),
         lambda real, own, *args, **kwargs: _valued(real(own.detach(), *args, **kwargs), own), "backward"),
-    Row("source-gets-its-own-gradient",
+    FaultRow("source-gets-its-own-gradient",
         "the source of a differentiable broadcast gets only the gradient of its own use", _GRADIENTS,
         around(differentiable, "broadcast"),
         lambda real, own, src, *args, **kwargs: _valued(
             real(own.detach(), src, *args, **kwargs), own * (dist.get_rank() == src)),
         When("another source than rank 0", lambda real, own, src, *_, **__: src != 0)),
-    Row("last-not-reduced", "a coalesced all_reduce leaves out the last tensor", _COALESCED,
+    FaultRow("last-not-reduced", "a coalesced all_reduce leaves out the last tensor", _COALESCED,
         given(dist, "all_reduce_coalesced"), lambda tensors, *_, **__: (tensors[:-1],)),
-    Row("doubled-when-late", "an asynchronous coalesced all_reduce doubles its first tensor", _COALESCED,
+    FaultRow("doubled-when-late", "an asynchronous coalesced all_reduce doubles its first tensor", _COALESCED,
         given(dist, "all_reduce_coalesced"), lambda tensors, *_, **__: tensors[0].mul_(2),
         When("async", lambda *_, async_op=False, **__: async_op)),
-    Row("coalesced-ranks-mixed-up", "a coalesced all_gather mixes up the tensors of the ranks", _COALESCED,
+    FaultRow("coalesced-ranks-mixed-up", "a coalesced all_gather mixes up the tensors of the ranks", _COALESCED,
         given(dist, "all_gather_coalesced"), lambda output, *_, **__: (output[::-1],), "2 ranks and more"),
 )  # fmt: skip
 

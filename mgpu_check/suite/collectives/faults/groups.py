@@ -13,7 +13,7 @@ from mgpu_check.suite.collectives.faults.conditions import GROUPS, LAST, SOME, o
 from mgpu_check.suite.collectives.faults.planting import Seen, after, before, instead
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 _GROUPS, _MESHES, _PROGRAMS = "test_groups", "test_device_meshes", "test_programs_of_collectives"
@@ -32,36 +32,36 @@ def _doubled(tensors: Any) -> Any:
 
 register(
     __name__,
-    Row("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS, instead("broadcast"),
+    FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS, instead("broadcast"),
         lambda seen: seen.with_root(group_src=0), GROUPS),
-    Row("group-root-taken-for-global", "a root given by its group rank is taken for a rank of the world", _GROUPS,
+    FaultRow("group-root-taken-for-global", "a root given by its group rank is taken for a rank of the world", _GROUPS,
         after("scatter", "broadcast"), lambda seen: seen.first.zero_(), GROUPS & When("group_src", _numbered)),
-    Row("members-swapped", "all_gather in a group swaps its members", _GROUPS, instead("all_gather"),
+    FaultRow("members-swapped", "all_gather in a group swaps its members", _GROUPS, instead("all_gather"),
         lambda seen: seen.call([*seen.written[1::-1], *seen.written[2:]]), GROUPS),
-    Row("member-counted-twice", "reduce_scatter in a group counts its last member twice", _GROUPS,
+    FaultRow("member-counted-twice", "reduce_scatter in a group counts its last member twice", _GROUPS,
         instead("reduce_scatter", "reduce_scatter_tensor"),
         lambda seen: seen.call(seen.args[0], _doubled(seen.args[1])),
         When("groups of 2 and more", GROUPS.holds)
         & When("one rank", lambda seen: dist.get_rank(seen.group) == seen.size - 1)),
-    Row("group-mean-of-the-world", "a mean in a group is divided by the number of all ranks", _GROUPS,
+    FaultRow("group-mean-of-the-world", "a mean in a group is divided by the number of all ranks", _GROUPS,
         after("all_reduce", "reduce_scatter", "reduce_scatter_tensor"),
         lambda seen: seen.first.mul_(seen.size / dist.get_world_size()), op("AVG") & SOME),
-    Row("group-mean-not-divided", "all_reduce of a mean in a group returns the sum", _GROUPS, after("all_reduce"),
+    FaultRow("group-mean-not-divided", "all_reduce of a mean in a group returns the sum", _GROUPS, after("all_reduce"),
         lambda seen: seen.first.mul_(seen.size), op("AVG") & SOME, 3),
-    Row("outsider-cleared", "a rank outside of a group loses its data", _GROUPS, after("all_reduce", "broadcast"),
+    FaultRow("outsider-cleared", "a rank outside of a group loses its data", _GROUPS, after("all_reduce", "broadcast"),
         lambda seen: seen.first.zero_(), When("ranks that are not in the group", lambda seen: seen.size == 0)),
-    Row("subgroups-last-first", "new_subgroups returns the subgroups in reverse order", _GROUPS,
+    FaultRow("subgroups-last-first", "new_subgroups returns the subgroups in reverse order", _GROUPS,
         returned(dist, "new_subgroups"), lambda made, *_, **__: (made[0], made[1][::-1]),
         When("two subgroups and more", lambda made, *_, **__: len(made[1]) > 1)),
-    Row("numbers-in-order", "group ranks are numbered as if the members were sorted", _GROUPS,
+    FaultRow("numbers-in-order", "group ranks are numbered as if the members were sorted", _GROUPS,
         returned(dist, "get_group_rank"),
         lambda _, group, global_rank: sorted(dist.get_process_group_ranks(group)).index(global_rank),
         "get_group_rank, groups whose ranks are not in order"),
-    Row("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension", _MESHES,
+    FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension", _MESHES,
         around(DeviceMesh, "get_group"), lambda real, mesh, dimension=None: real(mesh, 0), _DIMENSIONS & _BY_NUMBER),
-    Row("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
+    FaultRow("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
         _MESHES, around(DeviceMesh, "get_local_rank"), lambda real, mesh, *_: real(mesh, 0), _DIMENSIONS),
-    Row("coordinate-of-another", "the last rank of a mesh has the coordinate of the first", _MESHES,
+    FaultRow("coordinate-of-another", "the last rank of a mesh has the coordinate of the first", _MESHES,
         returned(DeviceMesh, "get_coordinate"), lambda found, mesh: found and [0] * len(found), LAST),
 )  # fmt: skip
 
@@ -76,7 +76,7 @@ def members_evenly_apart(real: Any, group: Any, group_rank: int) -> Any:
 
 
 @dataclass
-class _Late:
+class _LateWork:
     work: dist.Work
     seen: Seen
     number: int
@@ -96,7 +96,7 @@ def lost_beside_another_group(seen: Seen) -> Any:
     if not isinstance(work, dist.Work):
         return work
     seen.kept[number] = seen.group
-    return _Late(work, seen, number)
+    return _LateWork(work, seen, number)
 
 
 @fault("a group created after another was destroyed uses the tensors of its first member only", _PROGRAMS,

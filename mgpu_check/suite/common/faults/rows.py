@@ -10,10 +10,10 @@ from mgpu_check.suite.common.faults.breaking import Planter
 from mgpu_check.suite.common.faults.registry import row
 from mgpu_check.suite.common.faults.when import When
 
-__all__ = ["Row", "register"]
+__all__ = ["FaultRow", "register"]
 
 
-class Row(NamedTuple):
+class FaultRow(NamedTuple):
     """A fault; see `mgpu_check.suite.common.faults.registry.fault`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     least_gpus: int = 1
 
 
-def register(module: str, *rows: Row) -> None:
+def register(module: str, *rows: FaultRow) -> None:
     """Register faults for the property of `module`."""
     for name, summary, caught_by, by, change, when, least_gpus in rows:
         checks = (caught_by,) if isinstance(caught_by, str) else caught_by

@@ -11,7 +11,7 @@ from torch import nn
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last, ranks_here
 from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 _MODULES, _SCHEDULES = "test_parallelized_modules", "test_pipeline_schedules"
@@ -25,35 +25,35 @@ _SCHEDULE = "torch.distributed.pipelining.schedules"
 
 register(
     __name__,
-    Row("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
+    FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
         around("torch.distributed.tensor:Partial", "_reduce_value"), lambda real, self, tensor, *_: tensor.clone(),
         "outputs that all ranks are to hold"),
-    Row("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row", _MODULES,
+    FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row", _MODULES,
         returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
         lambda found, tokens, start, rows: (found[0] | (tokens == start) & (start > 0), found[1]),
         "embeddings, the first row of a part"),
-    Row("weights-of-classes-left-out", "a loss of sharded logits ignores the class weights", _MODULES,
+    FaultRow("weights-of-classes-left-out", "a loss of sharded logits ignores the class weights", _MODULES,
         given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
         "loss_parallel, weights of classes"),
-    Row("weights-left-out-of-sums", "a parallel sum of losses ignores the class weights", _MODULES,
+    FaultRow("weights-left-out-of-sums", "a parallel sum of losses ignores the class weights", _MODULES,
         given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
         When("loss_parallel, reduction='sum', weight=", lambda x, target, weight, local, kind, *_: kind == _SUM)),
-    Row("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones included",
+    FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones included",
         _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),
         lambda *first: (*first[:6], torch.full_like(first[6], first[2].numel())),
         When("loss_parallel, targets that are ignored, classes of one weight",
              lambda grad, x, target, weight, kind, *_: kind == _MEAN and weight is None)),
-    Row("last-output-as-it-was", "the last of several outputs is not redistributed", _MODULES,
+    FaultRow("last-output-as-it-was", "the last of several outputs is not redistributed", _MODULES,
         returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"),
         lambda made, self, outputs, mesh: (*made[:-1], outputs[-1]),
         When("PrepareModuleOutput, two outputs and more",
              lambda made, self, outputs, mesh: isinstance(outputs, tuple) and len(outputs) > 1), 2),
-    Row("schedule-does-not-scale", "schedules do not divide gradients by the micro-batches", _SCHEDULES,
+    FaultRow("schedule-does-not-scale", "schedules do not divide gradients by the micro-batches", _SCHEDULES,
         around(_STAGE, "scale_grads"), lambda real, *_: None),
-    Row("keyword-arguments-exchanged", "two micro-batches swap their keyword arguments", _SCHEDULES,
+    FaultRow("keyword-arguments-exchanged", "two micro-batches swap their keyword arguments", _SCHEDULES,
         returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
         lambda found, *_, **__: (found[0], [*found[1][:-2], *found[1][:-3:-1]]), "the last two of three and more"),
-    Row("gradients-divided-all-the-same",
+    FaultRow("gradients-divided-all-the-same",
         "gradients are divided by the number of micro-batches even with scale_grads=False", _SCHEDULES,
         around(f"{_SCHEDULE}:PipelineScheduleMulti", "__init__"),
         lambda real, *args, **kwargs: real(*args, **kwargs | {"scale_grads": True}),

@@ -14,7 +14,7 @@ from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
 from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import allreduce, model_parallel, parameter_server, pipeline, tensor_parallel, training
 
@@ -37,44 +37,44 @@ def _sends_back_from_the_middle(tensor: torch.Tensor, dst: int | None = None, *_
 
 register(
     __name__,
-    Row("store-overwrites", "the store uses the last gradient instead of the sum", _STORE,
+    FaultRow("store-overwrites", "the store uses the last gradient instead of the sum", _STORE,
         given(parameter_server.KeyValueStore, "push"), lambda store, key, gradients: (store, key, gradients[-1:])),
-    Row("pull-misses-a-device", "one device does not get the parameters that it pulls from the store", _STORE,
+    FaultRow("pull-misses-a-device", "one device does not get the parameters that it pulls from the store", _STORE,
         given(parameter_server.KeyValueStore, "pull"),
         lambda store, key, out: (store, key, [tensor for tensor in out if tensor.device.index != 1]), "cuda:1 only"),
-    Row("replica-is-the-source", "replicas on the device of the source are the source itself", _APART,
+    FaultRow("replica-is-the-source", "replicas on the device of the source are the source itself", _APART,
         around(training, "replicate"),
         lambda real, parameters, devices: [
             {name: value.detach().to(device).requires_grad_() for name, value in parameters.items()}
             for device in devices],
         "the device of the original parameters"),
-    Row("replicated-without-gradients", "biases of replicas have requires_grad=False", _APART,
+    FaultRow("replicated-without-gradients", "biases of replicas have requires_grad=False", _APART,
         returned(training, "replicate"),
         lambda replicas, *_: [
             {name: value.requires_grad_(not name.endswith("bias")) for name, value in replica.items()}
             for replica in replicas],
         "biases"),
-    Row("gradients-kept-in-the-loop", "the loop does not reset the gradients of the previous batch", _LOOP,
+    FaultRow("gradients-kept-in-the-loop", "the loop does not reset the gradients of the previous batch", _LOOP,
         around(training, "clear"), lambda real, parameters: None,
         When("from the second batch on, on devices other than cuda:0",
              lambda real, parameters: _device_of(parameters) != 0)),
-    Row("branch-left-out", "the output of the first branch is left out of the sum", _MODEL,
+    FaultRow("branch-left-out", "the output of the first branch is left out of the sum", _MODEL,
         returned(model_parallel.Branched, "forward"),
         lambda out, model, x: out - model.branches[0](x.to(model.devices[0])).to(out.device),
         When("three branches", lambda out, model, x: len(model.devices) > 2)),
-    Row("worker-left-out", "the server leaves out the gradient of the last worker", _SERVER,
+    FaultRow("worker-left-out", "the server leaves out the gradient of the last worker", _SERVER,
         given(parameter_server, "push_and_pull"),
         lambda parameters, gradients, *_: (
             parameters, [torch.zeros_like(gradient) if is_last() else gradient for gradient in gradients])),
-    Row("own-gradient-twice", "a server that is not rank 0 counts its own gradient twice", _SERVER,
+    FaultRow("own-gradient-twice", "a server that is not rank 0 counts its own gradient twice", _SERVER,
         given(parameter_server, "push_and_pull"),
         lambda parameters, gradients, update, homes: (
             parameters,
             [own * (1 + (home == dist.get_rank() != 0)) for own, home in zip(gradients, homes, strict=True)]),
         "parameters on a server other than rank 0"),
-    Row("gradient-of-inputs-local", "the gradient of inputs that all ranks hold is not summed over them", _TENSOR,
+    FaultRow("gradient-of-inputs-local", "the gradient of inputs that all ranks hold is not summed over them", _TENSOR,
         around(tensor_parallel, "copy_to_ranks"), lambda real, x: x),
-    Row("gradient-stops-in-the-middle", "gradients of a middle stage do not reach the previous stage", _PIPELINE,
+    FaultRow("gradient-stops-in-the-middle", "gradients of a middle stage do not reach the previous stage", _PIPELINE,
         given(dist, "send"), lambda tensor, *_, **__: (torch.zeros_like(tensor),),
         When("pipelines of three stages or more", _sends_back_from_the_middle)),
 )  # fmt: skip
