@@ -76,7 +76,7 @@ def members_evenly_apart(real: Any, group: Any, group_rank: int) -> Any:
 
 
 @dataclass
-class _LateWork:
+class _DelayedWork:
     work: dist.Work
     seen: Seen
     number: int
@@ -96,7 +96,7 @@ def lost_beside_another_group(seen: Seen) -> Any:
     if not isinstance(work, dist.Work):
         return work
     seen.kept[number] = seen.group
-    return _LateWork(work, seen, number)
+    return _DelayedWork(work, seen, number)
 
 
 @fault("a group created after another was destroyed uses the tensors of its first member only", _PROGRAMS,
