@@ -10,6 +10,7 @@ import torch
 
 from mgpu_check.suite.common.faults import registry
 from mgpu_check.suite.common.faults.breaking import around, given, returned
+from mgpu_check.suite.common.faults.conditions import counted
 from mgpu_check.suite.common.faults.registry import PROPERTIES, all_faults, fault, planted
 from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
@@ -85,6 +86,13 @@ def test_a_condition_selects_calls_and_names_them():
     assert seen == [[NotImplemented, NotImplemented, NotImplemented, 3]]
 
 
+def test_a_count_begins_anew_with_each_planting():
+    second = counted("second call", lambda count: count.later(1)) & When("always", lambda: True)
+    for _ in range(2):
+        body = second.guards(lambda: "wrong")
+        assert [body(), body()] == [NotImplemented, "wrong"]
+
+
 class Owner:
     def plus(self, number, more=1):
         return number + more
@@ -124,20 +132,25 @@ def test_planters_keep_static_methods_and_change_several_functions():
 def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):
     monkeypatch.setattr(registry, "_faults", {})
     module, even = "mgpu_check.suite.loading.faults", When("even", lambda self, number: number % 2 == 0)
+    second = counted("second call", lambda count: count.later(1))
     register(
         module,
         FaultRow("ten", "it is ten", "test_one", given(Owner, "plus"), lambda self, number: (self, 10), even, 2),
         FaultRow(
             "same", "it is as before", ("test_one", "test_other"), returned(Owner, "plus"), lambda *_: None, "in words"
         ),
+        Row("later", "it is ten at last", "test_one", given(Owner, "plus"), lambda self, number: (self, 10), second),
     )
-    ten, same = registry._faults.values()
+    ten, same, later = registry._faults.values()
     assert (ten.name, ten.property, ten.caught_by, ten.condition, ten.least_gpus) == (
         "ten", "loading", ("test_one",), "even", 2,
     )  # fmt: skip
     assert (same.caught_by, same.condition, same.least_gpus) == (("test_one", "test_other"), "in words", 1)
     with ten.plant():
         assert [Owner().plus(number) for number in (3, 4)] == [4, 11]
+    for _ in range(2):
+        with later.plant():
+            assert [Owner().plus(number) for number in (3, 4)] == [4, 11]
 
 
 def test_two_faults_of_one_name_are_refused():

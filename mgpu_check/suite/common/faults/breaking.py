@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.when import When
 from mgpu_check.torch_hooks.patches import Patches, replaced
 
 __all__ = [
@@ -21,8 +23,11 @@ __all__ = [
     "Planter",
     "around",
     "both",
+    "caught_by",
     "communicated",
+    "communicating",
     "given",
+    "optimized",
     "replaced_method",
     "returned",
     "slices",
@@ -31,7 +36,7 @@ __all__ = [
 ]
 
 DDP = DistributedDataParallel
-Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor]
+Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor | None]
 Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
 """Makes the context that plants a function; see `fault`."""
 
@@ -111,6 +116,26 @@ def returned(owner: Any, *names: str) -> Planter:
     return plant
 
 
+def caught_by(*checks: str, least_gpus: int = 1) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Return a decorator for the faults that `checks` must catch. It takes the summary, `by` and `when` of `fault`.
+
+    If no `When` can select the calls that the fault affects, `when` is a text that names them.
+    """
+    least = least_gpus
+
+    def register(summary: str, by: Planter | None = None, when: When | str = "", *, least_gpus: int = least) -> Any:
+        if isinstance(when, str):
+            return fault(summary, *checks, by=by, condition=when, least_gpus=least_gpus)
+        return fault(summary, *checks, by=by, when=when, least_gpus=least_gpus)
+
+    return register
+
+
+def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @contextlib.contextmanager
 def wrapped(
     after: Callable[[DistributedDataParallel], None] = lambda model: None,
@@ -135,6 +160,7 @@ def communicated(
 ) -> Iterator[None]:
     """Make DDP communicate a copy of each bucket changed by `change`, for the models that `where` selects.
 
+    `change` may also change the copy in place and return None.
     Other models get no communication hook, because a model accepts only one, and because `join` divides differently with one.
     """
 
@@ -144,7 +170,9 @@ def communicated(
         group = model.process_group
 
         def communicate(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-            buffer = change(bucket.buffer().clone(), bucket, model) * (1 / group.size())
+            buffer = bucket.buffer().clone()
+            changed = change(buffer, bucket, model)
+            buffer = (buffer if changed is None or changed is NotImplemented else changed) * (1 / group.size())
             dist.all_reduce(buffer, group=group)
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
@@ -156,6 +184,11 @@ def communicated(
 
     with wrapped(register):
         yield
+
+
+def communicating(where: When | None = None) -> Planter:
+    """Plant a change of each bucket that DDP communicates; see `communicated`. `where` is a condition on the model."""
+    return lambda change: communicated(change, where.holds if where else lambda model: True)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from mgpu_check.engine.rank_side.rank import current_rank
+from collections.abc import Callable
 
-__all__ = ["Count", "is_last", "ranks_here"]
+import torch
+
+from mgpu_check.engine.rank_side.rank import current_rank
+from mgpu_check.suite.common.faults.when import When
+
+__all__ = ["LAST_RANK", "Count", "above", "counted", "dtype", "is_last", "keyword", "ranks_here"]
 
 
 def is_last() -> bool:
@@ -34,3 +39,32 @@ class Count:
         """Count a call; return True after `than` calls."""
         self.calls += 1
         return self.calls > than
+
+
+LAST_RANK = When("one rank", lambda *args, **kwargs: is_last())
+
+
+def dtype(*dtypes: torch.dtype) -> When:
+    """Return the condition that the first argument is a tensor of one of these dtypes."""
+    names = " and ".join(str(one).removeprefix("torch.") for one in dtypes)
+    return When(f"{names} only", lambda value, *args, **kwargs: value.dtype in dtypes)
+
+
+def above(elements: int) -> When:
+    """Return the condition that the first argument is a tensor with more elements."""
+    return When(f"above {elements >> 10} Ki elements", lambda value, *args, **kwargs: value.numel() > elements)
+
+
+def keyword(name: str, value: object) -> When:
+    """Return the condition that a call has this keyword argument."""
+    return When(f"{name}={value}", lambda *args, **kwargs: kwargs.get(name) == value)
+
+
+def counted(text: str, selects: Callable[[Count], bool]) -> When:
+    """Return a condition on the number of calls: `selects` gets a count that starts at 0 with each planting."""
+
+    def fresh() -> Callable[..., bool]:
+        count = Count()
+        return lambda *args, **kwargs: selects(count)
+
+    return When(text, fresh(), fresh)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -96,7 +95,7 @@ def fault(
         plant = (
             contextlib.contextmanager(function)
             if by is None
-            else functools.partial(by, function if when is None else when.guards(function))
+            else lambda: by(when.guards(function) if when else function)
         )
         row(
             function.__module__,

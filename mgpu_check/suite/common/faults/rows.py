@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from mgpu_check.suite.common.faults.breaking import Planter
@@ -34,13 +35,16 @@ def register(module: str, *rows: FaultRow) -> None:
     """Register faults for the property of `module`."""
     for name, summary, caught_by, by, change, when, least_gpus in rows:
         checks = (caught_by,) if isinstance(caught_by, str) else caught_by
-        planted = when.guards(change) if isinstance(when, When) else change
         row(
             module,
             name,
             summary,
             *checks,
-            plant=functools.partial(by, planted),
+            plant=functools.partial(_planted, by, change, when),
             condition=str(when),
             least_gpus=least_gpus,
         )
+
+
+def _planted(by: Planter, change: Callable[..., Any], when: When | str) -> AbstractContextManager[None]:
+    return by(when.guards(change) if isinstance(when, When) else change)
