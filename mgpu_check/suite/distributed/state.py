@@ -42,7 +42,7 @@ _STEPS_COUNTED = 4_099
 """Not representable in bfloat16 or float16."""
 
 
-def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
+def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
     """Assert that a wrapped model holds rank 0's parameters and buffers, bit for bit, in all dtypes and sizes.
 
     Raises:
@@ -50,18 +50,17 @@ def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
     """
     __tracebackhide__ = True
     with judged() as findings:
-        for seed in seeds:
-            model = Everything(seed + 31 * rank.index).to(rank.device)
-            under_ddp(model, rank.device)
-            for name, expected in state_of(Everything(seed)).items():
-                got = state_of(model)[name]
-                if not same_bits(expected, got):
-                    at = first_difference(expected, got.cpu())
-                    message = (
-                        f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's: element "
-                        f"{list(at)} is {got[at].item()}, expected {expected[at].item()}"
-                    )
-                    findings.require(False, message, ranks=[rank.index])
+        model = Everything(seed + 31 * rank.index).to(rank.device)
+        under_ddp(model, rank.device)
+        for name, expected in state_of(Everything(seed)).items():
+            got = state_of(model)[name]
+            if not same_bits(expected, got):
+                at = first_difference(expected, got.cpu())
+                message = (
+                    f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's: element "
+                    f"{list(at)} is {got[at].item()}, expected {expected[at].item()}"
+                )
+                findings.require(False, message, ranks=[rank.index])
 
 
 def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -189,7 +188,7 @@ class _Spread(nn.Module):
         return {"out": out, "nested": (None, [out.detach() + more["list"][0]]), "text": more["text"], "number": words}
 
 
-def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
+def assert_arguments_arrive(rank: Rank, seed: int) -> None:
     """Assert that nested arguments from the CPU arrive whole on the rank's device.
 
     Positional and keyword arguments are tried. Outputs must keep their structure, and gradients must flow back to the arguments.
@@ -199,49 +198,47 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
     """
     __tracebackhide__ = True
     with judged() as findings:
-        for seed in seeds:
-            generator = torch.Generator().manual_seed(seed + rank.index)
-            rows = 1 + (seed + rank.index) % 4
-            x = torch.randint(-4, 5, (rows, FEATURES), generator=generator).float()
-            y = torch.randint(-4, 5, (rows, CLASSES), generator=generator)
-            torch.manual_seed(seed)
-            model = _Spread().to(rank.device)
-            parallel = under_ddp(model, rank.device, find_unused_parameters=True)
-            with torch.no_grad():
-                for value in model.parameters():
-                    value.copy_(value.mul(8).round())
-            if rank.device.type != "cuda":
-                x, y = x.to(rank.device), y.to(rank.device)
-            x.requires_grad_()
-            out = parallel((x, 5), more={"list": [y, _PairOfModels(y, 7)], "text": "a word"}, factor=2)
-            out["out"].sum().backward()
-            expected = (
-                x.cpu().double() @ model.layer.weight.detach().cpu().double().T
-                + model.layer.bias.detach().cpu().double()
-            ) * 2
-            of_x = 2 * model.layer.weight.detach().cpu().sum(0).expand(rows, -1)
-            what = f"DDP on {rank.size} ranks, nested arguments, rank {rank.index}"
-            with findings.collected():
-                tensors = {
-                    "argument x": model.seen["x"],
-                    "argument more['list']": model.seen["list"],
-                    "output": out["out"],
-                }
-                assert_devices_are(tensors, rank.device, what)
-            for name, right in {
-                "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
-                "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
-                "the gradient of argument x": x.grad is not None and torch.equal(x.grad.cpu(), of_x),
-                "argument more['list'][1]": isinstance(model.seen["pair"], _PairOfModels)
-                and torch.equal(model.seen["pair"].values.cpu(), y.cpu())
-                and model.seen["pair"].number == 7,
-                "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",
-                "output out": torch.equal(out["out"].detach().cpu().double(), expected),
-                "output nested": out["nested"][0] is None
-                and torch.equal(out["nested"][1][0].cpu().double(), expected + y.cpu()),
-                "output text": out["text"] == "a word" and out["number"] == 5,
-            }.items():
-                findings.require(right, f"{what}: {name} is wrong", ranks=[rank.index])
+        generator = torch.Generator().manual_seed(seed + rank.index)
+        rows = 1 + (seed + rank.index) % 4
+        x = torch.randint(-4, 5, (rows, FEATURES), generator=generator).float()
+        y = torch.randint(-4, 5, (rows, CLASSES), generator=generator)
+        torch.manual_seed(seed)
+        model = _Spread().to(rank.device)
+        parallel = under_ddp(model, rank.device, find_unused_parameters=True)
+        with torch.no_grad():
+            for value in model.parameters():
+                value.copy_(value.mul(8).round())
+        if rank.device.type != "cuda":
+            x, y = x.to(rank.device), y.to(rank.device)
+        x.requires_grad_()
+        out = parallel((x, 5), more={"list": [y, _PairOfModels(y, 7)], "text": "a word"}, factor=2)
+        out["out"].sum().backward()
+        expected = (
+            x.cpu().double() @ model.layer.weight.detach().cpu().double().T + model.layer.bias.detach().cpu().double()
+        ) * 2
+        of_x = 2 * model.layer.weight.detach().cpu().sum(0).expand(rows, -1)
+        what = f"DDP on {rank.size} ranks, nested arguments, rank {rank.index}"
+        with findings.collected():
+            tensors = {
+                "argument x": model.seen["x"],
+                "argument more['list']": model.seen["list"],
+                "output": out["out"],
+            }
+            assert_devices_are(tensors, rank.device, what)
+        for name, right in {
+            "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
+            "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
+            "the gradient of argument x": x.grad is not None and torch.equal(x.grad.cpu(), of_x),
+            "argument more['list'][1]": isinstance(model.seen["pair"], _PairOfModels)
+            and torch.equal(model.seen["pair"].values.cpu(), y.cpu())
+            and model.seen["pair"].number == 7,
+            "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",
+            "output out": torch.equal(out["out"].detach().cpu().double(), expected),
+            "output nested": out["nested"][0] is None
+            and torch.equal(out["nested"][1][0].cpu().double(), expected + y.cpu()),
+            "output text": out["text"] == "a word" and out["number"] == 5,
+        }.items():
+            findings.require(right, f"{what}: {name} is wrong", ranks=[rank.index])
 
 
 def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> None:

@@ -8,170 +8,104 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.common.faults.breaking import DDP, replaced_method
-from mgpu_check.suite.common.faults.conditions import is_last
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, given, optimized
+from mgpu_check.suite.common.faults.conditions import LAST_RANK, keyword
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
+
+accumulation = caught_by("test_accumulation")
+gradient_hooks = caught_by("test_gradient_hooks")
+
+_TO_ZERO = When(
+    "zero_grad(set_to_none=False), gradient_as_bucket_view", lambda real, self, set_to_none=True: not set_to_none
+)
 
 
-@fault(
+@accumulation(
     "zero_grad(set_to_none=False) keeps the gradients of the last rank",
-    "test_accumulation",
-    condition="zero_grad(set_to_none=False), gradient_as_bucket_view, one rank",
+    around(torch.optim.Optimizer, "zero_grad"),
+    _TO_ZERO & LAST_RANK,
 )
-def views_not_set_to_zero() -> Iterator[None]:
-    def zero_grad(real: Callable[..., Any], self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        held = [parameter.grad for group in self.param_groups for parameter in group["params"]]
-        views = [gradient for gradient in held if gradient is not None and gradient._is_view()]
-        before = [gradient.clone() for gradient in views]
-        real(self, set_to_none)
-        if not set_to_none and is_last():
-            for gradient, value in zip(views, before, strict=True):
-                gradient.copy_(value)
-
-    with replaced_method(torch.optim.Optimizer, "zero_grad", zero_grad):
-        yield
+def views_not_set_to_zero(real: Any, self: torch.optim.Optimizer, set_to_none: bool) -> None:
+    held = [parameter.grad for parameter in optimized(self)]
+    views = [(view, view.clone()) for view in held if view is not None and view._is_view()]
+    real(self, set_to_none)
+    for view, value in views:
+        view.copy_(value)
 
 
-@fault("no_sync does not hold gradients back", "test_accumulation")
-def no_sync_ignored() -> Iterator[None]:
-    with replaced(DDP, "no_sync", lambda self: contextlib.nullcontext()):
-        yield
-
-
-@fault("the last rank loses gradients accumulated within no_sync", "test_accumulation", condition="one rank")
-def accumulated_forgotten() -> Iterator[None]:
-    def forward(real_forward: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        if is_last() and self.require_backward_grad_sync:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-        return real_forward(self, *args, **kwargs)
-
-    with replaced_method(DDP, "forward", forward):
-        yield
-
-
-@fault(
-    "join divides by the number of all ranks in any case",
-    "test_uneven_inputs",
-    condition="divide_by_initial_world_size=False",
-)
-def join_divides_by_all() -> Iterator[None]:
-    def join(real: Callable[..., Any], self: DistributedDataParallel, **options: Any) -> Any:
-        return real(self, **(options | {"divide_by_initial_world_size": True}))
-
-    with replaced_method(DDP, "join", join):
-        yield
+@accumulation("the last rank loses gradients accumulated within no_sync", given(DDP, "forward"), LAST_RANK)
+def accumulated_forgotten(self: DDP, *args: Any, **kwargs: Any) -> None:
+    for parameter in self.module.parameters() if self.require_backward_grad_sync else ():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
 
 
 @contextlib.contextmanager
-def _joined_ranks_keep(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> Iterator[None]:
+def _turned_off_within(self: DDP, restored: bool | None = None) -> Iterator[None]:
+    """Hold gradients back; restore the mode of before, or `restored`, unless an exception leaves the context."""
+    before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+    yield
+    self.require_backward_grad_sync = before if restored is None else restored
+
+
+# Uneven inputs
+
+
+def _kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Make ranks that joined early keep the values `values_of` of their own model at the end of ``join``."""
 
-    def sync(real: Callable[..., Any], self: DistributedDataParallel, is_last_joiner: bool) -> None:
-        held = [value.detach().clone() for value in values_of(self.module)]
+    def sync(real: Any, self: DDP, is_last_joiner: bool) -> None:
+        held = [] if is_last_joiner else [(value, value.detach().clone()) for value in values_of(self.module)]
         real(self, is_last_joiner)
-        if not is_last_joiner:
-            with torch.no_grad():
-                for value, before in zip(values_of(self.module), held, strict=True):
-                    value.copy_(before)
+        with torch.no_grad():
+            for value, before in held:
+                value.copy_(before)
 
-    with replaced_method(DDP, "_sync_final_model", sync):
-        yield
+    return around(DDP, "_sync_final_model")(sync)
 
 
-@fault("ranks that joined early do not get the final parameters", "test_uneven_inputs")
-def joined_ranks_left_behind() -> Iterator[None]:
-    with _joined_ranks_keep(nn.Module.parameters):
-        yield
+# Hooks of gradients
 
 
-@fault(
-    "join ends with the model of the last rank instead of the one that trained longest",
-    "test_uneven_inputs",
-    condition="the last rank runs out of batches before another",
-    least_gpus=2,
+@gradient_hooks(
+    "a full backward hook is called twice for the second step",
+    around(nn.Module, "register_full_backward_hook"),
+    "second step",
 )
-def join_ends_with_the_last_rank() -> Iterator[None]:
-    with replaced_method(DDP, "_find_common_rank", lambda real, self, rank, cond: real(self, rank, True)):
-        yield
+def backward_hook_called_twice(real: Any, self: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    calls = iter(range(1 << 30))
+    return real(self, lambda *given: [hook(*given) for _ in range(1 + (next(calls) == 1))][-1], *args, **kwargs)
 
 
-@fault(
-    "join ignores throw_on_early_termination",
-    "test_uneven_inputs",
-    condition="throw_on_early_termination=True",
-    least_gpus=2,
-)
-def join_does_not_throw() -> Iterator[None]:
-    def join(real: Callable[..., Any], self: DistributedDataParallel, **options: Any) -> Any:
-        return real(self, **(options | {"throw_on_early_termination": False}))
-
-    with replaced_method(DDP, "join", join):
-        yield
-
-
-@fault("hooks registered on a parameter under DDP are not called", "test_gradient_hooks")
-def parameter_hooks_dropped() -> Iterator[None]:
-    def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        return real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)
-
-    with replaced_method(torch.Tensor, "register_hook", register):
-        yield
-
-
-@fault("a full backward hook is called twice for the second step", "test_gradient_hooks", condition="second step")
-def backward_hook_called_twice() -> Iterator[None]:
-    def register(real: Callable[..., Any], self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        calls = iter(range(1 << 30))
-
-        def twice(*given: Any) -> Any:
-            if next(calls) == 1:
-                hook(*given)
-            return hook(*given)
-
-        return real(self, twice, *args, **kwargs)
-
-    with replaced_method(nn.Module, "register_full_backward_hook", register):
-        yield
-
-
-@fault(
-    "delayed gradients are summed instead of averaged",
-    "test_delayed_parameters",
-    condition="delay_all_reduce_named_params",
-)
-def delayed_gradients_summed() -> Iterator[None]:
-    def summed(real: Callable[..., Any], self: DistributedDataParallel, gradient: torch.Tensor) -> Any:
-        buffer: Any = self._delay_grad_buffer
-        buffer.mul_(self.process_group.size())
-        return real(self, gradient)
-
-    with replaced_method(DDP, "_delayed_all_reduce_hook", summed):
-        yield
-
-
-@fault("the end of an inner no_sync ends the outer one", "test_accumulation", condition="no_sync within no_sync")
-def inner_no_sync_ends_both() -> Iterator[None]:
-    @contextlib.contextmanager
-    def no_sync(self: DistributedDataParallel) -> Iterator[None]:
-        self.require_backward_grad_sync = False
-        yield
-        self.require_backward_grad_sync = True
-
-    with replaced(DDP, "no_sync", no_sync):
-        yield
-
-
-@fault(
-    "ranks that joined early get the final parameters, but not the buffers",
-    "test_uneven_inputs",
-    condition="buffers",
-    least_gpus=2,
-)
-def joined_ranks_keep_buffers() -> Iterator[None]:
-    with _joined_ranks_keep(nn.Module.buffers):
-        yield
+register(
+    __name__,
+    Row("no-sync-ignored", "no_sync does not hold gradients back", "test_accumulation", around(DDP, "no_sync"),
+        lambda *_: contextlib.nullcontext()),
+    Row("inner-no-sync-ends-both", "the end of an inner no_sync ends the outer one", "test_accumulation",
+        around(DDP, "no_sync"), lambda real, self: _turned_off_within(self, restored=True), "no_sync within no_sync"),
+    Row("no-sync-goes-on", "no_sync does not end when an exception leaves it", "test_accumulation",
+        around(DDP, "no_sync"), lambda real, self: _turned_off_within(self), "an exception within no_sync"),
+    Row("join-divides-by-all", "join divides by the number of all ranks in any case", "test_uneven_inputs",
+        around(DDP, "join"),
+        lambda real, self, **options: real(self, **(options | {"divide_by_initial_world_size": True})),
+        keyword("divide_by_initial_world_size", False)),
+    Row("join-does-not-throw", "join ignores throw_on_early_termination", "test_uneven_inputs", around(DDP, "join"),
+        lambda real, self, **options: real(self, **(options | {"throw_on_early_termination": False})),
+        keyword("throw_on_early_termination", True), least_gpus=2),
+    Row("join-ends-with-the-last-rank",
+        "join ends with the model of the last rank instead of the one that trained longest", "test_uneven_inputs",
+        around(DDP, "_find_common_rank"), lambda real, self, rank, *_: real(self, rank, True),
+        "the last rank runs out of batches before another", least_gpus=2),
+    Row("joined-ranks-left-behind", "ranks that joined early do not get the final parameters", "test_uneven_inputs",
+        _kept, lambda module: module.parameters()),
+    Row("joined-ranks-keep-buffers", "ranks that joined early get the final parameters, but not the buffers",
+        "test_uneven_inputs", _kept, lambda module: module.buffers(), "buffers", least_gpus=2),
+    Row("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called", "test_gradient_hooks",
+        around(torch.Tensor, "register_hook"),
+        lambda real, self, hook: real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)),
+    Row("delayed-gradients-summed", "delayed gradients are summed instead of averaged", "test_delayed_parameters",
+        given(DDP, "_delayed_all_reduce_hook"),
+        lambda self, *_: self._delay_grad_buffer.mul_(self.process_group.size()), "delay_all_reduce_named_params"),
+)  # fmt: skip

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,308 +11,172 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.common.faults.breaking import DDP, replaced_method
-from mgpu_check.suite.common.faults.conditions import is_last
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned
+from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.distributed.faults.planting import changed, hooked, kept_by
+
+averaging_hooks = caught_by("test_averaging_hooks")
+compressing_hooks = caught_by("test_compressing_hooks")
+hooks_in_groups = caught_by("test_hooks_in_groups")
+low_rank_hook = caught_by("test_low_rank_hook")
 
 
-def _with_first_off(values: torch.Tensor) -> torch.Tensor:
-    """Add 1 to the first element, in place."""
-    values.view(-1)[:1] += 1
-    return values
+def _is_local(real: object, state: Any, bucket: object) -> bool:
+    return bool(state.iter >= state.start_localSGD_iter)
 
 
-# Hooks
+_COMPRESSING = around(default_hooks, "_compress_hook")
+_POWER = "powerSGD_hook"
+_COMPRESSED = When("from the second step on", lambda real, state, bucket: state.iter >= state.start_powerSGD_iter)
+_LATER = When("buckets beyond the first", lambda hook, state, bucket, model: bucket.index() > 0)
+_LATER_LOW = When("several buckets", lambda future, state, bucket: bucket.index() > 0)
+_OF_THREE = When("one of three buckets", lambda hook, state, bucket, model: bucket.index() % 3 == 1)
+_FLOAT16 = When("float16 only", lambda real, dtype, *args: dtype == torch.float16)
+_BFLOAT16 = When("bfloat16 only", lambda real, dtype, *args: dtype == torch.bfloat16)
+_LOCAL = When("local steps", lambda *given: _is_local(*given) and given[1].post_local_gradient_allreduce)
+_ALONE = When("post_local_gradient_allreduce=False", _is_local)
+_LOCAL_SGD = around(post_localSGD_hook, "post_localSGD_hook")
 
 
-@fault(
-    "a communication hook is not called for buckets after the first",
-    "test_averaging_hooks",
-    condition="buckets beyond the first",
-)
-def hook_for_the_first_bucket() -> Iterator[None]:
-    def register(
-        real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Callable[..., Any]
-    ) -> None:
-        def first_only(state: object, bucket: Any) -> Any:
-            if bucket.index() == 0:
-                return hook(state, bucket)
-            return default_hooks.allreduce_hook(self.process_group, bucket)
-
-        # DDP compares annotations with its own types, and does not resolve string annotations.
-        first_only.__annotations__.clear()
-        real(self, state, first_only)
-
-    with replaced_method(DDP, "register_comm_hook", register):
-        yield
+# Averaging
 
 
-@fault(
-    "the last rank adds 1 to an element of a communication hook's result",
-    "test_averaging_hooks",
-    condition="one rank, one of three buckets",
-)
-def hook_with_an_offset() -> Iterator[None]:
-    def register(
-        real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Callable[..., Any]
-    ) -> None:
-        def shifted(state: object, bucket: Any) -> Any:
-            future = hook(state, bucket)
-            if not is_last() or bucket.index() % 3 != 1:
-                return future
-            return future.then(
-                lambda done: _with_first_off(
-                    done.value() if isinstance(done.value(), torch.Tensor) else done.value()[0]
-                )
-            )
-
-        shifted.__annotations__.clear()
-        real(self, state, shifted)
-
-    with replaced_method(DDP, "register_comm_hook", register):
-        yield
-
-
-def _compressing_to(wrong: Mapping[torch.dtype, torch.dtype]) -> Iterator[None]:
-    def compress(real: Callable[..., Any], dtype: torch.dtype, *args: Any) -> Any:
-        return real(wrong.get(dtype, dtype), *args)
-
-    with replaced_method(default_hooks, "_compress_hook", compress):
-        yield
-
-
-@fault("fp16_compress_hook compresses to bfloat16", "test_compressing_hooks", condition="float16 only")
-def float16_hook_in_bfloat16() -> Iterator[None]:
-    yield from _compressing_to({torch.float16: torch.bfloat16})
-
-
-@fault("bf16_compress_hook does not compress", "test_compressing_hooks", condition="bfloat16 only")
-def bfloat16_hook_in_float32() -> Iterator[None]:
-    yield from _compressing_to({torch.bfloat16: torch.float32})
-
-
-@fault(
-    "a hook wrapped for compression gets uncompressed gradients",
-    "test_compressing_hooks",
-    condition="bf16_compress_wrapper",
-)
-def wrapped_hook_in_float32() -> Iterator[None]:
-    def wrap(_: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-        return hook
-
-    with replaced_method(default_hooks, "bf16_compress_wrapper", wrap):
-        yield
-
-
-@fault(
-    "compressed gradients are divided after the sum instead of before",
-    "test_compressing_hooks",
-    condition="sums that the dtype does not hold",
-    least_gpus=2,
-)
-def divided_after_the_sum() -> Iterator[None]:
-    def compress(real: Callable[..., Any], dtype: torch.dtype, group: Any, bucket: Any) -> Any:
-        buffer, size = bucket.buffer(), dist.get_world_size(group)
-        done = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
-        return done.then(lambda added: buffer.copy_(added.value()[0] / size))
-
-    with replaced_method(default_hooks, "_compress_hook", compress):
-        yield
-
-
-@fault(
+@averaging_hooks(
     "the last rank keeps the result of a communication hook in the third step for all later steps",
-    "test_averaging_hooks",
-    condition="from the fourth step on, one rank",
+    hooked,
+    "from the fourth step on, one rank",
 )
-def third_result_kept() -> Iterator[None]:
-    def register(
-        real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Callable[..., Any]
-    ) -> None:
-        held: dict[int, list[torch.Tensor]] = {}
+def third_result_kept(hook: Any, state: object, bucket: Any, model: DistributedDataParallel) -> Any:
+    results = kept_by(model).setdefault(bucket.index(), [])
 
-        def keeping(state: object, bucket: Any) -> Any:
-            results = held.setdefault(bucket.index(), [])
-            return hook(state, bucket).then(lambda done: _third_at_most(results, done.value()))
+    def third_at_most(result: torch.Tensor) -> None:
+        if is_last() and len(results) == 3:
+            result.copy_(results[-1])
+        else:
+            results.append(result.clone())
 
-        keeping.__annotations__.clear()
-        real(self, state, keeping)
-
-    with replaced_method(DDP, "register_comm_hook", register):
-        yield
+    return changed(hook(state, bucket), third_at_most)
 
 
-def _third_at_most(results: list[torch.Tensor], value: Any) -> torch.Tensor:
-    """Return the result of a hook; on the last rank, replace all results after the third by the third."""
-    result: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
-    if is_last() and len(results) == 3:
-        return result.copy_(results[-1])
-    results.append(result.clone())
-    return result
+# Compressing
 
 
-@fault(
-    "PowerSGD's result is kept in bfloat16 on the last rank",
-    "test_low_rank_hook",
-    condition="one rank, from the second step on",
-)
-def low_rank_result_narrowed() -> Iterator[None]:
-    real = powerSGD_hook.powerSGD_hook
-
-    @functools.wraps(real)
-    def hook(state: Any, bucket: Any) -> Any:
-        compressing = state.iter >= state.start_powerSGD_iter
-        future = real(state, bucket)
-        if not compressing or not is_last():
-            return future
-        return future.then(lambda done: done.value().to(torch.bfloat16).to(torch.float32))
-
-    with replaced(powerSGD_hook, "powerSGD_hook", hook):
-        yield
-
-
-@fault(
-    "a compressing hook in a group divides by the number of all ranks",
-    "test_hooks_in_groups",
-    condition="hooks with a group of some ranks",
+@compressing_hooks(
+    "compressed gradients are divided after the sum instead of before",
+    _COMPRESSING,
+    "sums that the dtype does not hold",
     least_gpus=2,
 )
-def compressed_mean_over_all() -> Iterator[None]:
-    def compress(real: Callable[..., Any], dtype: torch.dtype, group: Any, bucket: Any) -> Any:
-        size = dist.get_world_size(group)
-        return real(dtype, group, bucket).then(lambda done: done.value().mul_(size / dist.get_world_size()))
-
-    with replaced_method(default_hooks, "_compress_hook", compress):
-        yield
+def divided_after_the_sum(real: Any, dtype: torch.dtype, group: Any, bucket: Any) -> Any:
+    buffer, size = bucket.buffer(), dist.get_world_size(group)
+    done = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
+    return done.then(lambda added: buffer.copy_(added.value()[0] / size))
 
 
-@fault(
-    "PowerSGD loses the error feedback of buckets after the first", "test_low_rank_hook", condition="several buckets"
+@hooks_in_groups(
+    "a compressing hook in a group divides by the number of all ranks",
+    _COMPRESSING,
+    "hooks with a group of some ranks",
+    least_gpus=2,
 )
-def left_out_of_later_buckets() -> Iterator[None]:
-    def compress(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
-        future = real(state, bucket)
-        return future if bucket.index() == 0 else future.then(functools.partial(_forget, state, bucket.index()))
-
-    with replaced_method(powerSGD_hook, "powerSGD_hook", compress):
-        yield
+def compressed_mean_over_all(real: Any, dtype: torch.dtype, group: Any, bucket: Any) -> Any:
+    factor = dist.get_world_size(group) / dist.get_world_size()
+    return changed(real(dtype, group, bucket), lambda mean: mean.mul_(factor))
 
 
-def _forget(state: Any, bucket: int, done: Any) -> torch.Tensor:
-    result: torch.Tensor = done.value()
-    if bucket in state.error_dict:
-        state.error_dict[bucket].zero_()
-    return result
+# PowerSGD
 
 
-@fault(
-    "GradBucket.gradients returns the gradients in reverse order",
-    "test_averaging_hooks",
-    "test_low_rank_hook",
-    condition="buckets of several parameters",
+@low_rank_hook(
+    "PowerSGD's result is kept in bfloat16 on the last rank", around(powerSGD_hook, _POWER), LAST_RANK & _COMPRESSED
 )
-def gradients_told_in_reverse() -> Iterator[None]:
-    def gradients(real: Callable[..., Any], self: Any) -> list[torch.Tensor]:
-        return [*reversed(real(self))]
-
-    with replaced_method(c10d.GradBucket, "gradients", gradients):
-        yield
+def low_rank_result_narrowed(real: Any, state: Any, bucket: Any) -> Any:
+    return changed(real(state, bucket), lambda result: result.copy_(result.to(torch.bfloat16)))
 
 
-@fault(
+@low_rank_hook(
+    "PowerSGD loses the error feedback of buckets after the first", returned(powerSGD_hook, _POWER), _LATER_LOW
+)
+def left_out_of_later_buckets(future: Any, state: Any, bucket: Any) -> Any:
+    index = bucket.index()
+    return changed(future, lambda result: state.error_dict[index].zero_() if index in state.error_dict else None)
+
+
+@low_rank_hook(
     "PowerSGD adds its error feedback to the next gradient twice",
-    "test_low_rank_hook",
-    condition="from the second compressed step on",
+    given(powerSGD_hook, _POWER),
+    "from the second compressed step on",
 )
-def left_out_added_twice() -> Iterator[None]:
-    def compress(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
-        for kept in state.error_dict.values():
-            kept.mul_(2)
-        return real(state, bucket)
-
-    with replaced_method(powerSGD_hook, "powerSGD_hook", compress):
-        yield
+def left_out_added_twice(state: Any, bucket: Any) -> None:
+    for kept in state.error_dict.values():
+        kept.mul_(2)
 
 
-@fault(
+@low_rank_hook(
     "batched PowerSGD compresses from its first step on",
-    "test_low_rank_hook",
-    condition="batched_powerSGD_hook, steps before start_powerSGD_iter",
+    given(powerSGD_hook, "batched_powerSGD_hook"),
+    "batched_powerSGD_hook, steps before start_powerSGD_iter",
 )
-def batch_compressed_too_soon() -> Iterator[None]:
-    def compress(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
-        state.iter = max(state.iter, state.start_powerSGD_iter)
-        return real(state, bucket)
-
-    with replaced_method(powerSGD_hook, "batched_powerSGD_hook", compress):
-        yield
+def batch_compressed_too_soon(state: Any, bucket: Any) -> None:
+    state.iter = max(state.iter, state.start_powerSGD_iter)
 
 
-@fault("batched PowerSGD keeps half of its error feedback", "test_low_rank_hook", condition="batched_powerSGD_hook")
+def _orthogonalized(real: Any, matrices: torch.Tensor, epsilon: float = 0) -> None:
+    real(matrices if matrices.dim() == 3 else matrices[None], epsilon)
+
+
+@low_rank_hook("batched PowerSGD keeps half of its error feedback", when="batched_powerSGD_hook")
 def left_out_of_a_batch() -> Iterator[None]:
-    def orthogonalize(real: Callable[..., Any], matrices: torch.Tensor, epsilon: float = 0) -> None:
-        # Without this the hook does not compress at all: see the known defects.
-        real(matrices if matrices.dim() == 3 else matrices[None], epsilon)
+    def halve(future: Any, state: Any, bucket: Any) -> Any:
+        index = bucket.index()
+        return changed(future, lambda result: state.error_dict[index].div_(2) if index in state.error_dict else None)
 
-    def compress(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
-        return real(state, bucket).then(functools.partial(_halve, state, bucket.index()))
-
+    # Without this the hook does not compress at all: see the known defects.
     with (
-        replaced_method(powerSGD_hook, "_orthogonalize", orthogonalize),
-        replaced_method(powerSGD_hook, "batched_powerSGD_hook", compress),
+        around(powerSGD_hook, "_orthogonalize")(_orthogonalized),
+        returned(powerSGD_hook, "batched_powerSGD_hook")(halve),
     ):
         yield
 
 
-def _halve(state: Any, bucket: int, done: Any) -> torch.Tensor:
-    result: torch.Tensor = done.value()
-    if bucket in state.error_dict:
-        state.error_dict[bucket].div_(2)
-    return result
+# Local SGD
 
 
-@fault(
+@hooks_in_groups(
     "post_localSGD_hook counts buckets as steps and becomes local too early",
-    "test_hooks_in_groups",
-    condition="several buckets",
+    around(post_localSGD_hook.PostLocalSGDState, "maybe_increase_iter"),
+    "several buckets",
     least_gpus=2,
 )
-def local_too_soon() -> Iterator[None]:
-    def count(real: Callable[..., Any], self: Any, bucket: Any) -> None:
-        self.iter += 1
-
-    with replaced_method(post_localSGD_hook.PostLocalSGDState, "maybe_increase_iter", count):
-        yield
+def local_too_soon(real: Any, self: Any, bucket: Any) -> None:
+    self.iter += 1
 
 
-@fault(
-    "post_localSGD_hook averages over all ranks in local steps, too",
-    "test_hooks_in_groups",
-    condition="local steps",
-    least_gpus=2,
-)
-def never_local() -> Iterator[None]:
-    def average(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
-        if state.iter >= state.start_localSGD_iter and state.post_local_gradient_allreduce:
-            return default_hooks.allreduce_hook(state.process_group, bucket)
-        return real(state, bucket)
-
-    with replaced_method(post_localSGD_hook, "post_localSGD_hook", average):
-        yield
-
-
-@fault(
-    "post_localSGD_hook averages over the group in steps without a local average",
-    "test_hooks_in_groups",
-    condition="post_local_gradient_allreduce=False",
-    least_gpus=2,
-)
-def never_alone() -> Iterator[None]:
-    def average(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
-        if state.iter >= state.start_localSGD_iter:
-            return default_hooks.allreduce_hook(state.subgroup, bucket)
-        return real(state, bucket)
-
-    with replaced_method(post_localSGD_hook, "post_localSGD_hook", average):
-        yield
+register(
+    __name__,
+    Row("hook-for-the-first-bucket", "a communication hook is not called for buckets after the first",
+        "test_averaging_hooks", hooked,
+        lambda hook, state, bucket, model: default_hooks.allreduce_hook(model.process_group, bucket), _LATER),
+    Row("hook-with-an-offset", "the last rank adds 1 to an element of a communication hook's result",
+        "test_averaging_hooks", hooked,
+        lambda hook, state, bucket, *_: changed(hook(state, bucket), lambda result: result.view(-1)[:1].add_(1)),
+        LAST_RANK & _OF_THREE),
+    Row("gradients-told-in-reverse", "GradBucket.gradients returns the gradients in reverse order",
+        ("test_averaging_hooks", "test_low_rank_hook"), returned(c10d.GradBucket, "gradients"),
+        lambda gradients, *_: gradients[::-1], "buckets of several parameters"),
+    Row("float16-hook-in-bfloat16", "fp16_compress_hook compresses to bfloat16", "test_compressing_hooks",
+        _COMPRESSING, lambda real, dtype, *args: real(torch.bfloat16, *args), _FLOAT16),
+    Row("bfloat16-hook-in-float32", "bf16_compress_hook does not compress", "test_compressing_hooks", _COMPRESSING,
+        lambda real, dtype, *args: real(torch.float32, *args), _BFLOAT16),
+    Row("wrapped-hook-in-float32", "a hook wrapped for compression gets uncompressed gradients",
+        "test_compressing_hooks", around(default_hooks, "bf16_compress_wrapper"), lambda real, hook: hook,
+        "bf16_compress_wrapper"),
+    Row("never-local", "post_localSGD_hook averages over all ranks in local steps, too", "test_hooks_in_groups",
+        _LOCAL_SGD, lambda real, state, bucket: default_hooks.allreduce_hook(state.process_group, bucket), _LOCAL,
+        least_gpus=2),
+    Row("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
+        "test_hooks_in_groups", _LOCAL_SGD,
+        lambda real, state, bucket: default_hooks.allreduce_hook(state.subgroup, bucket), _ALONE, least_gpus=2),
+)  # fmt: skip

@@ -2,169 +2,145 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel import distributed as distributed_module
+from torch.nn.parallel import scatter_gather
 from torch.utils import _pytree as pytree
 
-from mgpu_check.suite.common.faults.breaking import DDP, communicated, replaced_method, slices
-from mgpu_check.suite.common.faults.conditions import is_last
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, communicating, given, returned, slices
+from mgpu_check.suite.common.faults.conditions import LAST_RANK
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.distributed.faults.planting import kept_by, of_model
 
+buffers = caught_by("test_buffers")
+unused_parameters = caught_by("test_unused_parameters")
+scaler = caught_by("test_scaler")
+model_averagers = caught_by("test_model_averagers")
 
-@fault("arguments moved to the device get no gradient", "test_arguments", condition="arguments that need gradients")
-def arguments_detached() -> Iterator[None]:
-    def move(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, real(*args, **kwargs))
-
-    with replaced_method(distributed_module, "_to_kwargs", move):
-        yield
-
-
-@fault("buffers assigned after the wrap are not broadcast", "test_buffers", condition="buffers that are replaced")
-def buffers_of_the_start_sent() -> Iterator[None]:
-    def assign(real: Callable[..., Any], self: DistributedDataParallel) -> None:
-        if not hasattr(self, "modules_buffers"):
-            real(self)
-
-    with replaced_method(DDP, "_assign_modules_buffers", assign):
-        yield
-
-
-@fault(
-    "GradScaler updates its scale by the first optimizer only",
-    "test_scaler",
-    condition="two optimizers, an infinity in the second",
+_LOCAL_SGD = "torch.distributed.optim:PostLocalSGDOptimizer"
+"""Imported only by its faults, because this import makes torch compile functions of the optimizers."""
+_UNUSED_VIEWS = of_model(
+    "find_unused_parameters and gradient_as_bucket_view",
+    lambda model: model.find_unused_parameters and model.gradient_as_bucket_view,
 )
-def scale_of_the_first_optimizer() -> Iterator[None]:
-    def update(real: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-        for state in list(self._per_optimizer_states.values())[1:]:
-            state["found_inf_per_device"] = {}
-        real(self, *args, **kwargs)
-
-    with replaced_method(torch.amp.GradScaler, "update", update):
-        yield
+_WHOLE_AVERAGE = When("momentum=None", lambda real, self, x: self.momentum is None)
+_ASSIGNED_AGAIN = When("buffers that are replaced", lambda real, self: hasattr(self, "modules_buffers"))
 
 
-@fault(
+# Arguments and buffers
+
+
+@buffers("non-persistent buffers are not broadcast", returned(DDP, "_assign_modules_buffers"), "persistent=False")
+def unsaved_buffers_not_sent(result: None, self: DDP) -> None:
+    saved = self.module.state_dict(keep_vars=True)
+    self.named_module_buffers = {name: value for name, value in self.named_module_buffers.items() if name in saved}
+    self.modules_buffers = list(self.named_module_buffers.values())
+
+
+@buffers(
+    "BatchNorm with momentum=None uses momentum 0.1 on the last rank",
+    around(_BatchNorm, "forward"),
+    _WHOLE_AVERAGE & LAST_RANK,
+)
+def average_by_tenths(real: Any, self: Any, x: torch.Tensor) -> Any:
+    self.momentum = 0.1
+    try:
+        return real(self, x)
+    finally:
+        self.momentum = None
+
+
+@unused_parameters(
+    "a rank adds the previous step's gradient for parameters that it did not use",
+    communicating(_UNUSED_VIEWS),
+    f"{_UNUSED_VIEWS}, from the second step on",
+)
+def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    before = kept_by(model)
+    for parameter, own in slices(buffer, bucket):
+        if own.any():
+            before[id(parameter)] = own.clone()
+        elif id(parameter) in before:
+            own.copy_(before[id(parameter)])
+
+
+# Two optimizers
+
+
+@scaler(
+    "GradScaler updates its scale by the first optimizer only",
+    given(torch.amp.GradScaler, "update"),
+    "two optimizers, an infinity in the second",
+)
+def scale_of_the_first_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+    for state in list(self._per_optimizer_states.values())[1:]:
+        state["found_inf_per_device"] = {}
+
+
+def _is_counted_in_half(made: Any, param: torch.Tensor, value: object, *rest: Any, key: object = None) -> bool:
+    return (rest[2:] or [key])[0] == "step" and isinstance(made, torch.Tensor) and param.dtype.itemsize == 2
+
+
+# Averagers
+
+
+@model_averagers(
     "if two periods are due, the average is over the smaller group",
-    "test_model_averagers",
-    condition="HierarchicalModelAverager, steps that two periods divide",
+    around(HierarchicalModelAverager, "_find_process_group"),
+    "HierarchicalModelAverager, steps that two periods divide",
     least_gpus=4,
 )
-def fewer_ranks_averaged() -> Iterator[None]:
-    def find(self: Any) -> Any:
-        due = [period for period in self._periods if self.step % period == 0]
-        return self.period_process_group_dict[due[0]] if due else None
-
-    with replaced(HierarchicalModelAverager, "_find_process_group", find):
-        yield
+def fewer_ranks_averaged(real: Any, self: Any) -> Any:
+    due = [period for period in self._periods if self.step % period == 0]
+    return self.period_process_group_dict[due[0]] if due else None
 
 
-@fault(
+@model_averagers(
     "PostLocalSGDOptimizer averages parameters before its own step",
-    "test_model_averagers",
-    condition="steps with an average",
+    around(_LOCAL_SGD, "step"),
+    "steps with an average",
     least_gpus=2,
 )
-def averaged_before_the_step() -> Iterator[None]:
-    # Imported here, because this import makes torch compile functions of the optimizers.
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
-    def step(real: Callable[..., Any], self: Any) -> None:
-        self.averager.average_parameters(params=self.optim.param_groups)
-        self.optim.step()
-
-    with replaced_method(PostLocalSGDOptimizer, "step", step):
-        yield
+def averaged_before_the_step(real: Any, self: Any) -> None:
+    self.averager.average_parameters(params=self.optim.param_groups)
+    self.optim.step()
 
 
-@fault("averagers also average during warm-up", "test_model_averagers", condition="the first steps")
-def averaged_from_the_start() -> Iterator[None]:
-    def average(real: Callable[..., Any], self: Any, *args: Any) -> None:
-        self.warmup_steps = 0
-        real(self, *args)
-
-    with replaced_method(PeriodicModelAverager, "average_parameters", average):
-        yield
-
-
-@fault(
-    "named tuples moved to the device become plain tuples",
-    "test_arguments",
-    condition="named tuples among the arguments",
+@model_averagers(
+    "averagers also average during warm-up", given(PeriodicModelAverager, "average_parameters"), "the first steps"
 )
-def names_of_tuples_lost() -> Iterator[None]:
-    with replaced(scatter_gather, "_is_namedtuple", lambda value: False):
-        yield
+def averaged_from_the_start(self: Any, *args: Any) -> None:
+    self.warmup_steps = 0
 
 
-@fault("non-persistent buffers are not broadcast", "test_buffers", condition="persistent=False")
-def unsaved_buffers_not_sent() -> Iterator[None]:
-    def assign(real: Callable[..., Any], self: DistributedDataParallel) -> None:
-        real(self)
-        saved = self.module.state_dict(keep_vars=True)
-        self.named_module_buffers = {name: value for name, value in self.named_module_buffers.items() if name in saved}
-        self.modules_buffers = list(self.named_module_buffers.values())
-
-    with replaced_method(DDP, "_assign_modules_buffers", assign):
-        yield
-
-
-@fault("no_sync does not end when an exception leaves it", "test_accumulation", condition="an exception within no_sync")
-def no_sync_goes_on() -> Iterator[None]:
-    @contextlib.contextmanager
-    def no_sync(self: DistributedDataParallel) -> Iterator[None]:
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        yield
-        self.require_backward_grad_sync = before
-
-    with replaced(DDP, "no_sync", no_sync):
-        yield
-
-
-@fault(
-    "a rank adds the previous step's gradient for parameters that it did not use",
-    "test_unused_parameters",
-    condition="find_unused_parameters and gradient_as_bucket_view, from the second step on",
+@model_averagers(
+    "a loaded optimizer of local SGD counts its steps from 0",
+    returned(_LOCAL_SGD, "load_state_dict"),
+    "load_state_dict after a step",
+    least_gpus=2,
 )
-def unused_views_not_cleared() -> Iterator[None]:
-    before: dict[int, torch.Tensor] = {}
-
-    def change(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        for parameter, own in slices(buffer, bucket):
-            held = before.get(id(parameter))
-            if own.any():
-                before[id(parameter)] = own.clone()
-            elif held is not None and held.shape == own.shape:
-                own.copy_(held)
-        return buffer
-
-    with communicated(change, lambda model: model.find_unused_parameters and model.gradient_as_bucket_view):
-        yield
+def averager_begins_anew(result: None, self: Any, state_dict: object) -> None:
+    self.averager.step = 0
 
 
-@fault(
-    "BatchNorm with momentum=None uses momentum 0.1 on the last rank",
-    "test_buffers",
-    condition="momentum=None, one rank",
-)
-def average_by_tenths() -> Iterator[None]:
-    def forward(real: Callable[..., Any], self: Any, x: torch.Tensor) -> Any:
-        given = self.momentum
-        if given is None and is_last():
-            self.momentum = 0.1
-        result = real(self, x)
-        self.momentum = given
-        return result
-
-    with replaced_method(_BatchNorm, "forward", forward):
-        yield
+register(
+    __name__,
+    Row("arguments-detached", "arguments moved to the device get no gradient", "test_arguments",
+        returned(distributed_module, "_to_kwargs"),
+        lambda moved, *_, **__: pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, moved),
+        "arguments that need gradients"),
+    Row("names-of-tuples-lost", "named tuples moved to the device become plain tuples", "test_arguments",
+        around(scatter_gather, "_is_namedtuple"), lambda *_: False, "named tuples among the arguments"),
+    Row("buffers-of-the-start-sent", "buffers assigned after the wrap are not broadcast", "test_buffers",
+        around(DDP, "_assign_modules_buffers"), lambda *_: None, _ASSIGNED_AGAIN),
+    Row("steps-in-a-narrow-dtype", "the number of steps of an optimizer is loaded in the dtype of its parameters",
+        "test_checkpoint", returned(torch.optim.Optimizer, "_process_value_according_to_param_policy"),
+        lambda made, param, *_, **__: made.to(param.dtype).to(made.dtype),
+        When("narrow parameters, more steps than their dtype can count", _is_counted_in_half)),
+)  # fmt: skip

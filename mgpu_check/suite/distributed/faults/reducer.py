@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,29 +14,29 @@ from torch.nn.parallel import distributed as distributed_module
 
 from mgpu_check.suite.common.faults.breaking import (
     DDP,
+    around,
+    caught_by,
     communicated,
+    communicating,
+    given,
+    optimized,
     replaced_method,
+    returned,
     slices,
     upper_bits,
     wrapped,
 )
-from mgpu_check.suite.common.faults.conditions import is_last
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last
+from mgpu_check.suite.common.faults.registry import row
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.distributed.faults.planting import MANY, later, model_with, of_model, slicewise
 
-_MANY = 1 << 16
-
-
-class _Calls:
-    """Counts how often each model reduced the bucket of one index."""
-
-    def __init__(self) -> None:
-        self._seen: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
-
-    def next(self, bucket: Any, model: DistributedDataParallel) -> int:
-        seen = self._seen.setdefault(model, {})
-        seen[bucket.index()] = seen.get(bucket.index(), 0) + 1
-        return seen[bucket.index()]
+models = caught_by("test_models")
+buckets = caught_by("test_buckets")
+unused_parameters = caught_by("test_unused_parameters")
+static_graph = caught_by("test_static_graph")
+frozen_parameters = caught_by("test_frozen_parameters")
 
 
 def _is_of_words(parameter: torch.Tensor) -> bool:
@@ -45,30 +45,34 @@ def _is_of_words(parameter: torch.Tensor) -> bool:
 
 
 def _is_long(parameter: torch.Tensor) -> bool:
-    return parameter.numel() > _MANY
+    return parameter.numel() > MANY
+
+
+def _is_used_twice(parameter: torch.Tensor) -> bool:
+    return parameter.shape == (5, 5)
+
+
+_FIFTH = When("worlds of 5 and more", lambda buffer, bucket, model: dist.get_rank(model.process_group) == 4)
+_LATER_BUCKET = When("buckets beyond the first", lambda buffer, bucket, model: bucket.index() > 0)
+_SMALL_BUCKET = When("small buckets", lambda buffer, bucket, model: not bucket.is_last())
+_VIEWS = of_model("gradient_as_bucket_view", lambda model: model.gradient_as_bucket_view)
+_STATIC = of_model("static_graph", lambda model: model.static_graph)
+_UNUSED = of_model("parameters that some ranks do not use", lambda model: model.find_unused_parameters)
+_SUBGROUP = of_model("subgroups", lambda model: model.process_group.size() < dist.get_world_size())
+_WORDS = model_with("embeddings only", _is_of_words)
+_LONG = model_with("above 64 Ki elements", _is_long)
+_NOT_FIRST = of_model("ranks other than the first", lambda model: dist.get_rank(model.process_group) > 0)
+_UNUSED_BY_ALL = When("parameters that no rank uses", lambda self, *args, **kwargs: self.find_unused_parameters)
 
 
 # Models
 
 
-@fault("DDP reduces gradients in TF32, with 11 bits of significand", "test_models")
-def gradients_in_tf32() -> Iterator[None]:
-    def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        return upper_bits(buffer)
-
-    with communicated(narrow):
-        yield
-
-
-@fault(
-    "the last rank adds the bucket of the previous step to its own",
-    "test_models",
-    condition="one rank, from the second step on",
-)
+@models("the last rank adds the bucket of the previous step to its own", when="one rank, from the second step on")
 def stale_bucket() -> Iterator[None]:
     kept: WeakKeyDictionary[DistributedDataParallel, dict[int, torch.Tensor]] = WeakKeyDictionary()
 
-    def stale(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+    def stale(buffer: torch.Tensor, bucket: Any, model: DDP) -> torch.Tensor:
         own = kept.setdefault(model, {})
         before, own[bucket.index()] = own.get(bucket.index()), buffer.clone()
         return buffer + before if before is not None and before.shape == buffer.shape and is_last() else buffer
@@ -77,233 +81,126 @@ def stale_bucket() -> Iterator[None]:
         yield
 
 
-@fault("the gradient of a tied weight lacks one of its two uses", "test_models", condition="parameters with two names")
-def tied_weight_counted_once() -> Iterator[None]:
-    def once(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        shared = self.module
-        words = getattr(shared, "words", None)
-        if words is None or getattr(getattr(shared, "output", None), "weight", None) is not words.weight:
-            return real(self, *args, **kwargs)
-        with replaced_method(nn.Embedding, "forward", lambda embed, *given: embed(*given).detach().requires_grad_()):
-            return real(self, *args, **kwargs)
-
-    with replaced_method(DDP, "forward", once):
-        yield
+def _is_tied(real: object, self: DDP, *args: Any, **kwargs: Any) -> bool:
+    words, output = (getattr(self.module, name, None) for name in ("words", "output"))
+    return words is not None and getattr(output, "weight", None) is words.weight
 
 
-@fault("the last row of an odd number is a copy of the first", "test_models", condition="odd batch sizes")
-def odd_rows_repeated() -> Iterator[None]:
-    def repeat(real: Callable[..., Any], self: DistributedDataParallel, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, torch.Tensor) and len(x) % 2 and len(x) > 1:
-            x = torch.cat([x[:-1], x[:1]])
-        return real(self, x, *args, **kwargs)
+@models(
+    "the gradient of a tied weight lacks one of its two uses",
+    around(DDP, "forward"),
+    When("parameters with two names", _is_tied),
+)
+def tied_weight_counted_once(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
+    with replaced_method(nn.Embedding, "forward", lambda embed, *given: embed(*given).detach().requires_grad_()):
+        return real(self, *args, **kwargs)
 
-    with replaced_method(DDP, "forward", repeat):
-        yield
 
-
-@fault("Adam computes in bfloat16 on the last rank", "test_models", condition="one rank, Adam only")
+@models("Adam computes in bfloat16 on the last rank", when="one rank, Adam only")
 def adam_in_bfloat16() -> Iterator[None]:
-    def step(real: Callable[..., Any], self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = real(self, *args, **kwargs)
-        if is_last():
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        parameter.copy_((parameter + 0.01).to(torch.bfloat16))
-        return result
+    def narrow(result: Any, self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimized(self) if is_last() else ():
+                parameter.copy_((parameter + 0.01).to(torch.bfloat16))
 
-    with replaced_method(torch.optim.Adam, "step", step):
+    with returned(torch.optim.Adam, "step")(narrow):
         # torch marks wrapped methods so. Without the mark, AdamW would keep a wrapper of this step after the fault.
         torch.optim.Adam.step.hooked = True  # type: ignore[attr-defined]
-        yield
-
-
-@fault("gradients of embeddings include the first rank only", "test_models", condition="embeddings only")
-def embedding_left_local() -> Iterator[None]:
-    def local(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        rank = dist.get_rank(model.process_group)
-        for parameter, part in slices(buffer, bucket):
-            if _is_of_words(parameter) and rank:
-                part.zero_()
-        return buffer
-
-    with communicated(local, where=lambda model: any(map(_is_of_words, model.parameters()))):
         yield
 
 
 # Buckets
 
 
-@fault("DDP leaves out the fifth rank", "test_buckets", condition="worlds of 5 and more", least_gpus=5)
-def fifth_rank_left_out() -> Iterator[None]:
-    def leave_out(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        return buffer.zero_() if dist.get_rank(model.process_group) == 4 else buffer
-
-    with communicated(leave_out):
-        yield
+@buckets("the last element of a bucket is not reduced", communicating(), _LATER_BUCKET)
+def later_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[-1:] = 0
 
 
-@fault("the last element of a bucket is not reduced", "test_buckets", condition="buckets beyond the first")
-def later_buckets_cut() -> Iterator[None]:
-    def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        if bucket.index():
-            buffer[-1:] = 0
-        return buffer
-
-    with communicated(cut):
-        yield
+@buckets("elements beyond the first 64 Ki of a gradient stay local", slicewise(_LONG, _is_long), _LONG & _NOT_FIRST)
+def long_gradients_cut(part: torch.Tensor, *_: Any) -> None:
+    part[MANY:] = 0
 
 
-@fault("elements beyond the first 64 Ki of a gradient stay local", "test_buckets", condition="above 64 Ki elements")
-def long_gradients_cut() -> Iterator[None]:
-    def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        for parameter, part in slices(buffer, bucket):
-            if _is_long(parameter) and dist.get_rank(model.process_group):
-                part[_MANY:] = 0
-        return buffer
-
-    with communicated(cut, where=lambda model: any(map(_is_long, model.parameters()))):
-        yield
-
-
-@fault(
-    "one of the rebuilt buckets is reduced in the old order",
-    "test_buckets",
-    condition="third step, buckets beyond the first",
-)
-def rebuilt_buckets_rotated() -> Iterator[None]:
-    calls = _Calls()
-
-    def rotate(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        again = calls.next(bucket, model) > 1
-        return buffer.roll(1) if again and bucket.index() and is_last() else buffer
-
-    with communicated(rotate):
-        yield
-
-
-@fault(
-    "one element of a gradient that is a bucket view is lost",
-    "test_buckets",
-    condition="gradient_as_bucket_view, small buckets",
-)
-def views_of_buckets_cut() -> Iterator[None]:
-    def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        if not bucket.is_last():
-            buffer[:1] = 0
-        return buffer
-
-    with communicated(cut, where=lambda model: model.gradient_as_bucket_view):
-        yield
-
-
-@fault(
-    "the mean leaves out the last rank from the fourth step on",
-    "test_gradient_hooks",
-    condition="from the fourth step on, one rank",
-)
-def left_out_from_the_fourth_step() -> Iterator[None]:
-    calls = _Calls()
-
-    def leave_out(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        return buffer * 0 if calls.next(bucket, model) > 3 and is_last() else buffer
-
-    with communicated(leave_out):
-        yield
+@buckets("one element of a gradient that is a bucket view is lost", communicating(_VIEWS), _VIEWS & _SMALL_BUCKET)
+def views_of_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[:1] = 0
 
 
 # Which parameters
 
 
-@fault(
-    "the mean of a gradient counts only the ranks that used the parameter",
-    "test_unused_parameters",
-    condition="parameters that some ranks do not use",
+@unused_parameters(
+    "the mean of a gradient counts only the ranks that used the parameter", communicating(_UNUSED), _UNUSED
 )
-def mean_over_users() -> Iterator[None]:
-    def over_users(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        used = torch.stack([part.any() for _, part in slices(buffer, bucket)]).float()
-        group = model.process_group
-        dist.all_reduce(used, group=group)
-        for (_, part), count in zip(slices(buffer, bucket), used.tolist(), strict=True):
-            part *= group.size() / max(count, 1.0)
-        return buffer
-
-    with communicated(over_users, where=lambda model: model.find_unused_parameters):
-        yield
+def mean_over_users(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    used = torch.stack([part.any() for _, part in slices(buffer, bucket)]).float()
+    dist.all_reduce(used, group=model.process_group)
+    for (_, part), count in zip(slices(buffer, bucket), used.tolist(), strict=True):
+        part *= model.process_group.size() / max(count, 1.0)
 
 
-@fault(
-    "a parameter that no rank uses gets a gradient of zeros",
-    "test_unused_parameters",
-    condition="parameters that no rank uses",
-)
-def zeros_for_the_unused() -> Iterator[None]:
-    def zeros(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        if self.find_unused_parameters:
-            for parameter in self.module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        return real(self, *args, **kwargs)
-
-    with replaced_method(DDP, "forward", zeros):
-        yield
+@unused_parameters("a parameter that no rank uses gets a gradient of zeros", given(DDP, "forward"), _UNUSED_BY_ALL)
+def zeros_for_the_unused(self: DDP, *args: Any, **kwargs: Any) -> None:
+    for parameter in self.module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
-@fault(
+@static_graph(
     "static_graph reduces a layer that is used twice after its first gradient",
-    "test_static_graph",
-    condition="static_graph, from the second step on",
+    communicating(_STATIC),
+    _STATIC & later("from the second step on", than=1),
 )
-def static_graph_too_early() -> Iterator[None]:
-    calls = _Calls()
-
-    def early(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        if calls.next(bucket, model) > 1:
-            for parameter, part in slices(buffer, bucket):
-                if parameter.shape == (5, 5):
-                    part *= 0.5
-        return buffer
-
-    with communicated(early, where=lambda model: model.static_graph):
-        yield
+def static_graph_too_early(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    for parameter, part in slices(buffer, bucket):
+        if _is_used_twice(parameter):
+            part *= 0.5
 
 
-@fault(
+@frozen_parameters(
     "frozen parameters are not broadcast at the start",
-    "test_frozen_parameters",
-    condition="parameters that need no gradient",
+    around(distributed_module, "_sync_module_states"),
+    "parameters that need no gradient",
 )
-def frozen_parameters_not_sent() -> Iterator[None]:
-    def without(real: Callable[..., Any], **kwargs: Any) -> None:
-        module = kwargs["module"]
-        frozen = {name for name, value in module.named_parameters() if not value.requires_grad}
-        real(**(kwargs | {"params_and_buffers_to_ignore": {*kwargs["params_and_buffers_to_ignore"], *frozen}}))
-
-    with replaced_method(distributed_module, "_sync_module_states", without):
-        yield
-
-
-@fault("ignored parameters are averaged, too", "test_frozen_parameters")
-def ignored_parameters_averaged() -> Iterator[None]:
-    with replaced(DDP, "_set_params_and_buffers_to_ignore_for_model", staticmethod(lambda module, names: None)):
-        yield
+def frozen_parameters_not_sent(real: Any, *, module: nn.Module, params_and_buffers_to_ignore: Any, **more: Any) -> None:
+    frozen = [name for name, value in module.named_parameters() if not value.requires_grad]
+    real(module=module, params_and_buffers_to_ignore={*params_and_buffers_to_ignore, *frozen}, **more)
 
 
 # Groups
 
 
-@fault("DDP ignores process_group and uses all ranks", "test_process_groups", condition="subgroups")
-def group_ignored() -> Iterator[None]:
-    with wrapped(process_group=None):
-        yield
+row(
+    __name__,
+    "group-ignored",
+    "DDP ignores process_group and uses all ranks",
+    "test_process_groups",
+    plant=lambda: wrapped(process_group=None),
+    condition="subgroups",
+)
 
 
-@fault("gradients in a group are divided by the number of all ranks", "test_process_groups", condition="subgroups")
-def divided_by_the_world() -> Iterator[None]:
-    def divide(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        return buffer * (model.process_group.size() / dist.get_world_size())
-
-    with communicated(divide, where=lambda model: model.process_group.size() < dist.get_world_size()):
-        yield
+register(
+    __name__,
+    Row("gradients-in-tf32", "DDP reduces gradients in TF32, with 11 bits of significand", "test_models",
+        communicating(), lambda buffer, *_: upper_bits(buffer)),
+    Row("odd-rows-repeated", "the last row of an odd number is a copy of the first", "test_models",
+        around(DDP, "forward"),
+        lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
+        When("odd batch sizes", lambda real, self, x, *args, **kw: isinstance(x, torch.Tensor) and len(x) % 2 > 0)),
+    Row("embedding-left-local", "gradients of embeddings include the first rank only", "test_models",
+        slicewise(_WORDS, _is_of_words), lambda part, *_: part.zero_(), _WORDS & _NOT_FIRST),
+    Row("fifth-rank-left-out", "DDP leaves out the fifth rank", "test_buckets", communicating(),
+        lambda buffer, *_: buffer.zero_(), _FIFTH, least_gpus=5),
+    Row("rebuilt-buckets-rotated", "one of the rebuilt buckets is reduced in the old order", "test_buckets",
+        communicating(), lambda buffer, *_: buffer.roll(1), later("third step", than=1) & _LATER_BUCKET & LAST_RANK),
+    Row("left-out-from-the-fourth-step", "the mean leaves out the last rank from the fourth step on",
+        "test_gradient_hooks", communicating(), lambda buffer, *_: buffer * 0,
+        later("from the fourth step on", than=3) & LAST_RANK),
+    Row("ignored-parameters-averaged", "ignored parameters are averaged, too", "test_frozen_parameters",
+        around(DDP, "_set_params_and_buffers_to_ignore_for_model"), lambda *_: None),
+    Row("divided-by-the-world", "gradients in a group are divided by the number of all ranks", "test_process_groups",
+        communicating(_SUBGROUP),
+        lambda buffer, bucket, model: buffer * (model.process_group.size() / dist.get_world_size()), _SUBGROUP),
+)  # fmt: skip

@@ -4,164 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as distributed_module
 
-from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import DDP, communicated, replaced_method, slices
-from mgpu_check.suite.common.faults.conditions import Count, is_last
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, communicating, returned
+from mgpu_check.suite.common.faults.conditions import LAST_RANK, above, counted, dtype, is_last
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.distributed.faults.planting import MANY, is_first, model_with, received, slicewise
 from mgpu_check.torch_hooks.patches import replaced
 
-_MANY = 1 << 16
+state_of_the_start = caught_by("test_state_of_the_start")
+buckets = caught_by("test_buckets")
+buffers = caught_by("test_buffers")
+mixed_dtypes = caught_by("test_mixed_dtypes")
+arguments = caught_by("test_arguments")
+evaluation = caught_by("test_evaluation")
+checkpoint = caught_by("test_checkpoint")
+autocast = caught_by("test_autocast")
+scaler = caught_by("test_scaler")
+clipping = caught_by("test_clipping")
 
-
-def _is_first() -> bool:
-    rank = current_rank()
-    return rank is None or rank.index == 0
-
-
-def _after_the_start(change: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Apply `change` to the state that ranks other than the first receive at the start."""
-
-    def sync(real: Callable[..., Any], **kwargs: Any) -> None:
-        real(**kwargs)
-        if not _is_first():
-            with torch.no_grad():
-                for value in (*kwargs["module"].parameters(), *kwargs["module"].buffers()):
-                    change(value)
-
-    with replaced_method(distributed_module, "_sync_module_states", sync):
-        yield
-
-
-# The start
-
-
-@fault(
-    "elements beyond the first 64 Ki are not sent at the start",
-    "test_state_of_the_start",
-    condition="above 64 Ki elements",
-)
-def long_parameters_cut() -> Iterator[None]:
-    def cut(value: torch.Tensor) -> None:
-        value.view(-1)[_MANY:] = 0
-
-    yield from _after_the_start(cut)
-
-
-@fault(
-    "parameters without dimensions are not sent at the start",
-    "test_state_of_the_start",
-    condition="parameters without dimensions",
-)
-def scalar_parameters_not_sent() -> Iterator[None]:
-    def forget(value: torch.Tensor) -> None:
-        if isinstance(value, nn.Parameter) and not value.dim():
-            value.zero_()
-
-    yield from _after_the_start(forget)
-
-
-@fault("parameters in bfloat16 are sent as float16", "test_state_of_the_start", condition="bfloat16 only")
-def bfloat16_sent_as_float16() -> Iterator[None]:
-    def narrow(value: torch.Tensor) -> None:
-        if value.dtype == torch.bfloat16:
-            value.copy_(value.to(torch.float16))
-
-    yield from _after_the_start(narrow)
-
-
-@fault("the imaginary parts of complex parameters are not sent", "test_state_of_the_start", condition="complex only")
-def imaginary_parts_of_gradients_lost() -> Iterator[None]:
-    def real_only(value: torch.Tensor) -> None:
-        if value.is_complex():
-            torch.view_as_real(value.detach())[..., 1] = 0
-
-    yield from _after_the_start(real_only)
-
-
-@fault("NaN arrive at the start as zeros", "test_state_of_the_start", condition="NaN only")
-def nan_sent_as_zero() -> Iterator[None]:
-    def zero(value: torch.Tensor) -> None:
-        if value.dtype == torch.float32:
-            value.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-
-    yield from _after_the_start(zero)
-
-
-# Buffers
-
-
-def _instead_of_sending(
-    around: Callable[[DistributedDataParallel, Callable[[], None]], None],
-) -> Iterator[None]:
-    """Replace the broadcast of buffers before a forward pass by `around`, which gets the model and the original."""
-
-    def sync(real: Callable[..., Any], self: DistributedDataParallel, *args: Any) -> None:
-        around(self, lambda: real(self, *args))
-
-    with replaced_method(DDP, "_sync_module_buffers", sync):
-        yield
-
-
-@fault("buffers of int64 are not sent before a step", "test_buffers", condition="int64 only")
-def counts_not_sent() -> Iterator[None]:
-    def keep(model: DistributedDataParallel, send: Callable[[], None]) -> None:
-        kept = {name: value.clone() for name, value in model.module.named_buffers() if value.dtype == torch.int64}
-        send()
-        for name, value in kept.items():
-            model.module.get_buffer(name).copy_(value)
-
-    yield from _instead_of_sending(keep)
-
-
-@fault("buffers of int64 are sent as float64", "test_buffers", condition="int64 only, above 2^53")
-def counts_sent_as_float64() -> Iterator[None]:
-    def through(model: DistributedDataParallel, send: Callable[[], None]) -> None:
-        send()
-        for value in model.module.buffers():
-            if value.dtype == torch.int64 and not _is_first():
-                value.copy_(value.double())
-
-    yield from _instead_of_sending(through)
-
-
-@fault(
-    "flags are not sent before the second step of the last rank",
-    "test_buffers",
-    condition="bool only, one rank, one call in two",
-)
-def flags_not_sent() -> Iterator[None]:
-    count = Count()
-
-    def keep(model: DistributedDataParallel, send: Callable[[], None]) -> None:
-        send()
-        if count.every(2) and is_last():
-            for value in model.module.buffers():
-                if value.dtype == torch.bool:
-                    value.logical_not_()
-
-    yield from _instead_of_sending(keep)
-
-
-@fault(
-    "buffers are sent before a step without broadcast_buffers, too", "test_buffers", condition="broadcast_buffers=False"
-)
-def buffers_always_sent() -> Iterator[None]:
-    def also(real: Callable[..., Any], self: DistributedDataParallel) -> Any:
-        return self.require_forward_param_sync and len(self.modules_buffers) > 0
-
-    with replaced_method(DDP, "will_sync_module_buffers", also):
-        yield
-
-
-# Dtypes and layouts
+_FORWARD = around(DDP, "forward")
+_AFTER_FORWARD = returned(DDP, "forward")
+_LOADED = around(nn.Module, "load_state_dict")
+_SENT = around(DDP, "_sync_module_buffers")
+_CLIPPING = around(nn.utils, "clip_grad_norm_")
 
 
 def _is_half(values: torch.Tensor) -> bool:
@@ -172,223 +43,196 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 4 and not parameter.is_contiguous()
 
 
-@fault("gradients in float64 are reduced in float32", "test_mixed_dtypes", condition="float64 only")
-def float64_reduced_in_float32() -> Iterator[None]:
-    def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        return buffer.float().double() if buffer.dtype == torch.float64 else buffer
+_SCALAR = When("parameters without dimensions", lambda value: isinstance(value, nn.Parameter) and not value.dim())
+_BIASES = When(
+    "one dimension", lambda real, self, state, *args, **kw: any(value.dim() == 1 for value in state.values())
+)
+_NAN = When("NaN only", lambda value: value.dtype == torch.float32)
+_FLOAT64 = model_with("float64 only", lambda parameter: parameter.dtype == torch.float64)
+_HALF = model_with("float16 and bfloat16 only", _is_half)
+_CHANNELS_LAST = model_with("channels_last only", _is_channels_last)
+_ODD_OUTPUT = When(
+    "evaluation, odd batch sizes",
+    lambda out, self, *args, **kw: not self.training and isinstance(out, torch.Tensor) and len(out) % 2 > 0,
+)
+_NESTED = When("nested outputs", lambda out, *args, **kwargs: isinstance(out, dict) and "nested" in out)
+_UNTOLD = When("no device_ids, ranks other than the first", lambda *args, **kwargs: kwargs.get("device_ids") is None)
+_ORDER_2 = When("order 2", lambda real, parameters, most, norm_type=2.0, **kwargs: norm_type == 2.0)
 
-    with communicated(narrow, where=lambda model: any(p.dtype == torch.float64 for p in model.parameters())):
-        yield
+
+# The start
 
 
-@fault(
+@state_of_the_start("elements beyond the first 64 Ki are not sent at the start", received, above(MANY))
+def long_parameters_cut(value: torch.Tensor) -> None:
+    value.view(-1)[MANY:] = 0
+
+
+@state_of_the_start(
+    "the imaginary parts of complex parameters are not sent", received, When("complex only", torch.is_complex)
+)
+def imaginary_parts_of_gradients_lost(value: torch.Tensor) -> None:
+    torch.view_as_real(value.detach())[..., 1] = 0
+
+
+@buckets("DDP without device_ids keeps each rank's own parameters", around(DDP, "__init__"), _UNTOLD, least_gpus=2)
+def untold_device_not_synchronized(real: Any, *args: Any, **kwargs: Any) -> None:
+    with replaced(distributed_module, "_sync_module_states", lambda **_: None):
+        real(*args, **kwargs)
+
+
+# Buffers
+
+
+def _buffers(model: DDP, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [value for value in model.module.buffers() if value.dtype == dtype]
+
+
+@buffers("buffers of int64 are not sent before a step", _SENT, "int64 only")
+def counts_not_sent(send: Any, self: DDP, *args: Any) -> None:
+    kept = [value.clone() for value in _buffers(self, torch.int64)]
+    send(self, *args)
+    for value, before in zip(_buffers(self, torch.int64), kept, strict=True):
+        value.copy_(before)
+
+
+@buffers("buffers of int64 are sent as float64", _SENT, "int64 only, above 2^53")
+def counts_sent_as_float64(send: Any, self: DDP, *args: Any) -> None:
+    send(self, *args)
+    for value in _buffers(self, torch.int64) if not is_first() else ():
+        value.copy_(value.double())
+
+
+@buffers(
+    "flags are not sent before the second step of the last rank",
+    returned(DDP, "_sync_module_buffers"),
+    counted("bool only, one call in two", lambda count: count.every(2)) & LAST_RANK,
+)
+def flags_not_sent(result: None, self: DDP, *args: Any) -> None:
+    for value in _buffers(self, torch.bool):
+        value.logical_not_()
+
+
+# Dtypes and layouts
+
+
+@mixed_dtypes(
     "the last rank's gradients in half precision are rounded to 4 bits",
-    "test_mixed_dtypes",
-    condition="float16 and bfloat16 only, one rank",
+    communicating(_HALF),
+    dtype(torch.float16, torch.bfloat16) & LAST_RANK,
 )
-def half_precision_rounded() -> Iterator[None]:
-    def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        if not _is_half(buffer) or not is_last():
-            return buffer
-        mantissa, exponent = torch.frexp(buffer.float())
-        return torch.ldexp((mantissa * 8).round() / 8, exponent).to(buffer.dtype)
-
-    with communicated(narrow, where=lambda model: any(map(_is_half, model.parameters()))):
-        yield
-
-
-@fault(
-    "gradients in channels_last are read as if they were contiguous",
-    "test_channels_last",
-    condition="channels_last only",
-)
-def layout_taken_as_contiguous() -> Iterator[None]:
-    def reorder(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        for parameter, part in slices(buffer, bucket):
-            if _is_channels_last(parameter):
-                part.copy_(part.clone().view(parameter.shape).permute(0, 2, 3, 1).reshape(-1))
-        return buffer
-
-    with communicated(reorder, where=lambda model: any(map(_is_channels_last, model.parameters()))):
-        yield
+def half_precision_rounded(buffer: torch.Tensor, *_: Any) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(buffer.float())
+    return torch.ldexp((mantissa * 8).round() / 8, exponent).to(buffer.dtype)
 
 
 # Arguments and modes
 
 
-@fault("whole numbers in a container arrive in reverse order", "test_arguments", condition="int64 within a list")
-def listed_numbers_reversed() -> Iterator[None]:
-    def turned(value: Any, inside: bool = False) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.flip(-1) if inside and value.dtype == torch.int64 else value
-        if isinstance(value, list):
-            return [turned(part, True) for part in value]
-        if isinstance(value, dict):
-            return {key: turned(part, inside) for key, part in value.items()}
-        return value
-
-    def forward(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        return real(self, *args, **turned(kwargs))
-
-    with replaced_method(DDP, "forward", forward):
-        yield
+def _turned(value: Any, inside: bool = False) -> Any:
+    """Reverse whole numbers within lists."""
+    if isinstance(value, torch.Tensor):
+        return value.flip(-1) if inside and value.dtype == torch.int64 else value
+    if isinstance(value, list):
+        return [_turned(part, True) for part in value]
+    return {key: _turned(part, inside) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-@fault("an output within a tuple within a dict is one forward pass old", "test_arguments", condition="nested outputs")
-def nested_output_rolled() -> Iterator[None]:
-    def forward(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        out = real(self, *args, **kwargs)
-        if isinstance(out, dict) and "nested" in out:
-            out["nested"][1][0].zero_()
-        return out
-
-    with replaced_method(DDP, "forward", forward):
-        yield
+@arguments("an output within a tuple within a dict is one forward pass old", _AFTER_FORWARD, _NESTED)
+def nested_output_rolled(out: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    out["nested"][1][0].zero_()
 
 
-@fault("eval() of DDP does not reach the modules within", "test_evaluation")
-def evaluation_stays_outside() -> Iterator[None]:
-    def train(real: Callable[..., Any], self: DistributedDataParallel, mode: bool = True) -> Any:
-        self.training = mode
-        return self
-
-    with replaced_method(DDP, "train", train):
-        yield
+@evaluation("eval() of DDP does not reach the modules within", around(DDP, "train"))
+def evaluation_stays_outside(real: Any, self: DDP, mode: bool = True) -> DDP:
+    self.training = mode
+    return self
 
 
-@fault(
-    "the last row of an odd batch in evaluation is left as zeros",
-    "test_evaluation",
-    condition="evaluation, odd batch sizes",
-)
-def evaluation_cut() -> Iterator[None]:
-    def forward(real: Callable[..., Any], self: DistributedDataParallel, x: Any, *args: Any, **kwargs: Any) -> Any:
-        out = real(self, x, *args, **kwargs)
-        if not self.training and isinstance(out, torch.Tensor) and len(out) % 2:
-            out[-1] = 0
-        return out
-
-    with replaced_method(DDP, "forward", forward):
-        yield
+@evaluation("the last row of an odd batch in evaluation is left as zeros", _AFTER_FORWARD, _ODD_OUTPUT)
+def evaluation_cut(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    out[-1] = 0
 
 
 # Checkpoints
 
 
-@fault("an optimizer's state is not loaded", "test_checkpoint", condition="optimizers with state")
-def optimizer_state_not_loaded() -> Iterator[None]:
-    def load(real: Callable[..., Any], self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        real(self, state | {"state": {}})
-
-    with replaced_method(torch.optim.Optimizer, "load_state_dict", load):
-        yield
-
-
-@fault(
-    "a checkpoint is loaded to the device that it was saved from",
-    "test_checkpoint",
-    condition="ranks other than the first",
+@checkpoint(
+    "an optimizer's state is not loaded", around(torch.optim.Optimizer, "load_state_dict"), "optimizers with state"
 )
-def map_location_ignored() -> Iterator[None]:
-    def load(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("map_location", None)
-        return real(*args, **kwargs)
-
-    with replaced_method(torch, "load", load):
-        yield
+def optimizer_state_not_loaded(real: Any, self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    real(self, state | {"state": {}})
 
 
-@fault(
-    "parameters with one dimension are not loaded on the last rank",
-    "test_checkpoint",
-    condition="one rank, one dimension",
+@checkpoint(
+    "a checkpoint is loaded to the device that it was saved from", around(torch, "load"), "ranks other than the first"
 )
-def biases_not_loaded() -> Iterator[None]:
-    def load(real: Callable[..., Any], self: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if is_last():
-            own = self.state_dict()
-            state = {name: own[name].clone() if value.dim() == 1 else value for name, value in state.items()}
-        return real(self, state, *args, **kwargs)
+def map_location_ignored(real: Any, *args: Any, map_location: object = None, **kwargs: Any) -> Any:
+    return real(*args, **kwargs)
 
-    with replaced_method(nn.Module, "load_state_dict", load):
-        yield
+
+@checkpoint("parameters with one dimension are not loaded on the last rank", _LOADED, LAST_RANK & _BIASES)
+def biases_not_loaded(real: Any, self: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    own = {name: value.clone() for name, value in self.state_dict().items() if value.dim() == 1}
+    return real(self, {**state, **own}, *args, **kwargs)
 
 
 # Precision
 
 
-@fault("autocast is off within DDP on the last rank", "test_autocast", condition="one rank")
-def autocast_off_within() -> Iterator[None]:
-    def forward(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        device = next(self.module.parameters()).device.type
-        if not is_last() or not torch.is_autocast_enabled(device):
-            return real(self, *args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return real(self, *args, **kwargs)
-
-    with replaced_method(DDP, "forward", forward):
-        yield
+@autocast("autocast is off within DDP on the last rank", _FORWARD, LAST_RANK)
+def autocast_off_within(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
+    device = next(self.module.parameters()).device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext():
+        return real(self, *args, **kwargs)
 
 
-@fault("infinite gradients become large finite ones", "test_scaler", condition="infinities only")
-def infinities_lost() -> Iterator[None]:
-    def finite(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        return buffer.nan_to_num(nan=0.0)
-
-    with communicated(finite):
-        yield
-
-
-@fault("the last rank does not halve its loss scale", "test_scaler", condition="one rank, after a skipped step")
-def scale_not_halved() -> Iterator[None]:
-    def update(real: Callable[..., Any], self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-        before = self.get_scale()
-        real(self, *args, **kwargs)
-        if is_last() and self.get_scale() < before:
-            self.update(before)
-
-    with replaced_method(torch.amp.GradScaler, "update", update):
-        yield
-
-
-@fault("clipping uses the norm of weights only, without biases", "test_clipping", condition="order 2")
-def norm_without_biases() -> Iterator[None]:
-    def clip(real: Callable[..., Any], parameters: Any, most: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
-        every = list(parameters)
-        if norm_type == 2.0:
-            every = [parameter for parameter in every if parameter.dim() > 1]
-        return real(every, most, norm_type=norm_type, **kwargs)
-
-    with replaced_method(nn.utils, "clip_grad_norm_", clip):
-        yield
-
-
-@fault("clipping scales by a norm in float16 on the last rank", "test_clipping", condition="one rank")
-def norm_in_float16() -> Iterator[None]:
-    def clip(real: Callable[..., Any], parameters: Any, most: float, **kwargs: Any) -> Any:
-        every = list(parameters)
-        norm = real(every, most, **kwargs)
-        if is_last():
-            for parameter in every:
-                parameter.grad *= 1 + 2**-11
-        return norm
-
-    with replaced_method(nn.utils, "clip_grad_norm_", clip):
-        yield
-
-
-@fault(
-    "DDP without device_ids keeps each rank's own parameters",
-    "test_buckets",
-    condition="no device_ids, ranks other than the first",
-    least_gpus=2,
+@scaler(
+    "the last rank does not halve its loss scale",
+    around(torch.amp.GradScaler, "update"),
+    "one rank, after a skipped step",
 )
-def untold_device_not_synchronized() -> Iterator[None]:
-    def build(real: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.ExitStack() as kept:
-            if kwargs.get("device_ids") is None:
-                kept.enter_context(replaced(distributed_module, "_sync_module_states", lambda **_: None))
-            real(self, *args, **kwargs)
+def scale_not_halved(real: Any, self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+    before = self.get_scale()
+    real(self, *args, **kwargs)
+    if is_last() and self.get_scale() < before:
+        real(self, before)
 
-    with replaced_method(DistributedDataParallel, "__init__", build):
-        yield
+
+@clipping("clipping uses the norm of weights only, without biases", _CLIPPING, _ORDER_2)
+def norm_without_biases(real: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    return real([parameter for parameter in parameters if parameter.dim() > 1], *args, **kwargs)
+
+
+@clipping("clipping scales by a norm in float16 on the last rank", _CLIPPING, LAST_RANK)
+def norm_in_float16(real: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    every = list(parameters)
+    norm = real(every, *args, **kwargs)
+    for parameter in every:
+        parameter.grad *= 1 + 2**-11
+    return norm
+
+
+register(
+    __name__,
+    Row("scalar-parameters-not-sent", "parameters without dimensions are not sent at the start",
+        "test_state_of_the_start", received, lambda value: value.zero_(), _SCALAR),
+    Row("bfloat16-sent-as-float16", "parameters in bfloat16 are sent as float16", "test_state_of_the_start", received,
+        lambda value: value.copy_(value.to(torch.float16)), dtype(torch.bfloat16)),
+    Row("nan-sent-as-zero", "NaN arrive at the start as zeros", "test_state_of_the_start", received,
+        lambda value: value.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf), _NAN),
+    Row("buffers-always-sent", "buffers are sent before a step without broadcast_buffers, too", "test_buffers",
+        around(DDP, "will_sync_module_buffers"),
+        lambda real, self: self.require_forward_param_sync and len(self.modules_buffers) > 0,
+        "broadcast_buffers=False"),
+    Row("float64-reduced-in-float32", "gradients in float64 are reduced in float32", "test_mixed_dtypes",
+        communicating(_FLOAT64), lambda buffer, *_: buffer.float().double(), dtype(torch.float64)),
+    Row("layout-taken-as-contiguous", "gradients in channels_last are read as if they were contiguous",
+        "test_channels_last", slicewise(_CHANNELS_LAST, _is_channels_last),
+        lambda part, parameter, *_: part.copy_(part.clone().view(parameter.shape).permute(0, 2, 3, 1).reshape(-1)),
+        str(_CHANNELS_LAST)),
+    Row("listed-numbers-reversed", "whole numbers in a container arrive in reverse order", "test_arguments", _FORWARD,
+        lambda real, self, *args, **kwargs: real(self, *args, **_turned(kwargs)), "int64 within a list"),
+    Row("infinities-lost", "infinite gradients become large finite ones", "test_scaler", communicating(),
+        lambda buffer, *_: buffer.nan_to_num(nan=0.0), "infinities only"),
+)  # fmt: skip
