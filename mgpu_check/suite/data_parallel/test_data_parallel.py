@@ -2,6 +2,8 @@
 
 Training uses whole numbers whose sums do not round (`mgpu_check.suite.common.whole_numbers.models`), so no comparison needs a tolerance. Each check
 uses the devices in the drawn order and in its reverse.
+
+Where a test draws a seed, the check makes rows from it. All rows differ, so that a misplaced one shows; drawn elements would repeat.
 """
 
 from __future__ import annotations
