@@ -6,18 +6,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    RandomSampler,
-    Subset,
-)
+from torch.utils.data import ConcatDataset, RandomSampler, Subset
 
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.breaking import around, caught_by, given
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
 
+datasets_are_divided = caught_by("test_datasets_are_divided")
+epochs_are_resumed = caught_by("test_epochs_are_resumed")
 
-@fault("random_split ignores its generator, so ranks split the dataset differently", "test_datasets_are_divided")
+_FIRST_OF_A_PART = When(
+    "first samples of later parts", lambda self, index: index > 0 and index in self.cumulative_sizes[:-1]
+)
+_NESTED = When("Subset of a Subset, batches", lambda real, self, places: isinstance(self.dataset, Subset))
+
+
+@datasets_are_divided("random_split ignores its generator, so ranks split the dataset differently")
 def split_by_the_global_generator() -> Iterator[None]:
     """One rank validates on samples that another rank trains on."""
     real = torch.randperm
@@ -29,82 +35,35 @@ def split_by_the_global_generator() -> Iterator[None]:
         yield
 
 
-@fault(
-    "ConcatDataset returns the previous sample for the first sample of a later part",
-    "test_datasets_are_divided",
-    condition="first samples of later parts",
+@epochs_are_resumed(
+    "a sampler does not draw from its restored generator", around(RandomSampler, "__iter__"), "after a checkpoint"
 )
-def seam_off_by_one() -> Iterator[None]:
-    """As with a bisection from the wrong side."""
-    real = ConcatDataset.__getitem__
-
-    def changed(self: Any, index: int) -> Any:
-        return real(self, index - 1 if index in self.cumulative_sizes[:-1] and index else index)
-
-    with replaced(ConcatDataset, "__getitem__", changed):
-        yield
-
-
-@fault(
-    "samples of a part are indexed in the whole dataset",
-    "test_datasets_are_divided",
-    condition="parts that were divided by random_split",
-)
-def part_forgets_its_indices() -> Iterator[None]:
-    """Each part is a prefix of the dataset."""
-
-    def changed(self: Any, index: Any) -> Any:
-        return self.dataset[index]
-
-    with replaced(Subset, "__getitem__", changed):
-        yield
-
-
-@fault("a sampler does not draw from its restored generator", "test_epochs_are_resumed", condition="after a checkpoint")
-def restored_generator_ignored() -> Iterator[None]:
+def restored_generator_ignored(real: Any, self: Any) -> Iterator[int]:
     """A resumed epoch has another order: some samples are repeated and others are missing."""
-    real = RandomSampler.__iter__
-
-    def changed(self: Any) -> Iterator[int]:
-        given, self.generator = self.generator, torch.Generator().manual_seed(int(torch.rand(()) * 1e6))
-        try:
-            yield from list(real(self))
-        finally:
-            self.generator = given
-
-    with replaced(RandomSampler, "__iter__", changed):
-        yield
+    given, self.generator = self.generator, torch.Generator().manual_seed(int(torch.rand(()) * 1e6))
+    try:
+        yield from list(real(self))
+    finally:
+        self.generator = given
 
 
-@fault(
-    "a resumed loader starts one batch too early",
-    "test_epochs_are_resumed",
-    condition="resumed after the first batch or later",
-)
-def resumed_a_batch_too_early() -> Iterator[None]:
-    """The last batch before the checkpoint is trained on twice."""
-    real = loading.ResumableSampler.load_state_dict
-
-    def changed(self: Any, state: dict[str, int]) -> None:
-        real(self, {**state, "start": max(0, state["start"] - 2)})
-
-    with replaced(loading.ResumableSampler, "load_state_dict", changed):
-        yield
-
-
-@fault(
-    "batches of a nested Subset ignore the inner Subset",
-    "test_datasets_are_divided",
-    condition="Subset of a Subset, batches",
-)
-def inner_parts_skipped() -> Iterator[None]:
-    """Single samples are right."""
-    real = Subset.__getitems__
-
-    def items(self: Any, places: list[int]) -> Any:
-        if isinstance(self.dataset, Subset):
-            return [self.dataset.dataset[self.indices[place]] for place in places]
-        return real(self, places)
-
-    with replaced(Subset, "__getitems__", items):
-        yield
+register(
+    __name__,
+    # As with a bisection from the wrong side.
+    Row("seam-off-by-one", "ConcatDataset returns the previous sample for the first sample of a later part",
+        "test_datasets_are_divided", given(ConcatDataset, "__getitem__"), lambda self, index: (self, index - 1),
+        _FIRST_OF_A_PART),
+    # Each part is a prefix of the dataset.
+    Row("part-forgets-its-indices", "samples of a part are indexed in the whole dataset", "test_datasets_are_divided",
+        around(Subset, "__getitem__"), lambda real, self, index: self.dataset[index],
+        "parts that were divided by random_split"),
+    # Single samples are right.
+    Row("inner-parts-skipped", "batches of a nested Subset ignore the inner Subset", "test_datasets_are_divided",
+        around(Subset, "__getitems__"),
+        lambda real, self, places: [self.dataset.dataset[self.indices[place]] for place in places], _NESTED),
+    # The last batch before the checkpoint is trained on twice.
+    Row("resumed-a-batch-too-early", "a resumed loader starts one batch too early", "test_epochs_are_resumed",
+        given(loading.ResumableSampler, "load_state_dict"),
+        lambda self, state: (self, {**state, "start": max(0, state["start"] - 2)}),
+        "resumed after the first batch or later"),
+)  # fmt: skip

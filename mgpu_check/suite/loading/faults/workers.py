@@ -2,201 +2,189 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import (
-    _DatasetKind,
-    dataloader,
-    get_worker_info,
-)
+from torch.utils.data import _DatasetKind, dataloader, get_worker_info
 from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.breaking import Planter, around, caught_by, given, returned
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
 
+in_order = caught_by("test_workers_keep_the_order")
+seeded = caught_by("test_workers_are_seeded_apart")
+streams = caught_by("test_streams_are_shared")
+on_ranks = caught_by("test_loaders_of_ranks_cover_the_dataset")
+pinned = caught_by("test_batches_are_pinned")
 
-@fault(
-    "the second worker loads the next samples instead of the requested ones",
-    "test_workers_keep_the_order",
-    condition="the second of several workers",
+_MIB = 1 << 20
+_ITERATOR = dataloader._MultiProcessingDataLoaderIter
+
+
+def _worker_arguments(change: Callable[[list[Any]], None]) -> AbstractContextManager[None]:
+    """Plant a change of the arguments of a worker: 8 is the base seed, 10 its number, 11 the number of workers."""
+
+    def loop(*args: Any) -> tuple[Any, ...]:
+        change(changed := list(args))
+        return tuple(changed)
+
+    return given(worker, "_worker_loop")(loop)
+
+
+def _collating(kind: type) -> Planter:
+    """Plant a function that collates samples of a type; it gets the original and the samples."""
+    real = collate.default_collate_fn_map[kind]
+
+    def plant(function: Callable[..., Any]) -> AbstractContextManager[None]:
+        def collated(batch: Any, **named: Any) -> Any:
+            made = function(lambda batch: real(batch, **named), batch)
+            return real(batch, **named) if made is NotImplemented else made
+
+        context: Any = mock.patch.dict(collate.default_collate_fn_map, {kind: collated})
+        return context  # type: ignore[no-any-return]
+
+    return plant
+
+
+_IN_WORKERS = When("in workers", lambda *args: get_worker_info() is not None)
+_SECOND = When("the second of several workers", lambda *args: (told := get_worker_info()) is not None and told.id == 1)
+_LISTS = When("tensors in lists", lambda real, data, device=None: isinstance(data, list))
+_LARGE_PINNED = When(
+    "above 1 MiB, pinned and non_blocking",
+    lambda made, self, *args, **named: (
+        bool(named.get("non_blocking")) and made.is_cuda and self.nbytes > _MIB and self.is_pinned()
+    ),
 )
-def second_worker_off_by_one() -> Iterator[None]:
-    """As if one process used an offset into the dataset."""
-    real = fetch._MapDatasetFetcher.fetch
-
-    def changed(self: Any, wanted: Any) -> Any:
-        told = get_worker_info()
-        if told is not None and told.id == 1:
-            wanted = [(one + 1) % len(self.dataset) for one in wanted]
-        return real(self, wanted)
-
-    with replaced(fetch._MapDatasetFetcher, "fetch", changed):
-        yield
-
-
-def _in_workers(change: Callable[[list[Any]], None]) -> Any:
-    """Change the arguments of the worker loop: 8 is the base seed, 10 the worker's number, 11 the number of workers."""
-    real = worker._worker_loop
-
-    def loop(*args: Any) -> None:
-        changed = list(args)
-        change(changed)
-        real(*changed)
-
-    return replaced(worker, "_worker_loop", loop)
-
-
-@fault("all workers have the seed of the first", "test_workers_are_seeded_apart", condition="two workers or more")
-def workers_seeded_alike() -> Iterator[None]:
-    """All workers draw the same augmentations."""
-
-    def change(args: list[Any]) -> None:
-        args[8] -= args[10]
-
-    with _in_workers(change):
-        yield
-
-
-@fault("workers have the same seeds in each epoch", "test_workers_are_seeded_apart", condition="epochs after the first")
-def workers_seeded_once() -> Iterator[None]:
-    """Each sample gets the same augmentation in every epoch."""
-
-    def change(args: list[Any]) -> None:
-        args[8] = 1234
-
-    with _in_workers(change):
-        yield
-
-
-@fault(
-    "every worker gets the number of the first",
-    "test_streams_are_shared",
-    condition="two workers or more, of an iterable dataset",
+_LOOKUP = When(
+    "IndexError and KeyError of worker processes",
+    lambda self, data, *rest: isinstance(data, ExceptionWrapper) and issubclass(data.exc_type, LookupError),
 )
-def workers_take_themselves_for_the_first() -> Iterator[None]:
-    """An iterable dataset split by worker repeats the samples of the first and misses the rest."""
-    real = get_worker_info
-
-    class First:
-        def __init__(self, told: Any) -> None:
-            self.id, self.num_workers = 0, told.num_workers
-
-    def told_wrongly() -> Any:
-        told = real()
-        return None if told is None else First(told)
-
-    with replaced(loading, "get_worker_info", told_wrongly):
-        yield
 
 
-@fault(
-    "the incomplete last batch of an iterable dataset is dropped",
-    "test_streams_are_shared",
-    condition="last batches of iterable datasets",
+def _is_sent_by_the_last(self: torch.Tensor, *args: Any, **named: Any) -> bool:
+    rank = current_rank()
+    return bool(named.get("non_blocking")) and rank is not None and rank.index == rank.size - 1
+
+
+# Order and batches
+
+
+@in_order("a LookupError of a worker ends the epoch silently", given(_ITERATOR, "_process_data"), _LOOKUP)
+def lookup_errors_end_the_epoch(self: Any, data: Any, *rest: Any) -> None:
+    """The model trains only on the samples before it."""
+    raise StopIteration
+
+
+@in_order(
+    "batches above 1 MiB from workers end with zero bytes",
+    _collating(torch.Tensor),
+    When("above 1 MiB", lambda real, batch: sum(value.nbytes for value in batch) > _MIB) & _IN_WORKERS,
 )
-def last_batch_of_a_stream_dropped() -> Iterator[None]:
-    """As with ``drop_last``, but not requested."""
-    real = fetch._IterableDatasetFetcher.__init__
-
-    def changed(self: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> None:
-        real(self, dataset, auto_collation, collate_fn, True)
-
-    with replaced(fetch._IterableDatasetFetcher, "__init__", changed):
-        yield
+def large_batches_of_workers_cut(real: Any, batch: Any) -> torch.Tensor:
+    """As if shared memory were a page too small."""
+    whole: torch.Tensor = real(batch)
+    whole.view(-1)[-4:] = 0
+    return whole
 
 
-@fault(
+def _by_memory(value: torch.Tensor) -> torch.Tensor:
+    dense = value.nbytes == value.untyped_storage().nbytes()
+    return value.as_strided((value.numel(),), (1,), 0).view(value.shape) if dense else value
+
+
+@on_ranks(
     "with persistent workers, every epoch starts with the first batch of the first epoch",
-    "test_loaders_of_ranks_cover_the_dataset",
-    condition="epochs after the first, persistent workers",
+    when="epochs after the first, persistent workers",
 )
 def stale_first_batch() -> Iterator[None]:
     """As if a batch was sent to the workers before set_epoch, and kept."""
-    kind = dataloader._MultiProcessingDataLoaderIter
-    real_reset, real_next = kind._reset, kind._next_index
 
-    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+    def reset(self: Any, *args: Any, **named: Any) -> None:
         self._asked = 0
-        real_reset(self, loader, first_iter)
 
-    def next_index(self: Any) -> Any:
-        index = real_next(self)
+    def next_index(index: Any, self: Any) -> Any:
         self._asked += 1
         if self._asked > 1:
             return index
         self._first_of_all = getattr(self, "_first_of_all", index)
         return self._first_of_all
 
-    with replaced(kind, "_reset", reset), replaced(kind, "_next_index", next_index):
+    with given(_ITERATOR, "_reset")(reset), returned(_ITERATOR, "_next_index")(next_index):
         yield
 
 
-@fault(
-    "batches above 1 MiB from workers end with zero bytes",
-    "test_workers_keep_the_order",
-    condition="above 1 MiB, in workers",
+@on_ranks(
+    "batches of the last rank are copied to the first GPU",
+    given(torch.Tensor, "to"),
+    When("the last rank only", _is_sent_by_the_last),
 )
-def large_batches_of_workers_cut() -> Iterator[None]:
-    """As if shared memory were a page too small."""
-    real = collate.collate_tensor_fn
-
-    def changed(batch: Any, *, collate_fn_map: Any = None) -> Any:
-        whole = real(batch, collate_fn_map=collate_fn_map)
-        if get_worker_info() is not None and whole.nbytes > 1 << 20:
-            whole.view(-1)[-4:] = 0
-        return whole
-
-    with _collating(torch.Tensor, changed):
-        yield
+def batches_of_the_last_rank_elsewhere(self: torch.Tensor, *args: Any, **named: Any) -> tuple[Any, ...]:
+    """As if `set_device` were called too late."""
+    rank = current_rank()
+    # In a world of one the first GPU is right, so use the CPU.
+    return self, torch.device("cuda", 0) if rank and rank.index else torch.device("cpu")
 
 
-@contextlib.contextmanager
-def _collating(kind: type, function: Any) -> Iterator[None]:
-    """Collate samples of a type by `function`."""
-    before = collate.default_collate_fn_map[kind]
-    collate.default_collate_fn_map[kind] = function
-    try:
-        yield
-    finally:
-        collate.default_collate_fn_map[kind] = before
+# Seeds and streams
 
 
-@fault("Python's floats are collated in float32", "test_batches_are_pinned", condition="Python's floats only")
-def floats_collated_in_float32() -> Iterator[None]:
-    """The right dtype is float64, and a label may need all its digits."""
-
-    def changed(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        return torch.tensor(batch, dtype=torch.float32).double()
-
-    with _collating(float, changed):
-        yield
+@seeded("all workers have the seed of the first", _worker_arguments, "two workers or more")
+def workers_seeded_alike(args: list[Any]) -> None:
+    """All workers draw the same augmentations."""
+    args[8] -= args[10]
 
 
-@fault("tensors in lists are not pinned", "test_batches_are_pinned", condition="tensors in lists")
-def lists_not_pinned() -> Iterator[None]:
-    """Their copies block, but deliver the right data."""
-    real = pin_memory.pin_memory
-
-    def changed(data: Any, device: Any = None) -> Any:
-        return data if isinstance(data, list) else real(data, device)
-
-    with replaced(pin_memory, "pin_memory", changed):
-        yield
+@seeded("workers have the same seeds in each epoch", _worker_arguments, "epochs after the first")
+def workers_seeded_once(args: list[Any]) -> None:
+    """Each sample gets the same augmentation in every epoch."""
+    args[8] = 1234
 
 
-@fault(
+@seeded(
+    "persistent workers get the same seed in each epoch",
+    given(_DatasetKind, "create_fetcher"),
+    When("persistent workers, later epochs", _IN_WORKERS.holds),
+)
+def persistent_workers_repeat(*args: Any) -> None:
+    """Every epoch has the same augmentations."""
+    told: Any = get_worker_info()
+    torch.manual_seed(told.seed)
+    random.seed(told.seed)
+
+
+class _First:
+    """Worker information with the number of the first worker."""
+
+    def __init__(self, told: Any) -> None:
+        self.id, self.num_workers = 0, told.num_workers
+
+
+@streams(
+    "the incomplete last batch of an iterable dataset is dropped",
+    around(fetch._IterableDatasetFetcher, "__init__"),
+    "last batches of iterable datasets",
+)
+def last_batch_of_a_stream_dropped(real: Any, *args: Any) -> None:
+    """As with ``drop_last``, but not requested."""
+    real(*args[:-1], True)
+
+
+# Collation and pinning
+
+
+@pinned(
     "the result of a batch's own pin_memory method is dropped",
-    "test_batches_are_pinned",
-    condition="classes with a method pin_memory, within another batch",
+    when="classes with a method pin_memory, within another batch",
 )
 def own_pinning_lost() -> Iterator[None]:
     """The method is called, but the unpinned batch is returned, so its copies block."""
@@ -216,99 +204,33 @@ def own_pinning_lost() -> Iterator[None]:
         yield
 
 
-@fault(
-    "non-blocking copies from pinned memory stop after the first MiB",
-    "test_batches_are_pinned",
-    condition="above 1 MiB, pinned and non_blocking",
-)
-def large_pinned_copies_cut() -> Iterator[None]:
+@pinned("non-blocking copies from pinned memory stop after the first MiB", returned(torch.Tensor, "to"), _LARGE_PINNED)
+def large_pinned_copies_cut(made: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     """As if the source were reused before the end of the copy."""
-    to = torch.Tensor.to
-
-    def changed(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        made = to(self, *args, **named)
-        if named.get("non_blocking") and made.device.type == "cuda" and self.nbytes > 1 << 20 and self.is_pinned():
-            made = made.clone()
-            made.view(-1)[(1 << 20) // made.element_size() :] = 0
-        return made
-
-    with replaced(torch.Tensor, "to", changed):
-        yield
+    made = made.clone()
+    made.view(-1)[_MIB // made.element_size() :] = 0
+    return made
 
 
-@fault(
-    "batches of the last rank are copied to the first GPU",
-    "test_loaders_of_ranks_cover_the_dataset",
-    condition="the last rank only",
-)
-def batches_of_the_last_rank_elsewhere() -> Iterator[None]:
-    """As if `set_device` were called too late."""
-    to = torch.Tensor.to
-
-    def changed(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        rank = current_rank()
-        if named.get("non_blocking") and rank is not None and rank.index == rank.size - 1:
-            # In a world of one the first GPU is right, so use the CPU.
-            args = (torch.device("cuda", 0) if rank.index else torch.device("cpu"), *args[1:])
-        return to(self, *args, **named)
-
-    with replaced(torch.Tensor, "to", changed):
-        yield
-
-
-@fault(
-    "persistent workers get the same seed in each epoch",
-    "test_workers_are_seeded_apart",
-    condition="persistent workers, later epochs",
-)
-def persistent_workers_repeat() -> Iterator[None]:
-    """Every epoch has the same augmentations."""
-    real = _DatasetKind.create_fetcher
-
-    def create(*args: Any) -> Any:
-        told = get_worker_info()
-        if told is not None:
-            torch.manual_seed(told.seed)
-            random.seed(told.seed)
-        return real(*args)
-
-    with replaced(_DatasetKind, "create_fetcher", staticmethod(create)):
-        yield
-
-
-@fault(
-    "a LookupError of a worker ends the epoch silently",
-    "test_workers_keep_the_order",
-    condition="IndexError and KeyError of worker processes",
-)
-def lookup_errors_end_the_epoch() -> Iterator[None]:
-    """The model trains only on the samples before it."""
-    real = dataloader._MultiProcessingDataLoaderIter._process_data
-
-    def process(self: Any, data: Any, *rest: Any) -> Any:
-        if isinstance(data, ExceptionWrapper) and issubclass(data.exc_type, LookupError):
-            raise StopIteration
-        return real(self, data, *rest)
-
-    with replaced(dataloader._MultiProcessingDataLoaderIter, "_process_data", process):
-        yield
-
-
-@fault(
-    "a worker collates samples by the order of their memory",
-    "test_workers_keep_the_order",
-    condition="worker processes, samples that are dense and not contiguous",
-)
-def collated_by_memory() -> Iterator[None]:
-    """Such as images with their channels moved to the front."""
-    real = collate.default_collate_fn_map[torch.Tensor]
-
-    def by_memory(value: torch.Tensor) -> torch.Tensor:
-        dense = value.numel() * value.element_size() == value.untyped_storage().nbytes()
-        return value.as_strided((value.numel(),), (1,), 0).view(value.shape) if dense else value
-
-    def tensors(batch: Any, **named: Any) -> Any:
-        return real(batch if get_worker_info() is None else [by_memory(value) for value in batch], **named)
-
-    with mock.patch.dict(collate.default_collate_fn_map, {torch.Tensor: tensors}):
-        yield
+register(
+    __name__,
+    # As if one process used an offset into the dataset.
+    Row("second-worker-off-by-one", "the second worker loads the next samples instead of the requested ones",
+        "test_workers_keep_the_order", given(fetch._MapDatasetFetcher, "fetch"),
+        lambda self, wanted: (self, [(one + 1) % len(self.dataset) for one in wanted]), _SECOND),
+    # Such as images with their channels moved to the front.
+    Row("collated-by-memory", "a worker collates samples by the order of their memory", "test_workers_keep_the_order",
+        _collating(torch.Tensor), lambda real, batch: real([_by_memory(value) for value in batch]),
+        When("worker processes, samples that are dense and not contiguous", _IN_WORKERS.holds)),
+    # An iterable dataset split by worker repeats the samples of the first and misses the rest.
+    Row("workers-take-themselves-for-the-first", "every worker gets the number of the first",
+        "test_streams_are_shared", returned(loading, "get_worker_info"), lambda told: told and _First(told),
+        "two workers or more, of an iterable dataset"),
+    # The right dtype is float64, and a label may need all its digits.
+    Row("floats-collated-in-float32", "Python's floats are collated in float32", "test_batches_are_pinned",
+        _collating(float), lambda real, batch: torch.tensor(batch, dtype=torch.float32).double(),
+        "Python's floats only"),
+    # Their copies block, but deliver the right data.
+    Row("lists-not-pinned", "tensors in lists are not pinned", "test_batches_are_pinned",
+        around(pin_memory, "pin_memory"), lambda real, data, *_: data, _LISTS),
+)  # fmt: skip
