@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,40 +18,47 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.data import DistributedSampler
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import communicated, replaced_method
-from mgpu_check.suite.common.faults.conditions import Count
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.breaking import Planter, around, caught_by, communicating, given, returned
+from mgpu_check.suite.common.faults.conditions import counted
+from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import distributed_script
 from mgpu_check.torch_hooks.patches import replaced
 
 _LAUNCHER, _SCRIPT = "mgpu_check.suite.launch.launching", os.path.abspath(distributed_script.__file__)
+_AGENT = "torch.distributed.elastic.multiprocessing.api"
 
-Plant = Callable[[], Iterator[None]]
-
-_inner: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
-"""Contexts that plant each fault in the launched process, by name of the fault."""
+_inner: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+"""Contexts that plant each fault in the launched process, by name of its function."""
 
 
-def _within(plant: Plant) -> Plant:
-    """Plant a defect in the process that launches the ranks, instead of in this process."""
-    _inner[plant.__name__] = contextlib.contextmanager(plant)
+def _launched(check: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Return the decorator of `caught_by`, for faults that are planted in the process that launches the ranks."""
 
-    @functools.wraps(plant)
-    def outside() -> Iterator[None]:
-        run = subprocess.run
+    def register(summary: str, by: Planter, when: When | str = "") -> Callable[..., Any]:
+        def registered(function: Callable[..., Any]) -> Callable[..., Any]:
+            name = function.__name__
+            _inner[name] = lambda: by(when.guards(function) if isinstance(when, When) else function)
+            return caught_by(check)(summary, lambda function: _planted_in_launched(name), str(when))(function)
 
-        def run_broken(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-            for program in (_SCRIPT, _LAUNCHER):
-                if program in command:
-                    rest = command[command.index(program) + 1 :]
-                    code = f"from {__name__} import begin; begin({plant.__name__!r}, {program!r})"
-                    command = [sys.executable, "-c", code, *rest]
-            return run(command, **options)
+        return registered
 
-        with replaced(subprocess, "run", run_broken):
-            yield
+    return register
 
-    return outside
+
+@contextlib.contextmanager
+def _planted_in_launched(name: str) -> Iterator[None]:
+    run = subprocess.run
+
+    def run_broken(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        for program in (_SCRIPT, _LAUNCHER):
+            if program in command:
+                rest = command[command.index(program) + 1 :]
+                code = f"from {__name__} import begin; begin({name!r}, {program!r})"
+                command = [sys.executable, "-c", code, *rest]
+        return run(command, **options)
+
+    with replaced(subprocess, "run", run_broken):
+        yield
 
 
 def begin(name: str, program: str) -> None:
@@ -64,11 +71,12 @@ def begin(name: str, program: str) -> None:
             runpy.run_module(program, run_name="__main__")
 
 
-@fault(
-    "the last rank has the LOCAL_RANK of the first",
-    "test_ranks_are_told_who_they_are",
-    condition="worlds of 3 ranks and more",
-)
+told = caught_by("test_ranks_are_told_who_they_are")
+torchrun = _launched("test_script_under_torchrun")
+spawned = _launched("test_script_that_spawns_its_ranks")
+
+
+@told("the last rank has the LOCAL_RANK of the first", when="worlds of 3 ranks and more")
 def local_rank_of_the_first() -> Iterator[None]:
     """Two ranks would share a GPU."""
     rank = current_rank()
@@ -82,157 +90,98 @@ def local_rank_of_the_first() -> Iterator[None]:
         os.environ["LOCAL_RANK"] = before
 
 
-@fault(
-    "torchrun's agent sets LOCAL_WORLD_SIZE one too high",
-    "test_script_under_torchrun",
-    condition="as many ranks as GPUs",
-)
-@_within
-def agent_counts_one_too_many() -> Iterator[None]:
+@torchrun("torchrun's agent sets LOCAL_WORLD_SIZE one too high", given(_AGENT, "_wrap"), "as many ranks as GPUs")
+def agent_counts_one_too_many(local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *_: Any) -> None:
     """Numbers of threads and shares of the host derived from it are wrong."""
-    from torch.distributed.elastic.multiprocessing import api
-
-    def told(wrap: Any, local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
-        envs[local_rank]["LOCAL_WORLD_SIZE"] = str(len(envs) + (len(envs) == torch.cuda.device_count()))
-        wrap(local_rank, fn, args, envs, *rest)
-
-    with replaced_method(api, "_wrap", told):
-        yield
+    envs[local_rank]["LOCAL_WORLD_SIZE"] = str(len(envs) + (len(envs) == torch.cuda.device_count()))
 
 
-@fault(
+@torchrun(
     "torchrun's agent sets the restart count of the last rank to 1",
-    "test_script_under_torchrun",
-    condition="the last rank, at the first start",
+    given(_AGENT, "_wrap"),
+    "the last rank, at the first start",
 )
-@_within
-def restart_that_was_none() -> Iterator[None]:
+def restart_that_was_none(local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *_: Any) -> None:
     """The rank resumes from a checkpoint that the others do not load."""
-    from torch.distributed.elastic.multiprocessing import api
-
-    def told(wrap: Any, local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
-        if local_rank == len(envs) - 1:
-            envs[local_rank]["TORCHELASTIC_RESTART_COUNT"] = "1"
-        wrap(local_rank, fn, args, envs, *rest)
-
-    with replaced_method(api, "_wrap", told):
-        yield
+    if local_rank == len(envs) - 1:
+        envs[local_rank]["TORCHELASTIC_RESTART_COUNT"] = "1"
 
 
-@fault("ranks start from different parameters", "test_script_under_torchrun")
-@_within
-def parameters_as_they_began() -> Iterator[None]:
+@torchrun("ranks start from different parameters", around(distributed, "_sync_module_states"))
+def parameters_as_they_began(sync: Any, *args: Any, **named: Any) -> None:
     """Gradients of different models are averaged."""
-    with replaced(distributed, "_sync_module_states", lambda *args, **named: None):
-        yield
 
 
-@fault("one step in seven is not synchronized", "test_script_under_torchrun", condition="one step in seven")
-@_within
-def some_steps_alone() -> Iterator[None]:
+@torchrun(
+    "one step in seven is not synchronized",
+    around(DistributedDataParallel, "forward"),
+    counted("one step in seven", lambda count: count.every(7)),
+)
+def some_steps_alone(forward: Any, self: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
     """Ranks diverge and train different models."""
-    count = Count()
-
-    def alone(forward: Any, self: Any, *inputs: Any, **named: Any) -> Any:
-        with self.no_sync() if count.every(7) else contextlib.nullcontext():
-            return forward(self, *inputs, **named)
-
-    with replaced_method(DistributedDataParallel, "forward", alone):
-        yield
+    with self.no_sync():
+        return forward(self, *inputs, **named)
 
 
-@fault(
+@torchrun(
     "gradients are divided by 2 instead of the number of ranks",
-    "test_script_under_torchrun",
-    condition="worlds of 3 ranks and more",
+    communicating(),
+    When("worlds of 3 ranks and more", lambda *args: dist.get_world_size() >= 3),
 )
-@_within
-def gradients_divided_by_two() -> Iterator[None]:
+def gradients_divided_by_two(buffer: torch.Tensor, *_: Any) -> torch.Tensor:
     """As in an example for two GPUs. The model learns, but with a wrong effective rate."""
-
-    def halved(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        size = dist.get_world_size()
-        return buffer * (size / 2) if size >= 3 else buffer
-
-    with communicated(halved):
-        yield
+    return buffer * (dist.get_world_size() / 2)
 
 
-@fault(
+@torchrun(
     "every second rank loads the samples of the previous rank",
-    "test_script_under_torchrun",
-    condition="ranks with odd numbers",
+    returned(DistributedSampler, "__init__"),
+    "ranks with odd numbers",
 )
-@_within
-def samples_of_the_neighbour() -> Iterator[None]:
+def samples_of_the_neighbour(result: None, self: Any, *args: Any, **named: Any) -> None:
     """Half of the dataset is never seen; parameters and losses agree on all ranks."""
-
-    def everything(init: Any, self: Any, *args: Any, **named: Any) -> None:
-        init(self, *args, **named)
-        self.rank = self.rank // 2 * 2
-
-    with replaced_method(DistributedSampler, "__init__", everything):
-        yield
+    self.rank = self.rank // 2 * 2
 
 
-@fault("the optimizer stops after three steps", "test_script_under_torchrun", condition="steps after the third")
-@_within
-def optimizer_stops() -> Iterator[None]:
+@torchrun(
+    "the optimizer stops after three steps",
+    around(torch.optim.SGD, "step"),
+    counted("steps after the third", lambda count: count.later(3)),
+)
+def optimizer_stops(step: Any, *args: Any, **named: Any) -> None:
     """All ranks agree, but learn nothing."""
-    count = Count()
-
-    def few(step: Any, *args: Any, **named: Any) -> Any:
-        return None if count.later(3) else step(*args, **named)
-
-    with replaced_method(torch.optim.SGD, "step", few):
-        yield
 
 
-@fault(
+@spawned(
     "torch.cuda.device_count is one too low in a script that spawns ranks",
-    "test_script_that_spawns_its_ranks",
-    condition="the process that spawns the others only",
+    returned(torch.cuda, "device_count"),
+    "the process that spawns the others only",
 )
-@_within
-def spawns_one_rank_fewer() -> Iterator[None]:
+def spawns_one_rank_fewer(count: int) -> int:
     """The last GPU is idle."""
-    count = torch.cuda.device_count
-    with replaced(torch.cuda, "device_count", lambda: count() - 1 or 2):
-        yield
+    return count - 1 or 2
 
 
-@fault(
+@torchrun(
     "torch.multiprocessing reports failures of the first process only",
-    "test_script_under_torchrun",
-    condition="a process other than the first",
+    around(ProcessContext, "join"),
+    "a process other than the first",
 )
-@_within
-def later_failures_kept_quiet() -> Iterator[None]:
+def later_failures_kept_quiet(join: Any, *args: Any, **named: Any) -> Any:
     """Training seems to end normally."""
-
-    def join(real: Any, self: Any, *args: Any, **named: Any) -> Any:
-        try:
-            return real(self, *args, **named)
-        except ProcessException as error:
-            if error.error_index == 0:
-                raise
-            return True
-
-    with replaced_method(ProcessContext, "join", join):
-        yield
+    try:
+        return join(*args, **named)
+    except ProcessException as error:
+        if error.error_index == 0:
+            raise
+        return True
 
 
-@fault(
+@torchrun(
     "torch.multiprocessing reports a killed process as a normal exit code",
-    "test_script_under_torchrun",
-    condition="processes killed by a signal",
+    around(ProcessExitedException, "__init__"),
+    "processes killed by a signal",
 )
-@_within
-def signals_told_as_exits() -> Iterator[None]:
+def signals_told_as_exits(init: Any, self: Any, *args: Any, signal_name: str | None = None, **named: Any) -> None:
     """The report hides the signal, for example of the kernel's out-of-memory killer."""
-
-    def init(real: Any, self: Any, *args: Any, signal_name: str | None = None, **named: Any) -> None:
-        real(self, *args, **named)
-
-    with replaced_method(ProcessExitedException, "__init__", init):
-        yield
+    init(self, *args, **named)

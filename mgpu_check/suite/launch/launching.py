@@ -30,6 +30,8 @@ __all__ = [
     "arguments_for_speed",
     "assert_rank_is_told",
     "assert_trained",
+    "assert_trains_under_torchrun",
+    "assert_trains_when_spawned",
     "launched",
     "seeing",
     "speed_of",
@@ -219,6 +221,35 @@ def assert_rank_is_told(rank: Rank) -> None:
             f"{seen[2]}, expected {rank.local_index}",
             ranks=(rank.index,),
         )
+
+
+def _is_simulated() -> bool:
+    from mgpu_check.simulated import simulated_device_count
+
+    return simulated_device_count() is not None
+
+
+def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
+    """Assert that the script trains on `count` devices like on one if torchrun's agent launches it; see `assert_trained`.
+
+    Returns:
+        the time of an epoch on one device and on all, in words.
+    """
+    __tracebackhide__ = True
+    simulated, worlds = _is_simulated(), sorted({1, count})
+    runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
+    assert_trained("torchrun", runs)
+    if not simulated:
+        # The model of the tutorials is too small to measure the speed of real devices.
+        runs = launched("torchrun", worlds, arguments_for_speed(count), simulated=False)
+    return speed_of(runs, simulated)
+
+
+def assert_trains_when_spawned(rank: Rank, count: int) -> None:
+    """Assert that the script trains if it spawns a rank for each of `count` visible devices; see `assert_trained`."""
+    __tracebackhide__ = True
+    runs = launched("spawn", [count], arguments_for(count), simulated=_is_simulated())
+    assert_trained("spawn", runs)
 
 
 def _assert_places(way: str, run: Launched) -> None:

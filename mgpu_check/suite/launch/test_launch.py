@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.settings import active
 
 if TYPE_CHECKING:
@@ -29,7 +28,9 @@ def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, obj
     `torch.multiprocessing` reports which of its processes failed, and how.
     """
     timeout = active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size
-    (measured,) = ranks.run(_under_torchrun, ranks.size, size=1, timeout=timeout)
+    (measured,) = ranks.run(
+        "mgpu_check.suite.launch.launching:assert_trains_under_torchrun", ranks.size, size=1, timeout=timeout
+    )
     record_property("mgpu_check.measured", measured)
 
 
@@ -37,25 +38,5 @@ def test_script_that_spawns_its_ranks(ranks: Ranks) -> None:
     """A script that spawns a rank for each visible GPU learns on all of them."""
     # More than two ranks would show nothing more, and each has to import torch.
     count = min(2, ranks.size)
-    ranks.run(_spawned, count, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * count)
-
-
-def _under_torchrun(rank: Rank, count: int) -> str:
-    from mgpu_check.simulated import simulated_device_count
-    from mgpu_check.suite.launch.launching import arguments_for, arguments_for_speed, assert_trained, launched, speed_of
-
-    simulated, worlds = simulated_device_count() is not None, sorted({1, count})
-    runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
-    assert_trained("torchrun", runs)
-    if not simulated:
-        # The model of the tutorials is too small to measure the speed of real devices.
-        runs = launched("torchrun", worlds, arguments_for_speed(count), simulated=False)
-    return speed_of(runs, simulated)
-
-
-def _spawned(rank: Rank, count: int) -> None:
-    from mgpu_check.simulated import simulated_device_count
-    from mgpu_check.suite.launch.launching import arguments_for, assert_trained, launched
-
-    runs = launched("spawn", [count], arguments_for(count), simulated=simulated_device_count() is not None)
-    assert_trained("spawn", runs)
+    timeout = active().rank_timeout + _SECONDS_OF_A_RANK * count
+    ranks.run("mgpu_check.suite.launch.launching:assert_trains_when_spawned", count, size=1, timeout=timeout)
