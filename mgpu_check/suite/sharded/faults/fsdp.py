@@ -1,0 +1,320 @@
+"""Planted faults of FSDP: FSDP2 (`fully_shard`) with its policies, and FSDP1 with its flat parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import _runtime_utils as runtime
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from mgpu_check.suite.common.faults.breaking import around, caught_by, given, optimized, returned
+from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
+from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.when import When
+
+fully_shard = caught_by("test_fully_shard")
+hybrid_shard = caught_by("test_hybrid_shard")
+mixed_precision = caught_by("test_mixed_precision")
+clipping = caught_by("test_clipping")
+flat_parameters = caught_by("test_flat_parameters")
+
+_ACCUMULATE = "accumulate_unsharded_grad_if_needed"
+_LAST_OF_THREE = When("three ranks or more", lambda *args, **kwargs: is_last() and ranks_here() > 2)
+_OF_SEVERAL = When("fully_shard of several layers", lambda self, *args: len(self.modules) > 1)
+_NO_SYNC = When("no_sync", lambda state, *args: not state._sync_gradients)
+_UNREDUCED = When(
+    "two dimensions, set_requires_all_reduce(False)", lambda result, self, *args: not self.all_reduce_grads
+)
+_SECOND_OF_PAIR = When(
+    "reshard_after_forward=2, one of two ranks",
+    lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1,
+)
+# The first assignment is the initial value of the parameter, not a gradient.
+_COLUMNS = When(
+    "shard_placement_fn, parameters that are divided by another dimension than the first",
+    lambda self, tensor: self.fsdp_placement.dim and hasattr(self, "sharded_param"),
+)
+_UNCAST = When(
+    "MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
+    lambda result, self, policy: policy.param_dtype is None,
+)
+_CONTAINERS = When(
+    "MixedPrecisionPolicy(output_dtype=...), outputs in containers",
+    lambda real, self, output: not isinstance(output, torch.Tensor),
+)
+_INFINITE = When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **kwargs: norm_type == float("inf"))
+
+
+# Gradients and parameters of FSDP2
+
+
+@fully_shard(
+    "the reduce-scatter of gradients leaves out the last rank", around(DefaultReduceScatter, "__call__"), _LAST_OF_THREE
+)
+def last_rank_not_reduced(real: Any, self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
+    return real(self, output_tensor, torch.zeros_like(input_tensor), *args, **kw)
+
+
+@fully_shard(
+    "the all-gather of parameters returns a stale result on one rank", when="every fifth call, on the last rank"
+)
+def stale_parameters_gathered() -> Iterator[None]:
+    count, last = Count(), dict[int, torch.Tensor]()
+
+    def stale(work: Any, self: Any, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not is_last():
+            return
+        if work is not None:
+            work.wait()
+        old = last.get(output_tensor.numel())
+        last[output_tensor.numel()] = output_tensor.clone()
+        if count.every(5):
+            output_tensor.copy_(output_tensor.flip(0) if old is None else old + 1)
+
+    with returned(DefaultAllGather, "__call__")(stale):
+        yield
+
+
+@fully_shard(
+    "the last micro-batch overwrites accumulated gradients",
+    when="steps of several micro-batches, meshes of one dimension",
+)
+def accumulated_gradients_lost() -> Iterator[None]:
+    def accumulate(real: Any, self: Any) -> None:
+        if self.mesh_info.mesh.ndim > 1:
+            real(self)
+        elif self.unsharded_accumulated_grad is not None and self.unsharded_param.grad is not None:
+            self.unsharded_accumulated_grad = self.unsharded_param.grad
+            self.unsharded_param.grad = None
+
+    def keep(real: Any, self: Any) -> None:
+        if self.mesh_info.mesh.ndim > 1:
+            real(self)
+        elif self._unsharded_param.grad is not None:
+            self.unsharded_accumulated_grad = self._unsharded_param.grad
+            self._unsharded_param.grad = None
+
+    with around(FSDPParam, _ACCUMULATE)(accumulate), around(FSDPParam, "to_accumulated_grad_if_needed")(keep):
+        yield
+
+
+@fully_shard(
+    "an offloaded gradient replaces the accumulated one",
+    given(groups, "foreach_reduce"),
+    "CPUOffloadPolicy, from the second reduction on",
+)
+def offloaded_gradient_replaced(params: list[Any], *args: Any, **kwargs: Any) -> None:
+    for param in params:
+        if param.offload_to_cpu:
+            param.sharded_param.grad = None
+
+
+@fully_shard(
+    "prefetched parameters are those of the previous step",
+    when="set_modules_to_forward_prefetch, from the second forward pass on",
+)
+def fetched_too_early() -> Iterator[None]:
+    ahead: set[int] = set()
+    before: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+    def prefetch(group: Any, when: str) -> None:
+        if when == "forward":
+            ahead.add(id(group))
+
+    def exchange(result: None, self: Any) -> None:
+        if id(self) not in ahead:
+            return
+        ahead.remove(id(self))
+        values = [param._unsharded_param.data for param in self.fsdp_params]
+        now = [value.clone() for value in values]
+        for value, old in zip(values, before.get(self, now), strict=True):
+            value.copy_(old)
+        before[self] = now
+
+    with (
+        given(FSDPParamGroup, "_prefetch_unshard")(prefetch),
+        returned(FSDPParamGroup, "wait_for_unshard")(exchange),
+    ):
+        yield
+
+
+@fully_shard(
+    "parameters resharded to two ranks after forward return as zeros on the second",
+    returned(FSDPParam, "to_sharded_post_forward"),
+    _SECOND_OF_PAIR,
+    least_gpus=4,
+)
+def half_of_a_pair_lost(result: None, self: Any) -> None:
+    self._sharded_post_forward_param_data.zero_()
+
+
+@fully_shard(
+    "the last of several layers sharded together has no gradient", given(FSDPParamGroup, "post_backward"), _OF_SEVERAL
+)
+def last_of_a_group_forgotten(self: Any, *args: Any) -> None:
+    gradient = self.fsdp_params[-1].unsharded_param.grad
+    if gradient is not None:
+        gradient.zero_()
+
+
+@hybrid_shard("gradients are not reduced among replicas", when="meshes of two dimensions")
+def repeats_not_reduced() -> Iterator[None]:
+    reducing: list[bool] = []
+
+    def reduce(real: Any, *args: Any, **kwargs: Any) -> Any:
+        reducing.append(True)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            reducing.pop()
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor] | None:
+        return (tensor.clone(),) if reducing else None
+
+    with around(groups, "foreach_reduce")(reduce), given(dist, "all_reduce")(all_reduce):
+        yield
+
+
+@hybrid_shard(
+    "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost",
+    returned(FSDPParamGroup, "post_backward"),
+    _UNREDUCED,
+)
+def scattered_gradients_forgotten(result: None, self: Any, *args: Any) -> None:
+    self._partial_reduce_output = None
+
+
+# Mixed precision
+
+
+@mixed_precision("parameters are kept in the precision of the computation", when="policies of float16 only")
+def parameters_kept_in_low_precision() -> Iterator[None]:
+    low: list[torch.dtype | None] = [None]
+
+    def init(result: None, self: Any, policy: Any) -> None:
+        low[0] = self.param_dtype
+
+    def step(result: Any, self: torch.optim.SGD, *args: Any, **kwargs: Any) -> None:
+        for value in optimized(self) if low[0] == torch.float16 else ():
+            value.detach().copy_(value.detach().half())
+
+    with returned(FSDPParam, "init_dtype_attrs")(init), returned(torch.optim.SGD, "step")(step):
+        yield
+
+
+@mixed_precision(
+    "gradients are reduced in the precision of the computation",
+    returned(FSDPParam, "init_dtype_attrs"),
+    "policies that reduce in another precision",
+)
+def reduced_in_low_precision(result: None, self: Any, policy: Any) -> None:
+    self.reduce_dtype = None
+
+
+@mixed_precision(
+    "gradients of parameters that are not cast are reduced in their own dtype",
+    returned(FSDPParam, "init_dtype_attrs"),
+    _UNCAST,
+)
+def reduced_in_the_dtype_of_parameters(result: None, self: Any, policy: Any) -> None:
+    self.reduce_dtype = None
+
+
+@mixed_precision(
+    "of gradients accumulated in the dtype of the reduction, only the last is kept",
+    around(FSDPParam, _ACCUMULATE),
+    "reductions in another dtype than gradients, several micro-batches",
+)
+def last_of_the_accumulated(real: Any, self: Any) -> None:
+    held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
+    if held is not None and new is not None:
+        held.copy_(new)
+        self.unsharded_param.grad = None
+
+
+@mixed_precision(
+    "gradients are accumulated in the dtype of the arithmetic",
+    returned(FSDPParam, _ACCUMULATE),
+    "reductions in float32 of gradients in another dtype, several micro-batches",
+)
+def accumulated_in_low_precision(result: None, self: Any) -> None:
+    held = self.unsharded_accumulated_grad
+    if held is not None and self.param_dtype is not None:
+        held.copy_(held.to(self.param_dtype))
+
+
+@mixed_precision(
+    "the gradients of a third micro-batch are dropped",
+    given(FSDPParam, _ACCUMULATE),
+    "reductions in another dtype than gradients, three micro-batches and more",
+)
+def third_micro_batch_dropped(self: Any) -> None:
+    held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
+    self._added = 0 if held is None else self._added + (new is not None)
+    if held is not None and new is not None and self._added > 1:
+        new.zero_()
+
+
+# Clipping
+
+
+@clipping(
+    "infinity norms of parts are added up instead of their maximum", returned(clip_grad, "_get_total_norm"), _INFINITE
+)
+def largest_of_parts_added_up(norm: torch.Tensor, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    ranks: int = tensors[0].device_mesh.size()
+    return norm * ranks
+
+
+# FSDP1
+
+
+@flat_parameters(
+    "gradients of a flat parameter under no_sync are forgotten", given(runtime, "_post_backward_hook"), _NO_SYNC
+)
+def unsynchronized_gradients_forgotten(state: Any, handle: Any, *args: Any) -> None:
+    if handle.flat_param.grad is not None:
+        handle.flat_param.grad.zero_()
+
+
+@flat_parameters(
+    "hybrid strategies of FSDP1 do not reduce gradients over replicas", around(runtime, "_reduce_grad"), "HYBRID_SHARD"
+)
+def flat_repeats_not_reduced(real: Any, state: Any, handle: Any) -> None:
+    strategy, handle._sharding_strategy = handle._sharding_strategy, HandleShardingStrategy.FULL_SHARD
+    try:
+        real(state, handle)
+    finally:
+        handle._sharding_strategy = strategy
+
+
+@flat_parameters(
+    "FSDP1 clips by the norm of each rank's part", around(FullyShardedDataParallel, "clip_grad_norm_"), "several ranks"
+)
+def norm_of_the_part(real: Any, self: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+
+register(
+    __name__,
+    Row("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
+        given(FSDPParam, "to_sharded_dtensor"),
+        lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()), _COLUMNS),
+    Row("containers-not-cast", "outputs in containers keep the dtype of the arithmetic", "test_mixed_precision",
+        around(FSDPState, "_cast_output_dtype"), lambda real, self, output: output, _CONTAINERS),
+    Row("norm-of-own-parts", "each rank clips by the norm of its own parts", "test_clipping",
+        given(clip_grad, "_get_total_norm"),
+        lambda tensors, *_, **__: ([t.to_local() if isinstance(t, DTensor) else t for t in tensors],)),
+)  # fmt: skip
