@@ -135,7 +135,11 @@ class Baseline:
         return entries[0].gpus or None if entries else None
 
     def about(self, gpu: Gpu, software: Mapping[str, str]) -> str:
-        """Return why the file has no speed to compare this GPU with, or "" if it has."""
+        """Return why the file has no entry for the model of this GPU with this software, or "" if it has one.
+
+        Args:
+            software: name -> version. All versions of `SOFTWARE` must be equal.
+        """
         return self.entry(gpu, software)[1]
 
     def compare(

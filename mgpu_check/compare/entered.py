@@ -38,9 +38,9 @@ def entered(fd: int) -> tuple[int, int]:
     """Read from the file of a process how many operations and collectives it has entered.
 
     Returns:
-        The number of operations that the backends of the default group had counted when it was last written, with those of
-        DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each is 0 until
-        the process has written it.
+        The number of operations that the backends of the default group had counted when it was last written, with those
+        of DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each is
+        0 until the process has written it.
     """
     from mgpu_check.processes import record
 

@@ -55,10 +55,15 @@ class Flow:
             self._note("backward", (p for p in parameters.values() if p is not None))
 
     def taken(self, numbers: Mapping[int, int]) -> list[tuple[str, dict[int, float]]]:
-        """Return the calls of a step in order, each with the norms of gradients after it, and start the next step.
+        """Return the recorded calls of this step in order, and start the next step.
+
+        A call is a backward pass or a reduction. Each has a description with its file and line, and norms of gradients
+        after it, by number of the parameter. A backward pass has the norms of all gradients, a reduction that of the
+        reduced gradient, and an asynchronous reduction none. Only `_STEPS` steps are recorded, and `_CALLS` calls of
+        each.
 
         Args:
-            numbers: id of a parameter -> its number in the trace.
+            numbers: id of a parameter -> its number in the trace; other parameters are left out.
         """
         found = [(told, {numbers[i]: n for i, n in norms.items() if i in numbers}) for told, norms in self._calls]
         self._calls = []

@@ -178,10 +178,13 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
     """Return one hash for each sample of a batch. Equal samples have equal hashes in every batch.
 
+    Returns no hash if no tensor has the dimension, or if the first tensor that has it is empty.
+
     Args:
-        tensors: the inputs of a model, on the CPU. A sample consists of a slice of the first tensor, and of the slices
-            at the same index of all tensors with the same number of slices.
-        dimension: the dimension along which the samples are slices.
+        tensors: the inputs of a model, on the CPU. Tensors without the dimension are ignored. A sample consists of a
+            slice of the first other tensor, and of the slices at the same index of all tensors with the same number of
+            slices. Samples are equal if these slices are, in order, bit for bit.
+        dimension: the dimension along which the samples are slices, from 0.
     """
     batch = [t.detach().movedim(dimension, 0) for t in tensors if t.dim() > dimension]
     if not batch or not batch[0].numel():

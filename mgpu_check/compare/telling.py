@@ -175,12 +175,15 @@ def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful:
 def undecided(
     aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], left: str, idle: Sequence[str]
 ) -> Report:
-    """Return the report of runs without a difference, if some trained tensors were not compared.
+    """Return the report of runs without a difference whose verdict is open.
+
+    Either some tensors were neither compared nor accepted with --unjudged, or a pattern of --unjudged accepts nothing.
+    If both hold, the report names the first reason.
 
     Args:
         useful, lines: see `equal`.
-        left: a clause about the number of uncompared tensors; "" if all were compared or accepted.
-        idle: patterns of --unjudged that match no uncompared tensor.
+        left: a clause about the tensors that were neither compared nor accepted; "" if there are none.
+        idle: the patterns of --unjudged that match no uncompared tensor; not empty if `left` is "".
     """
     why = left
     todo = (

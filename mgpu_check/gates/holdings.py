@@ -126,7 +126,11 @@ class Holdings:
                 self._keep(tensor)
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Record the tensors of an optimizer that is about to step: before its first step, they are not trained yet."""
+        """Record the parameters of an optimizer that is about to step; do nothing at its later steps.
+
+        A parameter that is not a built tensor is also copied, because it still has its initial value. The copy shows
+        which slices of built tensors it consists of.
+        """
         if id(optimizer) in self._optimizers:
             return
         self._kept.append(optimizer)

@@ -201,11 +201,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Apply ``--gpu-replay``, and start the ranks in the background, while pytest sets up the first test.
 
-    ``--gpu-replay`` makes the one selected property run a single example. If some test needs ranks, also start to record what
-    fixtures replace in modules, because ranks must repeat it. With ``--collect-only``, do nothing.
+    ``--gpu-replay`` makes the one selected property run a single example. If some test needs ranks, also start to
+    record what fixtures replace in modules, because ranks must repeat it. With ``--collect-only``, do nothing.
 
     Raises:
-        pytest.UsageError: ``--gpu-replay`` does not fit the selected tests. In an xdist worker, each test fails instead.
+        pytest.UsageError: ``--gpu-replay`` does not fit the selected tests. In an xdist worker, each test fails
+        instead.
     """
     gpu_session = session.config.stash[SESSION]
     if session.config.getoption("gpu_replay") and not session.config.option.collectonly:

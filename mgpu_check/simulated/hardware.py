@@ -314,7 +314,8 @@ class Hardware:
             stream.busy_until(start + seconds)
 
     def over_link(self, source: int, target: int, data: torch.Tensor, load: int) -> None:
-        """Spoil `data`, the bytes that NCCL has sent from `source` to `target`, in place, as a defect of the link would."""
+        """Spoil `data`, the bytes that NCCL has sent from `source` to `target`, in place, as a defect of the link
+        would."""
         for copy in self._hops(source, target, data, load):
             for defect in self.defects:
                 defect.copied(copy)

@@ -63,9 +63,10 @@ def compared(value: Any) -> str:
 
 
 def option(name: str, value: Any) -> str:
-    """Describe an option: "sum", "src=0".
+    """Describe an option of a collective: its value for a reduction operation, "sum"; else with its name, "src=0".
 
-    The factor of an operation is left out, because it may differ between ranks.
+    A prefix "group_" of the name is left out. The factor of an operation is left out, because it may differ between
+    ranks.
     """
     if name in OPERATIONS:
         if type(value) is dist.ReduceOp:  # an object with a factor, unlike `SUM`

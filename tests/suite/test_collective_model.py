@@ -70,7 +70,8 @@ def test_no_right_program_exceeds_the_bound_and_it_is_no_hundred_times_too_wide(
 
 
 def test_extremes_tell_right_operations_from_near_ones():
-    """Signed for unsigned, a wrap, a saturated sum, a rank left out: each shows in the block itself, whatever the seed."""
+    """Signed for unsigned, a wrap, a saturated sum, a rank left out: each shows in the block itself, whatever the
+    seed."""
     count = 4
     for seed in range(20):
         bytes_, signed = (given_blocks("borders", "MAX", kind, count, seed) for kind in (torch.uint8, torch.int8))

@@ -1,4 +1,5 @@
-"""The check of collectives: its data are exact, and what is wrong is seen in each operation, on whom the data point at."""
+"""The check of collectives: its data are exact, and what is wrong is seen in each operation, on whom the data point
+at."""
 
 from __future__ import annotations
 

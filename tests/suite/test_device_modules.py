@@ -1,4 +1,5 @@
-"""The checks of modules that move, and of memory that is shared, pass on a sound node, and say what is lost on another."""
+"""The checks of modules that move, and of memory that is shared, pass on a sound node, and say what is lost on
+another."""
 
 from __future__ import annotations
 

@@ -139,7 +139,9 @@ def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):
         FaultRow(
             "same", "it is as before", ("test_one", "test_other"), returned(Owner, "plus"), lambda *_: None, "in words"
         ),
-        Row("later", "it is ten at last", "test_one", given(Owner, "plus"), lambda self, number: (self, 10), second),
+        FaultRow(
+            "later", "it is ten at last", "test_one", given(Owner, "plus"), lambda self, number: (self, 10), second
+        ),
     )
     ten, same, later = registry._faults.values()
     assert (ten.name, ten.property, ten.caught_by, ten.condition, ten.least_gpus) == (

@@ -1,4 +1,5 @@
-"""The planters of faults call the fault for the calls that it affects, the original for others, and restore everything."""
+"""The planters of faults call the fault for the calls that it affects, the original for others, and restore
+everything."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.faults import registry
-from mgpu_check.suite.common.faults.breaking import around, both
-from mgpu_check.suite.common.faults.operators import call, caught_by, dtype, entered, first, one_device
+from mgpu_check.suite.common.faults.breaking import around, both, caught_by
+from mgpu_check.suite.common.faults.operators import call, dtype, entered, first, one_device
 from mgpu_check.suite.common.faults.registry import Fault
 
 

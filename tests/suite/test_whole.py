@@ -1,4 +1,5 @@
-"""Training in whole numbers: nothing rounds where a check says so, bounds are what they must be, and findings name what is wrong."""
+"""Training in whole numbers: nothing rounds where a check says so, bounds are what they must be, and findings name what
+is wrong."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_float32_computes_exactly(model: str) -> None:
 
 @pytest.mark.parametrize("model", PLAIN)
 def test_no_partial_sum_can_leave_the_whole_numbers_of_float32(model: str) -> None:
-    """With values of one sign, results of a batch of 24 rows bound every partial sum, in every order: 24 bits hold them."""
+    """With values of one sign, results of a batch of 24 rows bound every partial sum, in every order: 24 bits hold
+    them."""
     run = WholeRun(model, 24, seed=5)
     net = run.build().double()
     with torch.no_grad():

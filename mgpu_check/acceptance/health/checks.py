@@ -100,13 +100,15 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
 def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observation]:
     """Compare the counters of two snapshots.
 
+    A counter without a value in one of the snapshots is skipped.
+
     Args:
         before, after: the snapshots.
         case: the name of the work between them.
 
     Returns:
-        For each GPU that answered both times: one failed observation for each counter that grew too much, or a passed
-        one.
+        For each GPU that answered both times: one failed observation for each counter that grew by more than
+        `allowed_growth`; or a single passed one if no counter did, even if all were skipped.
     """
     seconds = max(0.0, after.at - before.at)
     found = []

@@ -127,9 +127,11 @@ class TelemetrySampler:
         return cls(gpus, simulated, interval, epoch=epoch, deadline=deadline)
 
     def snapshot(self, timeout: float = 60.0, *, full: bool = True) -> Snapshot:
-        """Query all GPUs now. A GPU without an answer within `timeout` seconds is in `Snapshot.missing`.
+        """Query all GPUs now, and wait up to `timeout` seconds for all answers together.
 
-        Does not wait for a GPU that hangs, is lost, or was not found.
+        `Snapshot.missing` has each GPU without an answer, and the reason. There is no wait for a GPU that was not
+        found, is lost, or was already reported as hanging or blocked; it is in `missing`, too. If there is no telemetry
+        at all, `Snapshot.absent` says why.
 
         Args:
             full: query all fields; otherwise only gauges and counters, which is faster.

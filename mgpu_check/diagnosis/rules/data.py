@@ -200,8 +200,8 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
 def counts_too_few(tensors: Tensors) -> Finding | None:
     """Detect missed samples: one device returns the number of samples of the batch, and rank 0 a smaller count.
 
-    Both must be single values, and the smaller one a whole number of at least 0. This must hold with all seeds. Return None if
-    no returned value is such a count, or if some results differ between ranks.
+    Both must be single values, and the smaller one a whole number of at least 0. This must hold with all seeds. Return
+    None if no returned value is such a count, or if some results differ between ranks.
     """
     for name in tensors.wrong("returned"):
         cases = [

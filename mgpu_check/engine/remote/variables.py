@@ -46,8 +46,10 @@ class LaunchedProcess:
 
     @property
     def identity(self) -> str:
-        """The name that distinguishes this run from other runs of a user. All processes derive the same name
-        locally."""
+        """The name of this run: launcher, the launcher's name for the run, port and size.
+
+        It distinguishes the run from other runs of the user. All processes derive the same name locally.
+        """
         return f"{self.launcher} {self.run} {self.port} {self.size}"
 
 

@@ -35,7 +35,8 @@ _DROPPED = frozenset(
     --lf --last-failed --ff --failed-first --nf --new-first --lfnf --last-failed-no-failures --cache-show --cache-clear
     --sw --stepwise --sw-skip --stepwise-skip --sw-reset --stepwise-reset --deselect --ignore --ignore-glob --pyargs
     --keep-duplicates --collect-only --co --exitfirst --maxfail --quiet --verbose --verbosity --tb --show-capture
-    --color --code-highlight --no-header --no-summary --no-fold-skipped --durations --durations-min --showlocals --no-showlocals
+    --color --code-highlight --no-header --no-summary --no-fold-skipped --durations --durations-min
+    --showlocals --no-showlocals
     --full-trace --force-short-summary --fold-skipped --xfail-tb --disable-warnings --disable-pytest-warnings --pastebin
     --junitxml --junit-xml --junitprefix --junit-prefix --report-log --html --self-contained-html --setup-show --capture
     --basetemp --numprocesses --maxprocesses --max-worker-restart --dist --tx --px --rsyncdir --rsyncignore --looponfail

@@ -1,6 +1,7 @@
 """Allreduce: every algorithm leaves the single-device sum on every rank and device.
 
-The sum is compared bit for bit if every order of summation gives the same bits, else within gamma(n-1)·Σ|x| of the exact sum.
+The sum is compared bit for bit if every order of summation gives the same bits, else within gamma(n-1)·Σ|x| of the
+exact sum.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Find rounding of sums that leans to one side, by a statistic.
 
-In each element one rank holds an integer M with all the bits of the dtype, and each other rank holds a fraction k / 2^j, with k
-uniform in 1 .. 2^j - 1. The ranks take turns with M. The bits are so few that fractions sum exactly. In any order of summation,
-each rounding is of an integer plus a sum of such fractions.
+In each element one rank holds an integer M with all the bits of the dtype, and each other rank holds a fraction k /
+2^j, with k uniform in 1 .. 2^j - 1. The ranks take turns with M. The bits are so few that fractions sum exactly. In any
+order of summation, each rounding is of an integer plus a sum of such fractions.
 
-As k and 2^j - k are equally likely, rounding to nearest errs up and down alike. So the mean error over elements, in units in the
-last place, is 0. Each error is at most (n - 1) / 2 for n ranks. By Hoeffding's inequality the mean of N elements is beyond ±t
-with probability at most 2 exp(-2 N t² / (n - 1)²) (W. Hoeffding, *Probability inequalities for sums of bounded random variables*,
-JASA 58, 1963, Theorem 2). Truncation errs by -1/2 per rounding, and each element has at least one rounding. The limit t = 1/4 is
-midway, and N is chosen so that a wrong verdict of either kind has a probability below 1e-9.
+As k and 2^j - k are equally likely, rounding to nearest errs up and down alike. So the mean error over elements, in
+units in the last place, is 0. Each error is at most (n - 1) / 2 for n ranks. By Hoeffding's inequality the mean of N
+elements is beyond ±t with probability at most 2 exp(-2 N t² / (n - 1)²) (W. Hoeffding, *Probability inequalities for
+sums of bounded random variables*, JASA 58, 1963, Theorem 2). Truncation errs by -1/2 per rounding, and each element has
+at least one rounding. The limit t = 1/4 is midway, and N is chosen so that a wrong verdict of either kind has a
+probability below 1e-9.
 """
 
 from __future__ import annotations
@@ -103,6 +104,9 @@ def assert_rounding_is_unbiased(rank: Rank, function: str, dtype: torch.dtype, p
     if not abs(mean) <= LIMIT:
         side = "towards zero" if mean < 0 else "away from zero"
         what = f"{function} SUM, {name_of(dtype)}, {place} tensors, seed {seed}"
-        text = f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, expected 0 ± {LIMIT}"
+        text = (
+            f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, "
+            f"expected 0 ± {LIMIT}"
+        )
         findings.append(WrongResult(what, text))
     raise_findings(findings, 1, rank)

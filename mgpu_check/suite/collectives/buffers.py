@@ -1,7 +1,7 @@
 """Lay the tensors of a collective out in one piece of memory, with guards before, between and after them.
 
-The whole memory is compared. So the comparison finds writes beyond a tensor, between the elements of a tensor with gaps, and to
-a tensor that should only be read.
+The whole memory is compared. So the comparison finds writes beyond a tensor, between the elements of a tensor with
+gaps, and to a tensor that should only be read.
 """
 
 from __future__ import annotations

@@ -45,16 +45,17 @@ def _may_refuse(call: CollectiveCall, words: str) -> bool:
 def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> list[tuple[str, str]]:
     """Assert that each call gives the results of its model on this rank, and changes nothing else.
 
-    Compares the results, the inputs, and the memory around them. Results are compared bit for bit if there is one right result.
-    Calls that no backend supports are left out. Up to six asynchronous calls run at once; they are waited for in an order
-    that a checksum of each call determines.
+    Compares the results, the inputs, and the memory around them. Results are compared bit for bit if there is one right
+    result. Calls that no backend supports are left out. Up to six asynchronous calls run at once; they are waited for
+    in an order that a checksum of each call determines.
 
     Returns:
         (call, checksum) of each result that all members of the group must share. Compare them among ranks with
         `mgpu_check.suite.collectives.findings.assert_shared`.
 
     Raises:
-        CollectiveMismatch: with all wrong calls of this rank. It is raised after the last call, so that ranks stay in step.
+        CollectiveMismatch: with all wrong calls of this rank. It is raised after the last call, so that ranks stay in
+            step.
     """
     __tracebackhide__ = True
     everybody = tuple(range(rank.size))
@@ -156,11 +157,11 @@ class Started(Laid):
             "reduce": lambda: dist.reduce(given[0], op=op, **dst, **late),
             "broadcast": lambda: dist.broadcast(given[0], **src, **late),
             "all_gather": lambda: dist.all_gather(taken, given[0], **late),
-            "all_gather_into_tensor": lambda: of_one_tensor("all_gather")(taken[0], given[0] if given else taken[0][mine], **late),
+            "all_gather_into_tensor": lambda: of_one_tensor("all_gather")(taken[0], given[0] if given else taken[0][mine], **late),  # noqa: E501
             "gather": lambda: dist.gather(given[0], taken or None, **dst, **late),
             "scatter": lambda: dist.scatter(taken[0], given or None, **src, **late),
             "reduce_scatter": lambda: dist.reduce_scatter(taken[0], given, op, **late),
-            "reduce_scatter_tensor": lambda: of_one_tensor("reduce_scatter")(taken[0] if taken else given[0][mine], given[0], op, **late),
+            "reduce_scatter_tensor": lambda: of_one_tensor("reduce_scatter")(taken[0] if taken else given[0][mine], given[0], op, **late),  # noqa: E501
             "all_to_all": lambda: dist.all_to_all(taken, given, **late),
             "all_to_all_single": lambda: dist.all_to_all_single(taken[0], given[0], *self.splits, **late),
         }  # fmt: skip

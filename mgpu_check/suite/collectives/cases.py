@@ -22,7 +22,8 @@ INTEGERS = ("int64", "int32", "int8", "uint8")
 _COMPLEX = ("complex64", "complex128")
 
 REDUCED = (*FLOATING, *INTEGERS, "bool", *_COMPLEX)
-"""The dtypes that NCCL and gloo reduce. Both lack int16 and unsigned integers above uint8; torch refuses to reduce float8."""
+"""The dtypes that NCCL and gloo reduce. Both lack int16 and unsigned integers above uint8; torch refuses to reduce
+float8."""
 
 COPIED = (*REDUCED, "float8_e4m3fn", "float8_e5m2")
 
@@ -48,17 +49,17 @@ class CollectiveCall:
     Attributes:
         function: a name in `REDUCING` or `COPYING`.
         elements: number of elements in one rank's part of the result; None for the number that `values` has.
-        values: the inputs of the ranks. For reductions: "exact" has the same result in every order; "extremes" pairs all
-            limits of the dtype, from each rank; "borders" is both of these; "special" pairs NaN, infinities, zeros of both
-            signs and subnormals; "random" uses all bits. For copies: "bits" has arbitrary bits.
+        values: the inputs of the ranks. For reductions: "exact" has the same result in every order; "extremes" pairs
+            all limits of the dtype, from each rank; "borders" is both of these; "special" pairs NaN, infinities, zeros
+            of both signs and subnormals; "random" uses all bits. For copies: "bits" has arbitrary bits.
         place: "device" or "cpu".
         members: ranks of the group, in its order; empty for all ranks.
         root: position in the group of the rank that sends or receives.
         root_by: "global" or "group": the numbering in which the call names the root.
         asynchronous: whether the call returns a work that is waited for later.
-        layout: "dense" is a vector; "scalar" has no dimensions; in "in place" the input is a part of the output, or vice
-            versa; "uneven" has parts of different sizes; "matrix"; "channels_last"; "transposed" has no gaps; "gaps" has.
-            A backend may refuse the last two.
+        layout: "dense" is a vector; "scalar" has no dimensions; in "in place" the input is a part of the output, or
+            vice versa; "uneven" has parts of different sizes; "matrix"; "channels_last"; "transposed" has no gaps;
+            "gaps" has. A backend may refuse the last two.
     """
 
     function: str

@@ -1,8 +1,8 @@
 """Make the inputs of a reduction on the devices: exact in every order, and different for each rank and element.
 
-Terms are integers times a power of two, which all ranks share in an element. The terms of a sum are so small that each partial
-sum is exact, and each rank has its own band of values in an element. In a product one rank has many bits, and the others hold
-±1 or ±2.
+Terms are integers times a power of two, which all ranks share in an element. The terms of a sum are so small that each
+partial sum is exact, and each rank has its own band of values in an element. In a product one rank has many bits, and
+the others hold ±1 or ±2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Terms:
 
     @property
     def tolerance(self) -> float:
-        """The largest error of a right result, relative to the largest magnitude of its terms; 0 if every order is exact.
+        """The largest error of a right result, relative to the largest magnitude of its terms; 0 if every order is
+        exact.
 
         For a mean, libraries multiply each term by 1 / count, which rounds unless count is a power of two.
         """

@@ -43,8 +43,8 @@ class RepeatedCollective:
     """A collective that is called repeatedly, with different data each time.
 
     Attributes:
-        operation: one of `REDUCING` or `COPYING`. In "send_recv" each rank sends to one rank and receives from another; the
-            distance grows with each iteration.
+        operation: one of `REDUCING` or `COPYING`. In "send_recv" each rank sends to one rank and receives from another;
+            the distance grows with each iteration.
         dtype: the name of the dtype.
         bytes: the size of the larger of a rank's input and output; rounded down if it must have equal parts.
         members: the ranks of the group, ascending; empty for all ranks.
@@ -150,8 +150,8 @@ def groups_of(
 ) -> Iterator[dict[tuple[int, ...], dist.ProcessGroup | None]]:
     """Make groups by their members, in the same order on all ranks, and destroy them at the end of the context.
 
-    A group of all ranks, also written as no members, is None. After an error the groups stay, because other ranks may still use
-    them.
+    A group of all ranks, also written as no members, is None. After an error the groups stay, because other ranks may
+    still use them.
     """
     everybody = tuple(range(rank.size))
     groups = {

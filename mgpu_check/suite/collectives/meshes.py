@@ -17,7 +17,8 @@ __all__ = ["assert_mesh_matches"]
 
 
 def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
-    """Assert that `init_device_mesh` lays the ranks out row by row, and that collectives in its groups reach their members.
+    """Assert that `init_device_mesh` lays the ranks out row by row, and that collectives in its groups reach their
+    members.
 
     Args:
         shape: the sizes of the dimensions; their product is the world size.

@@ -56,8 +56,8 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
     """Assert that each of `messages` arrives unchanged, and that the memory around it does not change.
 
     Args:
-        way: "blocking": `send` and `recv`, one message after the other. "flying": all `isend`, then all `irecv` in another
-            order of tags. "batched": all in one `batch_isend_irecv`.
+        way: "blocking": `send` and `recv`, one message after the other. "flying": all `isend`, then all `irecv` in
+            another order of tags. "batched": all in one `batch_isend_irecv`.
         place: "device" or "cpu".
 
     Raises:

@@ -39,7 +39,8 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
     """Assert that each collective of objects brings equal copies of the objects to the right ranks.
 
     Args:
-        group: a group of all ranks; None for the default one. Objects travel over the CPU if the group has a backend for it.
+        group: a group of all ranks; None for the default one. Objects travel over the CPU if the group has a backend
+            for it.
 
     Raises:
         CollectiveMismatch: with all errors of this rank.
@@ -97,7 +98,8 @@ def _empty(seed: int, rank: int) -> object:
 
 
 def _told(seed: int, rank: int, root: int) -> list[object]:
-    """Return a rank's list before a broadcast: an entry that is None on rank `root` only, and an object of each kind."""
+    """Return a rank's list before a broadcast: an entry that is None on rank `root` only, and an object of each
+    kind."""
     return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
 
 
@@ -111,14 +113,16 @@ def assert_barrier_holds(
 ) -> None:
     """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
 
-    Rank `late` waits until all others are about to enter the barrier, watches for a while whether one of them leaves it, and only
-    then enters. A right barrier never fails this check. A wrong one passes only if no other rank is scheduled meanwhile.
+    Rank `late` waits until all others are about to enter the barrier, watches for a while whether one of them leaves
+    it, and only then enters. A right barrier never fails this check. A wrong one passes only if no other rank is
+    scheduled meanwhile.
 
     Args:
         late: the rank that enters last.
         kind: the form of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
             "asynchronous" is a barrier of devices with async_op, followed by a wait.
-        members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this function.
+        members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this
+            function.
 
     Raises:
         CollectiveMismatch: on rank `late`.
@@ -151,7 +155,8 @@ def assert_barrier_holds(
             time.sleep(0.002)
         wait()
     if group is not None:
-        # Wait by the store, not by the barrier, which may be broken: no rank may destroy the group while another makes it.
+        # Wait by the store, not by the barrier, which may be broken: no rank may destroy the group while another makes
+        # it.
         store.add("done", 1)
         while store.add("done", 0) < size:
             time.sleep(0.001)

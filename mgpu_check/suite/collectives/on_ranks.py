@@ -41,8 +41,8 @@ __all__ = [
 def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
     """Return two groups of at least two ranks, or none in a world of one or two.
 
-    The first group leaves out rank 0, so that every member has another rank in the group than in the world. The second leaves
-    out another rank.
+    The first group leaves out rank 0, so that every member has another rank in the group than in the world. The second
+    leaves out another rank.
     """
     missing = (0, 1 + seed % max(1, rank.size - 1))
     everybody = range(rank.size)
@@ -121,7 +121,8 @@ def assert_meshes_match(rank: Rank, shapes: Sequence[tuple[int, ...]]) -> None:
 
 
 def assert_sums_are_unbiased(rank: Rank, seed: int) -> None:
-    """Assert that sums are unbiased: for each floating-point dtype that has a bit left for fractions, and each function."""
+    """Assert that sums are unbiased: for each floating-point dtype that has a bit left for fractions, and each
+    function."""
     functions = [(name, "device") for name in ("all_reduce", "reduce", "reduce_scatter_tensor")] + [
         ("all_reduce", "cpu")
     ]

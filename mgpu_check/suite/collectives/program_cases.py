@@ -32,13 +32,13 @@ class CollectiveStep:
     """One step of every rank.
 
     Attributes:
-        kind: a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target. "shift"
-            sends from each rank to the rank `root` places further on.
+        kind: a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target.
+            "shift" sends from each rank to the rank `root` places further on.
         target, source: numbers of tensors.
         root: a member of the group, modulo its size; for "shift", the distance.
         op: "SUM", "MIN" or "MAX", for a reduction.
-        asynchronous: whether the call returns before it is done. It is waited for when one of its tensors is next used, or
-            its group is destroyed.
+        asynchronous: whether the call returns before it is done. It is waited for when one of its tensors is next used,
+            or its group is destroyed.
         group: number of the group that takes the step, or is created or destroyed; 0 for all ranks.
         members: ranks of a new group, modulo the world size.
     """

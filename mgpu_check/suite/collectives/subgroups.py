@@ -17,11 +17,12 @@ __all__ = ["assert_subgroups_divide"]
 
 
 def assert_subgroups_divide(rank: Rank) -> None:
-    """Assert that subgroups divide the world as requested, and that each rank gets its own group and all in order. A collective.
+    """Assert that subgroups divide the world as requested, and that each rank gets its own group and all in order. A
+    collective.
 
-    Covers `new_subgroups` of 1, 2 and half of the ranks, `new_subgroups_by_enumeration` of odd and even ranks, and `new_group` of
-    ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if torch supports it. Each rank
-    must get the right numbers of all members, and collectives must follow their order.
+    Covers `new_subgroups` of 1, 2 and half of the ranks, `new_subgroups_by_enumeration` of odd and even ranks, and
+    `new_group` of ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if
+    torch supports it. Each rank must get the right numbers of all members, and collectives must follow their order.
 
     Raises:
         CollectiveMismatch: with all errors of this rank.

@@ -1,7 +1,7 @@
 """Collectives: each leaves the result of a single-device model on every rank, and changes nothing else.
 
-Most tests draw a seed, and `call_strategies` lists calls by it: each example covers every dtype, operation and size, and a failure
-names the calls that are wrong.
+Most tests draw a seed, and `call_strategies` lists calls by it: each example covers every dtype, operation and size,
+and a failure names the calls that are wrong.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
 @examples(12, quick=2)
 @given(data=st.data(), size=calls.worlds(), seed=calls.seeds)
 def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
-    """Collectives in a group involve its members only, other ranks keep their data, and new subgroups have the right members."""
+    """Collectives in a group involve its members only, other ranks keep their data, and new subgroups have the right
+    members."""
     groups = data.draw(calls.partitions(size), label="groups")
     ranks.run(f"{ON_RANKS}:assert_groups_match", calls.in_groups(groups, seed), size=size)
 
@@ -125,7 +126,8 @@ def test_barriers(ranks: Ranks, size: int, seed: int) -> None:
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_functional_collectives(ranks: Ranks, size: int, seed: int) -> None:
-    """Functional collectives return the results of their models, along each dimension, and leave their input unchanged."""
+    """Functional collectives return the results of their models, along each dimension, and leave their input
+    unchanged."""
     ranks.run(f"{ON_RANKS}:assert_functional_match_in_groups", seed, size=size)
 
 
@@ -146,7 +148,8 @@ def test_coalesced_collectives(ranks: Ranks, size: int, seed: int) -> None:
 @examples(8, quick=2)
 @given(size=calls.worlds())
 def test_device_meshes(ranks: Ranks, size: int) -> None:
-    """In a device mesh each rank has the right coordinates, and collectives along a dimension involve the right ranks."""
+    """In a device mesh each rank has the right coordinates, and collectives along a dimension involve the right
+    ranks."""
     ranks.run(f"{ON_RANKS}:assert_meshes_match", steps.mesh_shapes(size), size=size)
 
 

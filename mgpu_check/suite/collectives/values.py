@@ -61,12 +61,12 @@ class Right:
 
     Attributes:
         value: the only right result, or the rounded exact one if results may be off; in the dtype of the terms.
-        exact: the exact result in float64 or complex128; None if results must have the bits of `value`. Any NaN equals any
-            other NaN.
+        exact: the exact result in float64 or complex128; None if results must have the bits of `value`. Any NaN equals
+            any other NaN.
         tolerance: float64; for complex numbers, of real and imaginary part.
-        terms: the terms of MIN and MAX of floats, else empty. In an element with a NaN among its terms, NaN and each term are
-            right, and zeros of both signs are equal. IEEE 754-2008 (minNum) and -2019 (minimum) treat NaN differently, and the
-            result of a library depends on its order of comparisons.
+        terms: the terms of MIN and MAX of floats, else empty. In an element with a NaN among its terms, NaN and each
+            term are right, and zeros of both signs are equal. IEEE 754-2008 (minNum) and -2019 (minimum) treat NaN
+            differently, and the result of a library depends on its order of comparisons.
     """
 
     value: torch.Tensor
@@ -108,7 +108,8 @@ def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int
     if dtype is torch.bool:
         patterns = torch.arange(_EXACT * count).view(count, -1) * 0x9E3779B9 + seed * 7919
         parts = [(patterns[place] >> 11) % 3 == place % 3 for place in range(count)]
-        # All true, none true, one true and one false: these distinguish "or" from "and", and show which rank is missing.
+        # All true, none true, one true and one false: these distinguish "or" from "and", and show which rank is
+        # missing.
         alone = torch.eye(count, dtype=torch.bool)
         some = torch.cat(
             [alone, ~alone, torch.zeros(1, count, dtype=torch.bool), torch.ones(1, count, dtype=torch.bool)]
@@ -128,9 +129,9 @@ def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int
 def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int) -> Right:
     """Return the results that the reduction of `given_blocks` may give.
 
-    Two terms have one correctly rounded sum or product. More terms have the bounds of `mgpu_check.numerics.bounds` (Higham,
-    sections 3.1 and 4.2), for real and imaginary parts separately. For a mean, libraries may divide the terms or the sum, which
-    costs one more rounding per term.
+    Two terms have one correctly rounded sum or product. More terms have the bounds of `mgpu_check.numerics.bounds`
+    (Higham, sections 3.1 and 4.2), for real and imaginary parts separately. For a mean, libraries may divide the terms
+    or the sum, which costs one more rounding per term.
     """
     given = given_blocks(values, op, dtype, count, seed)
     terms = tuple(_scaled(part, factor_of(seed)) for part in given) if op == "PREMUL_SUM" else given

@@ -37,21 +37,23 @@ Kind = Literal["bits", "values", "numbers", "close"]
 bits: every bit, including the payload of NaN; for operators that only move elements.
 values: equal values; every NaN equals every other NaN, and the sign of zero counts.
 numbers: as "values", but 0.0 equals -0.0, because no standard fixes the sign of zero for maxima.
-close: the error is at most some units in the last place of the largest element, in the dtype of the result (see `_ULPS`).
+close: the error is at most some units in the last place of the largest element, in the dtype of the result (see
+`_ULPS`).
 """
 
 _LISTED = 6
 _ULPS = 64
 """Units in the last place that "close" allows in float32 and float64.
 
-Sums in the cases have at most 64 terms, and each addition rounds once (N. J. Higham, *Accuracy and Stability of Numerical
-Algorithms*, 2nd ed., section 4.2). Functions are accurate to 2 units (NVIDIA, *CUDA C++ Programming Guide*).
+Sums in the cases have at most 64 terms, and each addition rounds once (N. J. Higham, *Accuracy and Stability of
+Numerical Algorithms*, 2nd ed., section 4.2). Functions are accurate to 2 units (NVIDIA, *CUDA C++ Programming Guide*).
 """
 
 
 @dataclass(frozen=True)
 class Window:
-    """An operand that is a view of a larger storage. Each device gets a copy of the storage and makes the view itself."""
+    """An operand that is a view of a larger storage. Each device gets a copy of the storage and makes the view
+    itself."""
 
     storage: torch.Tensor
     view: Callable[[torch.Tensor], torch.Tensor]
@@ -133,8 +135,8 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
     """Assert that each case gives the right result on each of `devices`; return the number of cases.
 
     Raises:
-        DeviceMismatch: naming the wrong devices, the case, and the first wrong element with the expected value. For each
-            device it counts the wrong cases.
+        DeviceMismatch: naming the wrong devices, the case, and the first wrong element with the expected value. For
+            each device it counts the wrong cases.
     """
     __tracebackhide__ = True
     count, wrong = 0, list[WrongCase]()
@@ -231,7 +233,10 @@ def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
         return ""
     count, flat = int(wrong.sum()), int(wrong.reshape(-1).to(torch.int8).argmax())
     values = [_shown(tensor.reshape(-1)[flat], kind) for tensor in (there, here)]
-    return f"{count} of {here.numel()} elements, the first {list(index_of(flat, here.shape))}: expected {values[0]}, got {values[1]}"
+    return (
+        f"{count} of {here.numel()} elements, the first {list(index_of(flat, here.shape))}: expected {values[0]}, got "
+        f"{values[1]}"
+    )
 
 
 def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tensor | None:

@@ -33,8 +33,8 @@ def drawn(rows: int, seed: int) -> list[torch.Tensor]:
 def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> str:
     """Describe the first statistic that is wrong after these batches; "" if all are right.
 
-    In a batch of n rows a mean and a variance are sums of n terms, each at most the square of the largest number. About eight
-    more roundings follow in each step.
+    In a batch of n rows a mean and a variance are sums of n terms, each at most the square of the largest number. About
+    eight more roundings follow in each step.
     """
     exact = [batch.double() for batch in batches]
     largest = max(float(batch.square().max()) for batch in exact)

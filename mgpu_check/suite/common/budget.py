@@ -19,8 +19,8 @@ _made: dict[int, tuple[settings, int, int | None]] = {}
 def examples(count: int, *, quick: int | None = None) -> settings:
     """Make Hypothesis settings for a packaged property.
 
-    There is no deadline, because the first example of a world size starts its ranks; and no example database, because a run
-    leaves no files in its directory.
+    There is no deadline, because the first example of a world size starts its ranks; and no example database, because a
+    run leaves no files in its directory.
 
     Args:
         count: number of examples at the level "standard". The level "long" has ten times as many.

@@ -1,8 +1,9 @@
 """Fill memory with contents that show their origin: each 8 bytes encode their place and the tag of their writer.
 
-A word is ``(place << 24 | tag) * ODD``, with its upper half folded into its lower one, times another odd number. The encoding is
-invertible. So wrong data can be identified: data of another copy, data of the right copy but shifted, or data from before the
-copy. Words of different places or tags differ in all their bytes, so that the bits on all lanes of a link change.
+A word is ``(place << 24 | tag) * ODD``, with its upper half folded into its lower one, times another odd number. The
+encoding is invertible. So wrong data can be identified: data of another copy, data of the right copy but shifted, or
+data from before the copy. Words of different places or tags differ in all their bytes, so that the bits on all lanes of
+a link change.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ _LOOKED_AT = 4096
 
 
 def tag_of(source: int, destination: int, seed: int, *, before: bool = False) -> int:
-    """Return the tag of data copied from `source` to `destination`, or, with `before`, of the destination before the copy.
+    """Return the tag of data copied from `source` to `destination`, or, with `before`, of the destination before the
+    copy.
 
-    Devices that differ in their last four bits differ in the lowest byte of the tag, so one byte of content distinguishes them.
+    Devices that differ in their last four bits differ in the lowest byte of the tag, so one byte of content
+    distinguishes them.
     """
     low = (source % 16) << 4 | destination % 16
     high = (source % _PLACES // 16) << 2 | destination % _PLACES // 16
@@ -123,7 +126,10 @@ def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names
     """Describe the wrong bytes at the places `wrong`."""
     bad = got[wrong]
     if torch.equal(bad, expected[wrong]):
-        return "the device finds it wrong, but the host reads it right: it has changed, or the copy to the host hides the error"
+        return (
+            "the device finds it wrong, but the host reads it right: it has changed, or the copy to the host hides "
+            "the error"
+        )
     if len(bad) >= _WORD and not bool(bad.any()):
         return "it holds zeros"
     if len(bad) >= _WORD and bool((bad == 0xFF).all()):
@@ -133,7 +139,10 @@ def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names
     flips = (bad ^ expected[wrong]).unique().tolist()
     if len(flips) == 1 and len(wrong) < len(got):
         bits = [str(bit) for bit in range(8) if flips[0] >> bit & 1]
-        return f"bit{'s' * (len(bits) > 1)} {', '.join(bits)} of {'a byte is' if len(wrong) == 1 else 'bytes are'} inverted"
+        return (
+            f"bit{'s' * (len(bits) > 1)} {', '.join(bits)} of {'a byte is' if len(wrong) == 1 else 'bytes are'} "
+            "inverted"
+        )
     return "it holds other data"
 
 

@@ -1,8 +1,8 @@
 """Make pseudorandom numbers from position and seed by integer arithmetic alone, the same on every device.
 
-So data need not be copied to a device or stored for a comparison: position and seed suffice to make it again. The mixing is a
-bijection of 64 bits, so a value shows its position. It uses the steps of splitmix64's finalizer: a product with an odd number,
-and an exclusive or with a shift of itself.
+So data need not be copied to a device or stored for a comparison: position and seed suffice to make it again. The
+mixing is a bijection of 64 bits, so a value shows its position. It uses the steps of splitmix64's finalizer: a product
+with an odd number, and an exclusive or with a shift of itself.
 """
 
 from __future__ import annotations

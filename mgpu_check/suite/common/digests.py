@@ -1,7 +1,7 @@
 """Compute digests of 64 bits over all bits of a tensor, on its device.
 
-Each word of 32 bits is joined with its position and mixed by a bijection of 64 bits, and the results are summed. A single changed
-word always changes the digest; several leave it unchanged with probability 2^-64.
+Each word of 32 bits is joined with its position and mixed by a bijection of 64 bits, and the results are summed. A
+single changed word always changes the digest; several leave it unchanged with probability 2^-64.
 """
 
 from __future__ import annotations

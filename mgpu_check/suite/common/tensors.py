@@ -38,10 +38,10 @@ VALUES = ("exact", "distinct", "random", "special", "bits")
 """Kinds of values of a tensor.
 
 exact: integers in [-15, 15] (unsigned: [0, 15]), so that a sum of 16 such tensors is exact in every dtype here, in any
-order. distinct: a permutation of consecutive integers, each exactly representable; with more elements than the dtype has
-such integers, they repeat as rarely as possible. random: standard normal (integers: the dtype's whole range). special:
-random values mixed with NaN, infinities and -0.0 (floats only). bits: arbitrary bits; about an eighth of floats are NaN or
-infinite, with arbitrary payloads, and another eighth subnormal.
+order. distinct: a permutation of consecutive integers, each exactly representable; with more elements than the dtype
+has such integers, they repeat as rarely as possible. random: standard normal (integers: the dtype's whole range).
+special: random values mixed with NaN, infinities and -0.0 (floats only). bits: arbitrary bits; about an eighth of
+floats are NaN or infinite, with arbitrary payloads, and another eighth subnormal.
 """
 
 PINNED = "pinned"
@@ -58,7 +58,8 @@ class TensorSpec:
     """The description of a tensor.
 
     Raises:
-        ValueError: an unknown dtype, layout or kind of values, or a layout that does not exist for this number of dimensions.
+        ValueError: an unknown dtype, layout or kind of values, or a layout that does not exist for this number of
+            dimensions.
     """
 
     shape: tuple[int, ...]
@@ -88,7 +89,8 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def like(self, layout: str, *, seed: int = 0) -> TensorSpec:
-        """Return a spec of this shape and dtype with exact values and another layout; contiguous if the shape forbids it."""
+        """Return a spec of this shape and dtype with exact values and another layout; contiguous if the shape forbids
+        it."""
         possible = layout if layout in layouts_for(len(self.shape)) else "contiguous"
         return TensorSpec(self.shape, self.dtype, possible, seed, "exact")
 

@@ -1,4 +1,5 @@
-"""Make operands that show errors which small whole numbers hide: full significands, special values, extremes, any bits."""
+"""Make operands that show errors which small whole numbers hide: full significands, special values, extremes, any
+bits."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def shaped(x: torch.Tensor, *shape: int) -> torch.Tensor:
 def significands(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Return finite numbers that use every digit of a dtype.
 
-    Floats are between 1/8 and 16 in magnitude, with either sign; integers are arbitrary. A product or a copy in a narrower
-    format loses digits of nearly every number.
+    Floats are between 1/8 and 16 in magnitude, with either sign; integers are arbitrary. A product or a copy in a
+    narrower format loses digits of nearly every number.
     """
     if dtype.is_complex:
         parts = significands((*shape, 2), _PART[dtype], seed)
@@ -81,7 +82,8 @@ def small(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 @lru_cache(maxsize=64)
 def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return elements with arbitrary bits: first the special values, then pseudorandom bits, including NaN with payloads."""
+    """Return elements with arbitrary bits: first the special values, then pseudorandom bits, including NaN with
+    payloads."""
     if dtype.is_complex:
         return torch.view_as_complex(anything(2 * count, _PART[dtype], seed).view(-1, 2))
     if dtype == torch.bool:

@@ -57,7 +57,8 @@ def assert_functional_form_agrees(devices: Devices, rows: int, seed: int) -> Non
 
 
 def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
-    """Assert that scatter, replicate, parallel_apply and gather together give the outputs and gradients of the module."""
+    """Assert that scatter, replicate, parallel_apply and gather together give the outputs and gradients of the
+    module."""
     __tracebackhide__ = True
     model, indices = _Scaled().to(order[0]), indices_of(order)
     inputs = parallel.scatter(x.to(order[0]), indices)

@@ -65,8 +65,8 @@ class _Several(nn.Module):
 def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
     """Assert that outputs of all forms are gathered whole and in order on the output device.
 
-    The output device is the default, which is the first, or another one. If `devices` are all devices in order, DataParallel gets
-    no `device_ids`.
+    The output device is the default, which is the first, or another one. If `devices` are all devices in order,
+    DataParallel gets no `device_ids`.
 
     Raises:
         GradientMismatch: names output and element, or the wrong device of an output.
@@ -254,7 +254,8 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
 
 
 def assert_modes_seen(devices: Devices, seed: int) -> None:
-    """Assert that the threads of replicas have the caller's training flag, gradient mode and autocast, and their own device.
+    """Assert that the threads of replicas have the caller's training flag, gradient mode and autocast, and their own
+    device.
 
     Raises:
         GradientMismatch: names the device and the mode.
@@ -334,10 +335,12 @@ class _Refusing(nn.Module):
 
 
 def assert_exceptions_named(devices: Devices, seed: int) -> None:
-    """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call must work.
+    """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call must
+    work.
 
     Raises:
-        GradientMismatch: no exception or another one was raised, it does not name the replica, or the next output is wrong.
+        GradientMismatch: no exception or another one was raised, it does not name the replica, or the next output is
+            wrong.
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):

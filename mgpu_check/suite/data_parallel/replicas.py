@@ -18,7 +18,8 @@ __all__ = ["assert_replicas_hold"]
 
 
 def assert_replicas_hold(devices: Devices, seed: int) -> None:
-    """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same structure.
+    """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same
+    structure.
 
     Raises:
         ReplicaMismatch: names the device, the tensor, its dtype and the first element.
@@ -67,7 +68,8 @@ def _many_buffers(order: Devices, seed: int) -> None:
         expected = len(order) * (len(order) + 1) // 2 * (place + 1)
         if parameter.grad is None or not bool((parameter.grad == expected).all()):
             raise ReplicaMismatch(
-                f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {place} is not {expected} everywhere"
+                f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {place} is not "
+                f"{expected} everywhere"
             )
 
 

@@ -54,7 +54,8 @@ def refused_by_mistake(what: str) -> Iterator[None]:
 
 
 def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
-    """Assert that two nested results agree in structure, types and every bit, and that tensors of `got` are on `device`.
+    """Assert that two nested results agree in structure, types and every bit, and that tensors of `got` are on
+    `device`.
 
     Raises:
         GradientMismatch: names the place, the element, and the device.

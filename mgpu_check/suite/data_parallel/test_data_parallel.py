@@ -1,9 +1,10 @@
 """DataParallel and `data_parallel`: arguments, outputs and modes reach each replica and return bit for bit.
 
-Training uses whole numbers whose sums do not round (`mgpu_check.suite.common.whole_numbers.models`), so no comparison needs a tolerance. Each check
-uses the devices in the drawn order and in its reverse.
+Training uses whole numbers whose sums do not round (`mgpu_check.suite.common.whole_numbers.models`), so no comparison
+needs a tolerance. Each check uses the devices in the drawn order and in its reverse.
 
-Where a test draws a seed, the check makes rows from it. All rows differ, so that a misplaced one shows; drawn elements would repeat.
+Where a test draws a seed, the check makes rows from it. All rows differ, so that a misplaced one shows; drawn elements
+would repeat.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_modes(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
-    """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current device."""
+    """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current
+    device."""
     from mgpu_check.suite.data_parallel import passing as data_parallel
 
     data_parallel.assert_modes_seen([gpus[index] for index in order], seed)
@@ -121,7 +123,8 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(PLAIN), rare=whole_runs(RARE, small=True))
 def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs, rare: Runs) -> None:
-    """Models train like on one device: MLP, LeNet, residual block, embedding, attention, tied weights, lists, mixed dtypes."""
+    """Models train like on one device: MLP, LeNet, residual block, embedding, attention, tied weights, lists, mixed
+    dtypes."""
     from mgpu_check.suite.data_parallel import training as data_parallel_training
 
     data_parallel_training.assert_models_train([gpus[index] for index in order], [*runs, *rare])
@@ -148,7 +151,8 @@ def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",), least=2))
 def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Gradients of two forward passes before one backward pass add up, and later passes see in-place parameter changes."""
+    """Gradients of two forward passes before one backward pass add up, and later passes see in-place parameter
+    changes."""
     from mgpu_check.suite.data_parallel import training as data_parallel_training
 
     data_parallel_training.assert_backward_of_several_calls([gpus[index] for index in order], runs)

@@ -108,8 +108,8 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
 def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that in training only the first device's shard changes buffers, and that evaluation does not change them.
 
-    All replicas must start with the module's buffers, of int64, float32 and bool, on which their outputs depend. BatchNorm with
-    momentum=None must average its statistics over all batches.
+    All replicas must start with the module's buffers, of int64, float32 and bool, on which their outputs depend.
+    BatchNorm with momentum=None must average its statistics over all batches.
 
     Raises:
         GradientMismatch: names the buffer, or the output.
@@ -156,7 +156,8 @@ def _average(order: Devices, seed: int) -> None:
 
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed parameters.
+    """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed
+    parameters.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -185,8 +186,8 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
 def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that hooks are called as documented, and that hooks can change arguments and outputs.
 
-    Forward hooks of a module are called on each replica, a forward hook of DataParallel once, and the hook of a parameter with the
-    whole gradient.
+    Forward hooks of a module are called on each replica, a forward hook of DataParallel once, and the hook of a
+    parameter with the whole gradient.
 
     Raises:
         GradientMismatch: a hook was called the wrong number of times, on the wrong device, or with a wrong gradient.
@@ -258,9 +259,10 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
 
 
 def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that gradients of gradients, as for a gradient penalty, equal those of one device.
+    """Assert that gradients of gradients, as for a gradient penalty, equal those of one device with `DataParallel`.
 
-    The computation is in float64, which holds all of these whole numbers exactly.
+    The one device is the CPU. Each run uses its first batch, with the devices in the given order and in reverse. The
+    computation is in float64, which holds all of these whole numbers exactly.
 
     Raises:
         GradientMismatch: names the parameter and the element.

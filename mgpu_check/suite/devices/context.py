@@ -125,8 +125,8 @@ def _require_counted(device: torch.device) -> None:
     rose = torch.cuda.memory_allocated() - before
     if rose < block.nbytes:
         raise DeviceMismatch(
-            f"after torch.cuda.set_device({str(device)!r}): {block.nbytes} bytes were allocated, and torch.cuda.memory_allocated() "
-            f"rose by {rose}; the number is that of another device",
+            f"after torch.cuda.set_device({str(device)!r}): {block.nbytes} bytes were allocated, and "
+            f"torch.cuda.memory_allocated() rose by {rose}; the number is that of another device",
             ranks=indices_of(device),
         )
 
@@ -187,7 +187,8 @@ def _leave(escape: bool) -> None:
 
 
 def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
-    """Return functions that enter and leave guards of `other`; their argument selects an exception as the way to leave."""
+    """Return functions that enter and leave guards of `other`; their argument selects an exception as the way to
+    leave."""
 
     def require(device: torch.device, name: str) -> None:
         got = torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,5 @@
-"""Check copies between any two devices and the host: every bit arrives, and memory around the destination does not change."""
+"""Check copies between any two devices and the host: every bit arrives, and memory around the destination does not
+change."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ _CASTS = (
 def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more: bool = False) -> int:
     """Assert that copies of 1 byte, about 64 KiB and 1 MiB arrive, between all devices and from and to the host.
 
-    Copies use a copy engine, a kernel that reads every second byte, or a kernel that converts. They run one after the other and
-    all at once, with pinned and pageable memory of the host; some have 4 MiB. Memory around the destination must not change.
+    Copies use a copy engine, a kernel that reads every second byte, or a kernel that converts. They run one after the
+    other and all at once, with pinned and pageable memory of the host; some have 4 MiB. Memory around the destination
+    must not change.
 
     Args:
         more: also copy just below 1 MiB, and 4 MiB, by every method and between every two devices.
@@ -171,8 +173,8 @@ def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceM
 def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that every copying call keeps every bit of every dtype and layout, between any two of devices and host.
 
-    Each pair and call tries a third of the dtypes, and the third changes from call to call and from pair to pair. Lazily conjugated
-    and lazily negated tensors are tried with each call and pair.
+    Each pair and call tries a third of the dtypes, and the third changes from call to call and from pair to pair.
+    Lazily conjugated and lazily negated tensors are tried with each call and pair.
 
     Returns:
         the number of copies.
@@ -210,7 +212,8 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
-    """Yield lazily conjugated and negated tensors: a name, a function that makes the tensor on a device, and its values.
+    """Yield lazily conjugated and negated tensors: a name, a function that makes the tensor on a device, and its
+    values.
 
     The numbers are finite, because the sign of a NaN need not change.
     """
@@ -240,7 +243,8 @@ def _casting(dtype: torch.dtype) -> dict[str, Call]:
 
 
 def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies that convert agree with the CPU's conversion, between any two of devices and host; return their number.
+    """Assert that copies that convert agree with the CPU's conversion, between any two of devices and host; return
+    their number.
 
     Raises:
         DeviceMismatch: as in `assert_copies_arrive`.

@@ -31,8 +31,8 @@ class Copies:
     """Copies of several sizes, made for each pair.
 
     Attributes:
-        path: "engine": contiguous, by a copy engine; "strided": every second byte, and "casting": uint8 to int16, by a kernel that
-            reads or writes the memory of its peer.
+        path: "engine": contiguous, by a copy engine; "strided": every second byte, and "casting": uint8 to int16, by a
+            kernel that reads or writes the memory of its peer.
         sizes: elements of each copy; sizes that do not fit into memory are replaced by one that does.
         source, destination: the offset of the copy in its allocation, in bytes, which sets its alignment.
         together: copy all pairs at once; else one pair after the other.
@@ -77,7 +77,8 @@ def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[Subjec
 
 
 def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
-    """Copy from the host to each of `devices` and back; return an observation for each way, by the position of the device."""
+    """Copy from the host to each of `devices` and back; return an observation for each way, by the position of the
+    device."""
     ways = []
     for index in range(len(devices)):
         ways += [

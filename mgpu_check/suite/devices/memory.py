@@ -24,7 +24,8 @@ _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_reserved": lambda device: torch.cuda.memory_reserved(device),
     "mem_get_info": lambda device: torch.cuda.mem_get_info(device),
 }
-"""Statistics of a device, or of the current one for None. Each call looks its function up, because `selftest` replaces it."""
+"""Statistics of a device, or of the current one for None. Each call looks its function up, because `selftest` replaces
+it."""
 
 
 def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
@@ -54,7 +55,8 @@ def _recovers(device: torch.device) -> None:
     text = f"{free} bytes are free of {total}, and its properties say {said}"
     _require(device, 0 <= free <= total and total <= said, text)
     gc.collect()  # or cycles of earlier tests could be freed during the measurement
-    # Cached memory could make the free memory of two devices equal, and so hide that one device's number is the other's.
+    # Cached memory could make the free memory of two devices equal, and so hide that one device's number is the
+    # other's.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -94,7 +96,8 @@ def _forms(device: torch.device) -> tuple[Any, ...]:
 
 
 def _figures_follow_the_argument(device: torch.device) -> None:
-    """Require that each statistic is that of its device for every form of the argument; None means the current device."""
+    """Require that each statistic is that of its device for every form of the argument; None means the current
+    device."""
     __tracebackhide__ = True
     for form in (*_forms(device)[1:], None):
         for name, figure in _FIGURES.items():
@@ -120,8 +123,8 @@ def _peaks_begin_anew(device: torch.device) -> None:
 def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that `torch.load` puts tensors on the device that `map_location` selects.
 
-    `map_location` is None, a text, a device, a dict that rotates devices, or a callable. Every bit of each dtype must arrive, and
-    tensors that share memory must share it again.
+    `map_location` is None, a text, a device, a dict that rotates devices, or a callable. Every bit of each dtype must
+    arrive, and tensors that share memory must share it again.
 
     Returns:
         the number of loads.

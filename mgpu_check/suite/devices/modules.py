@@ -57,8 +57,8 @@ def _waited(module: nn.Module) -> nn.Module:
 def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that a module keeps all its tensors and modes when it moves between devices and the host.
 
-    Parameters, frozen parameters, gradients and buffers must arrive bit for bit, including buffers that are not in the state dict.
-    Tied parameters must stay tied.
+    Parameters, frozen parameters, gradients and buffers must arrive bit for bit, including buffers that are not in the
+    state dict. Tied parameters must stay tied.
 
     Returns:
         the number of moves.

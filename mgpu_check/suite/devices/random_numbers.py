@@ -146,7 +146,8 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
 
 
 def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that a restored generator state gives the same numbers again, and that `torch.Generator` objects are independent.
+    """Assert that a restored generator state gives the same numbers again, and that `torch.Generator` objects are
+    independent.
 
     The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
 
@@ -212,8 +213,8 @@ def _own_generator(device: torch.device, seed: int) -> None:
 def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that dropout follows its seed, scales the kept elements, and uses the same mask forward and backward.
 
-    Its mask must change from call to call. The mask must also be the same when `torch.utils.checkpoint` recomputes the forward
-    pass, on devices that are not current too.
+    Its mask must change from call to call. The mask must also be the same when `torch.utils.checkpoint` recomputes the
+    forward pass, on devices that are not current too.
 
     Returns:
         the number of devices.
@@ -247,7 +248,8 @@ def _dropout(device: torch.device, dtype: torch.dtype, seed: int) -> None:
         if values != [0.0, scale]:
             raise _wrong(f"{device}: dropout of {dtype} makes {values} of ones, expected [0.0, {scale!r}]", device)
         masks.append(out.detach() != 0)
-    # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding 1963).
+    # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding
+    # 1963).
     share = float(masks[0].double().mean())
     if abs(share - 0.75) > 0.06:
         raise _wrong(f"{device}: dropout of {dtype} with p=0.25 keeps a share of {share:.3f}", device)
@@ -268,7 +270,8 @@ _RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _recomputed(device: torch.device) -> None:
-    """Require that recomputed dropout drops the same elements as forward, and does not change the state of the generator."""
+    """Require that recomputed dropout drops the same elements as forward, and does not change the state of the
+    generator."""
     for name, call in _RECOMPUTED.items():
         x = torch.ones(_COUNT, device=device, requires_grad=True)
         out = call(x)

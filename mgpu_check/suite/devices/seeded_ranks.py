@@ -26,7 +26,8 @@ class DrawnBy:
 
 
 def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
-    """Assert that equal seeds gave equal numbers on GPUs of the same model, and that different seeds gave different ones.
+    """Assert that equal seeds gave equal numbers on GPUs of the same model, and that different seeds gave different
+    ones.
 
     Args:
         drawn: the digests of each rank, in rank order.
@@ -40,7 +41,8 @@ def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
             odd = [name for name in rank.same if rank.model == before.model and rank.same[name] != before.same[name]]
             if odd:
                 raise DeviceMismatch(
-                    f"ranks {other} and {number} had equal seeds, but {', '.join(odd)} gave different numbers on rank {number}",
+                    f"ranks {other} and {number} had equal seeds, but {', '.join(odd)} gave different numbers on rank "
+                    f"{number}",
                     ranks=(other, number),
                 )
             equal = [name for name in rank.own if rank.own[name] == before.own[name]]

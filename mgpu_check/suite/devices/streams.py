@@ -74,7 +74,8 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
 def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that a stream that waits for another one, on the same or another device, sees its results.
 
-    The source stream sleeps before it writes. `record_stream` passes memory from stream to stream, and new tensors reuse it at once.
+    The source stream sleeps before it writes. `record_stream` passes memory from stream to stream, and new tensors
+    reuse it at once.
 
     Returns:
         the number of pairs of devices.
@@ -152,7 +153,8 @@ def assert_events_tell(devices: Sequence[torch.device]) -> int:
             lasted, longer = start.elapsed_time(end), start.elapsed_time(behind)
             if not 0 < lasted <= longer + 1e-3:  # events have a resolution of half a microsecond
                 raise DeviceMismatch(
-                    f"{device}: by its events, work lasted {lasted} ms, and a stream that waited for it continued after {longer} ms",
+                    f"{device}: by its events, work lasted {lasted} ms, and a stream that waited for it continued "
+                    f"after {longer} ms",
                     ranks=(device.index,),
                 )
     return len(devices)

@@ -1,7 +1,7 @@
 """Devices: each computes, stores and copies correctly in every dtype, alone and together with the others.
 
-Most tests draw a seed, not data. An example covers all operators, dtypes and sizes of its table, and its report names the
-first wrong element, so no smaller example would say more.
+Most tests draw a seed, not data. An example covers all operators, dtypes and sizes of its table, and its report names
+the first wrong element, so no smaller example would say more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 MORE = st.builds(lambda: active().gpu_level != "quick")
-"""True above the level "quick". Drawn, because the options are known when examples are drawn, but not on the devices."""
+"""True above the level "quick". Drawn, because the options are known when examples are drawn, but not on the
+devices."""
 
 
 @examples(3, quick=1)
@@ -88,7 +89,8 @@ def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) ->
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Functions are within their documented bounds, and random numbers have the right distribution, weighted draws included."""
+    """Functions are within their documented bounds, and random numbers have the right distribution, weighted draws
+    included."""
     from mgpu_check.suite.devices.operators.drawn import assert_drawn_by_weight
     from mgpu_check.suite.devices.operators.judged import assert_arithmetic_known
 
@@ -99,7 +101,8 @@ def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> Non
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Each operator in the documentation of autocast gives the documented dtype and right values, also in nested regions."""
+    """Each operator in the documentation of autocast gives the documented dtype and right values, also in nested
+    regions."""
     from mgpu_check.suite.devices.operators.autocasting import assert_autocast_as_documented
 
     assert_autocast_as_documented(gpus, seed)
@@ -108,7 +111,8 @@ def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> Non
 @examples(2, quick=1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_copies_around_borders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Copies around 64 KiB, 1 MiB and up to 4 MiB arrive whole between all devices and the host, and write nothing else."""
+    """Copies around 64 KiB, 1 MiB and up to 4 MiB arrive whole between all devices and the host, and write nothing
+    else."""
     from mgpu_check.suite.devices.copies import assert_copies_whole
 
     assert_copies_whole(gpus, seed, more=more)
@@ -235,7 +239,8 @@ def test_dropout(gpus: tuple[torch.device, ...], seed: int) -> None:
 @examples(4, quick=1)
 @given(size=strategies.all_devices(), seed=strategies.seeds())
 def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
-    """Ranks with one seed draw the same numbers on GPUs of one model, and ranks with different seeds draw different ones."""
+    """Ranks with one seed draw the same numbers on GPUs of one model, and ranks with different seeds draw different
+    ones."""
     from mgpu_check.suite.devices.seeded_ranks import assert_ranks_draw_as_seeded
 
     assert_ranks_draw_as_seeded(ranks.run("mgpu_check.suite.devices.random_numbers:drawn_by", seed, size=size))

@@ -30,8 +30,8 @@ __all__ = [
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients accumulate over micro-batches: local ones within no_sync, averaged ones after the last.
 
-    An exception within no_sync must end it too. Gradients are copies of buckets, or views of them. Every second step keeps the
-    gradient tensors of the step before and zeroes them.
+    An exception within no_sync must end it too. Gradients are copies of buckets, or views of them. Every second step
+    keeps the gradient tensors of the step before and zeroes them.
 
     Raises:
         GradientMismatch: names run, step, rank, parameter and element.
@@ -72,9 +72,9 @@ class _AbandonedBatch(Exception):
 def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that `join` lets ranks with fewer batches wait for the others, and that gradients have the right mean.
 
-    Rank r has r + 1 batches; a second run rotates these numbers among the ranks. With divide_by_initial_world_size the mean is over
-    all ranks, without it over those that still train. All ranks end with the parameters and buffers of the rank that has trained
-    longest. With throw_on_early_termination all ranks raise as soon as one has no batch left.
+    Rank r has r + 1 batches; a second run rotates these numbers among the ranks. With divide_by_initial_world_size the
+    mean is over all ranks, without it over those that still train. All ranks end with the parameters and buffers of the
+    rank that has trained longest. With throw_on_early_termination all ranks raise as soon as one has no batch left.
 
     Raises:
         GradientMismatch: a gradient or a buffer is wrong, or ranks did not stop together.
@@ -138,8 +138,8 @@ def _join_with_buffers(rank: Rank, findings: Findings) -> None:
             parallel(torch.ones(1, 1, device=rank.device)).sum().backward()
     calls = int(layer.calls)
     message = (
-        f"DDP on {rank.size} ranks, join, rank {rank.index}: a buffer that counts batches ends as {calls}, expected 4, as on "
-        f"rank {longest}, which has trained on the most"
+        f"DDP on {rank.size} ranks, join, rank {rank.index}: a buffer that counts batches ends as {calls}, expected "
+        f"4, as on rank {longest}, which has trained on the most"
     )
     findings.require(calls == 4, message, ranks=[rank.index])
 
@@ -157,8 +157,8 @@ def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
     except RuntimeError:
         raised = True
     message = (
-        f"{replica.what}, rank {rank.index} of {rank.size}, where rank 0 has one batch: trained on {done} batches, expected 1, "
-        f"and {'raised' if raised else 'did not raise'}"
+        f"{replica.what}, rank {rank.index} of {rank.size}, where rank 0 has one batch: trained on {done} batches, "
+        f"expected 1, and {'raised' if raised else 'did not raise'}"
     )
     findings.require(done == 1 and raised == (rank.size > 1), message, ranks=[rank.index])
 

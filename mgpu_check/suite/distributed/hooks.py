@@ -46,7 +46,8 @@ def _wrapped() -> list[tuple[Hook, torch.dtype]]:
 
 
 def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequence[WholeRun]) -> None:
-    """Assert that `allreduce_hook`, and a user's hook that sums and then divides, give the gradients of DDP without a hook.
+    """Assert that `allreduce_hook`, and a user's hook that sums and then divides, give the gradients of DDP without a
+    hook.
 
     Args:
         runs: the runs for both hooks.
@@ -67,7 +68,8 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
 
 
 def _averaged(run: WholeRun, place: Place, findings: Findings, hook: Hook, **options: Any) -> None:
-    """Train with an averaging hook, and check the buckets that it gets in each step; `options` are those of `Replica`."""
+    """Train with an averaging hook, and check the buckets that it gets in each step; `options` are those of
+    `Replica`."""
     replica = Replica(run, place, findings, **options)
     seen: list[int] = []
     replica.parallel.register_comm_hook(_group_of(place), _noting(hook, seen))
@@ -100,7 +102,10 @@ def _judge_buckets(replica: Replica, seen: list[int]) -> bool:
     """Check, and return, whether the hook got each parameter once, with its gradient, in the order of the buffer."""
     wanted = sorted(id(parameter) for parameter in replica.module.parameters())
     where = f"{replica.what}, step {replica.number}, rank {replica.place.rank.index}"
-    message = f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once, with its gradient"
+    message = (
+        f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once, with its "
+        "gradient"
+    )
     replica.findings.require(sorted(seen) == wanted, message, ranks=[replica.place.rank.index])
     return sorted(seen) == wanted
 
@@ -114,11 +119,13 @@ def _sum_then_divide(group: Any, bucket: Any) -> Any:
 def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that compressing hooks and wrappers round gradients to their dtype, and no further.
 
-    The hooks are fp16_compress_hook, bf16_compress_hook, and both wrappers. Data for float16 is small, because float16 ends at
+    The hooks are fp16_compress_hook, bf16_compress_hook, and both wrappers. Data for float16 is small, because float16
+    ends at
     65504. The mean of gradients of this size must not overflow.
 
     Raises:
-        GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the dtype.
+        GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the
+            dtype.
     """
     __tracebackhide__ = True
     place = Place.of(rank)
@@ -143,7 +150,8 @@ def _compressed(
 
 
 def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
-    """Multiply targets, and so gradients, by an odd number, so that sums need all bits of `dtype` but are still exact."""
+    """Multiply targets, and so gradients, by an odd number, so that sums need all bits of `dtype` but are still
+    exact."""
     parts = replica.one.parts(shards)
     largest = max(float(torch.stack(terms_of(parts, name)).abs().sum(0).max()) for name in parts[0])
     # A rank's own gradients are larger by the number of ranks until the hook divides, and float16 ends at 65504.
@@ -176,15 +184,18 @@ def _judge_largest(place: Place, hook: Hook, dtype: torch.dtype, findings: Findi
     parallel(torch.full((1, 1), largest, device=device)).sum().backward()
     got = gradient_or_zeros(module.weight).item()
     off = (place.size + 2) * torch.finfo(dtype).eps * largest if rounds else 0.0
-    message = f"DDP on {place.size} ranks, {hook.__name__}, rank {place.rank.index}: the mean of gradients of {largest:g} is {got:g}"
+    message = (
+        f"DDP on {place.size} ranks, {hook.__name__}, rank {place.rank.index}: the mean of gradients of {largest:g} "
+        f"is {got:g}"
+    )
     findings.require(abs(got - largest) <= off, message, ranks=[place.rank.index])
 
 
 def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that PowerSGD is exact before its first compressed step, and that ranks then agree.
 
-    A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. The same holds for
-    `batched_powerSGD_hook`, which compresses a bucket as one matrix.
+    A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. The same
+    holds for `batched_powerSGD_hook`, which compresses a bucket as one matrix.
 
     Raises:
         GradientMismatch: a gradient differs from that of one device, or the error was not kept.
@@ -231,7 +242,8 @@ def _low_rank(
 def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
     """Assert that hooks of models that train in a group of ranks average over exactly this group.
 
-    `post_localSGD_hook` averages over all ranks in the first two steps. Afterwards it averages over the group, or not at all.
+    `post_localSGD_hook` averages over all ranks in the first two steps. Afterwards it averages over the group, or not
+    at all.
 
     Args:
         runs: runs of at least three steps, so that PowerSGD compresses and local steps occur.
@@ -309,7 +321,7 @@ def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.T
         off = float((got - expected).abs().max())
         rank = replica.place.rank.index
         message = (
-            f"{replica.what}, step {replica.number}, rank {rank}, {name}: the compressed gradient plus the error kept for the "
-            f"next step differs by up to {off:g} from this rank's own gradient plus the error kept before"
+            f"{replica.what}, step {replica.number}, rank {rank}, {name}: the compressed gradient plus the error kept "
+            f"for the next step differs by up to {off:g} from this rank's own gradient plus the error kept before"
         )
         replica.findings.require(off <= most * 2.0**-18, message, ranks=[rank])

@@ -23,10 +23,10 @@ _STEPS = 6
 def assert_averagers_average(rank: Rank) -> None:
     """Assert that averagers average parameters in the right steps over the right ranks, and only then. A collective.
 
-    `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps. `HierarchicalModelAverager`
-    averages over pairs every second step and over all ranks every fourth, if the number of ranks is even and above two.
-    `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must survive loading into another optimizer. A
-    parameter without a gradient must not change, as torch documents.
+    `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps.
+    `HierarchicalModelAverager` averages over pairs every second step and over all ranks every fourth, if the number of
+    ranks is even and above two. `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must
+    survive loading into another optimizer. A parameter without a gradient must not change, as torch documents.
 
     Raises:
         GradientMismatch: in some step a parameter has another value.
@@ -80,8 +80,8 @@ def _resume(rank: Rank, findings: Findings) -> None:
     second.step()
     expected, got = (rank.size - 1) / 2, parameter.tolist()
     message = (
-        f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next a parameter is "
-        f"{got}, expected the mean of all ranks, {expected}"
+        f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next a "
+        f"parameter is {got}, expected the mean of all ranks, {expected}"
     )
     findings.require(got == [expected] * 3, message, ranks=[rank.index])
 
@@ -103,7 +103,7 @@ def _judge(
         expected = sum(own[member] for member in members) / len(members)
         got = (averaged.tolist(), left.tolist())
         message = (
-            f"{name} on {rank.size} ranks, step {step}, rank {rank.index}: a parameter, and one without a gradient, are {got}, "
-            f"expected the mean of ranks {members}, {expected}, and {own[rank.index]}"
+            f"{name} on {rank.size} ranks, step {step}, rank {rank.index}: a parameter, and one without a gradient, "
+            f"are {got}, expected the mean of ranks {members}, {expected}, and {own[rank.index]}"
         )
         findings.require(got == ([expected] * 3, [own[rank.index]] * 3), message, ranks=[rank.index])

@@ -1,6 +1,7 @@
 """Compare DistributedDataParallel with each of its options with one device, bit for bit. All functions are collectives.
 
-Each function trains its runs one after the other, and raises only after the last, so that no rank waits for one that has failed.
+Each function trains its runs one after the other, and raises only after the last, so that no rank waits for one that
+has failed.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those that no rank has.
+    """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those that no rank
+    has.
 
-    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are copies of
-    buckets, or views of them.
+    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are
+    copies of buckets, or views of them.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -105,7 +107,8 @@ def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that frozen parameters get rank 0's values and keep them, and that ignored parameters stay each rank's own.
+    """Assert that frozen parameters get rank 0's values and keep them, and that ignored parameters stay each rank's
+    own.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -135,7 +138,8 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
 
 
 def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
-    """Assert that two groups of ranks, `first` and all others, train independently, each as one device with its own run.
+    """Assert that two groups of ranks, `first` and all others, train independently, each as one device with its own
+    run.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -149,7 +153,8 @@ def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[in
 
 @contextlib.contextmanager
 def own_group(rank: Rank, first: Sequence[int]) -> Iterator[tuple[list[int], Place]]:
-    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place. A collective."""
+    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place. A
+    collective."""
     chosen = sorted({member % rank.size for member in first})
     both = [chosen, [index for index in range(rank.size) if index not in chosen]]
     groups = [dist.new_group(members) if members else None for members in both]

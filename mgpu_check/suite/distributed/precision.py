@@ -53,9 +53,11 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that a GradScaler keeps gradients, and that an infinity on one rank makes all ranks skip and halve the scale.
+    """Assert that a GradScaler keeps gradients, and that an infinity on one rank makes all ranks skip and halve the
+    scale.
 
-    The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the other may step.
+    The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the
+    other may step.
 
     Raises:
         GradientMismatch: a gradient, a parameter or the scale is wrong, or a rank has stepped alone.
@@ -112,8 +114,8 @@ def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
         scaler.update()
         got = (parameters[spoilt][0].item(), parameters[1 - spoilt][0].item(), scaler.get_scale())
         message = (
-            f"GradScaler with two optimizers, infinite gradients in number {spoilt}, rank {rank.index}: its parameter, the "
-            f"other's, and the scale are {got}, expected {(1.0, 0.5, _SCALE / 2)}"
+            f"GradScaler with two optimizers, infinite gradients in number {spoilt}, rank {rank.index}: its "
+            f"parameter, the other's, and the scale are {got}, expected {(1.0, 0.5, _SCALE / 2)}"
         )
         findings.require(got == (1.0, 0.5, _SCALE / 2), message, ranks=[rank.index])
 
@@ -122,9 +124,9 @@ def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -
     """Assert that `clip_grad_norm_` after the mean gives the norm of the whole batch's gradient, and scales by it.
 
     Raises:
-        GradientMismatch: the norm is off by more than rounding, or gradients are not scaled by it. A sum of n positive terms
-            has a relative error of at most n unit roundoffs (Higham, Accuracy and Stability of Numerical Algorithms,
-            section 4.2). A root, a division and a product follow.
+        GradientMismatch: the norm is off by more than rounding, or gradients are not scaled by it. A sum of n positive
+            terms has a relative error of at most n unit roundoffs (Higham, Accuracy and Stability of Numerical
+            Algorithms, section 4.2). A root, a division and a product follow.
     """
     __tracebackhide__ = True
     with judged() as findings:

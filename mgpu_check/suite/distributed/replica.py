@@ -71,8 +71,8 @@ def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> Distri
 class Replica:
     """A model under DDP on this rank, the same model on one device, and their comparison.
 
-    Methods that train are collectives. The ranks start with different parameters and buffers, and DDP must give them those of
-    the first rank.
+    Methods that train are collectives. The ranks start with different parameters and buffers, and DDP must give them
+    those of the first rank.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Replica:
         return x.to(self.place.rank.device), targets.to(self.place.rank.device)
 
     def backward(self, rows: Rows) -> torch.Tensor:
-        """Run forward and backward on this rank's rows; return the outputs. The loss is scaled so that DDP's mean is the sum."""
+        """Run forward and backward on this rank's rows; return the outputs. The loss is scaled so that DDP's mean is
+        the sum."""
         x, targets = self.on_device(rows)
         outputs = self.forward(self.parallel, x)
         (weighted(outputs, targets) * self.place.size).backward()
@@ -145,8 +146,8 @@ class Replica:
         """Take one step, and compare outputs, gradients and parameters.
 
         Args:
-            by_hand: replaces the forward and backward passes; takes the shards of all ranks, and returns the exact parts of the
-                gradients.
+            by_hand: replaces the forward and backward passes; takes the shards of all ranks, and returns the exact
+                parts of the gradients.
             set_to_none: as in `zero_grad`: drop the previous gradients, or zero them.
         """
         shards = self.shards(self.next_batch())

@@ -1,4 +1,5 @@
-"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel. All are collectives."""
+"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel. All are
+collectives."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
             if not same_bits(expected, got):
                 at = first_difference(expected, got.cpu())
                 message = (
-                    f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's: element "
-                    f"{list(at)} is {got[at].item()}, expected {expected[at].item()}"
+                    f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's: "
+                    f"element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
                 )
                 findings.require(False, message, ranks=[rank.index])
 
@@ -66,8 +67,8 @@ def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
 def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that each step starts with rank 0's buffers, or with each rank's own without broadcast_buffers.
 
-    Before every second step the module gets new tensors for its buffers. The buffers are int64, float32 and bool, and affect the
-    outputs. The averaged statistics of BatchNorm with momentum=None are checked too.
+    Before every second step the module gets new tensors for its buffers. The buffers are int64, float32 and bool, and
+    affect the outputs. The averaged statistics of BatchNorm with momentum=None are checked too.
 
     Raises:
         GradientMismatch: an output, gradient, parameter or buffer is wrong.
@@ -137,7 +138,10 @@ def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
             replica = train(run, rank, findings)
             for name, parameter in replica.module.named_parameters():
                 kind = None if parameter.grad is None else parameter.grad.dtype
-                message = f"{replica.what}, rank {rank.index}: the gradient of {name} is of {kind}, expected {parameter.dtype}"
+                message = (
+                    f"{replica.what}, rank {rank.index}: the gradient of {name} is of {kind}, expected "
+                    f"{parameter.dtype}"
+                )
                 findings.require(kind == parameter.dtype, message, ranks=[rank.index])
 
 
@@ -191,7 +195,8 @@ class _Spread(nn.Module):
 def assert_arguments_arrive(rank: Rank, seed: int) -> None:
     """Assert that nested arguments from the CPU arrive whole on the rank's device.
 
-    Positional and keyword arguments are tried. Outputs must keep their structure, and gradients must flow back to the arguments.
+    Positional and keyword arguments are tried. Outputs must keep their structure, and gradients must flow back to the
+    arguments.
 
     Raises:
         GradientMismatch: an argument or output is missing, on the wrong device, or has wrong values.
@@ -275,7 +280,8 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
 def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that training continues exactly when rank 0 saves model and optimizer, and all ranks load them.
 
-    Each rank loads to its own device. An optimizer of narrow parameters has counted more steps than their dtype can represent.
+    Each rank loads to its own device. An optimizer of narrow parameters has counted more steps than their dtype can
+    represent.
 
     Raises:
         GradientMismatch: as in `distributed_options.assert_models_train`, or a tensor was loaded to the wrong device.
@@ -304,7 +310,10 @@ def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
     for name, value in saved["state"][0].items():
         got = second.state[parameter][name]
         same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
-        message = f"Adam of {dtype} parameters, rank {rank.index}: {name} was saved as {value.tolist()}, but loaded as {got.tolist()}"
+        message = (
+            f"Adam of {dtype} parameters, rank {rank.index}: {name} was saved as {value.tolist()}, but loaded as "
+            f"{got.tolist()}"
+        )
         findings.require(same, message, ranks=[rank.index])
 
 

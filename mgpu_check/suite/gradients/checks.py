@@ -37,8 +37,8 @@ _PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
 def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
     """Assert that `nn.DataParallel` over `devices` trains as the first of them alone does.
 
-    With BatchNorm the run on one device processes each batch in the shards of DataParallel, because the samples of a shard are
-    normalised together. Statistics must be those of the first shard, because the other replicas drop theirs.
+    With BatchNorm the run on one device processes each batch in the shards of DataParallel, because the samples of a
+    shard are normalised together. Statistics must be those of the first shard, because the other replicas drop theirs.
 
     Raises:
         GradientMismatch: a gradient, parameter or statistic is off by more than the tolerance measured on this run.
@@ -108,9 +108,9 @@ def assert_distributed_agrees(
 ) -> None:
     """Assert, on every rank, that DDP trains as one device does. A collective.
 
-    Ranks start with different parameters, because DDP must give them those of rank 0. Gradients and parameters must agree on all
-    ranks bit for bit, and rank 0 compares its own with one device. With BatchNorm, in training, the run on one device processes
-    each batch in the shards of the ranks, and the statistics of each rank are compared too.
+    Ranks start with different parameters, because DDP must give them those of rank 0. Gradients and parameters must
+    agree on all ranks bit for bit, and rank 0 compares its own with one device. With BatchNorm, in training, the run on
+    one device processes each batch in the shards of the ranks, and the statistics of each rank are compared too.
 
     Raises:
         ReplicaMismatch: on the ranks whose gradients or parameters differ from those of most others.
@@ -258,9 +258,10 @@ def _assert_as_measured(
 ) -> None:
     """Assert that the results agree with the measurement; if they do not, measure more precisely before raising.
 
-    The provisional measurement in float32 takes a third of the time, and suffices for most right results. With few perturbations the
-    full measurement may miss a ReLU that is within rounding errors of its border: two pairs miss it in about one of a hundred
-    cases. More and larger perturbations do not miss it, and do not excuse errors of other causes.
+    The provisional measurement in float32 takes a third of the time, and suffices for most right results. With few
+    perturbations the full measurement may miss a ReLU that is within rounding errors of its border: two pairs miss it
+    in about one of a hundred cases. More and larger perturbations do not miss it, and do not excuse errors of other
+    causes.
     """
     __tracebackhide__ = True
     enough = measure.provisionally()

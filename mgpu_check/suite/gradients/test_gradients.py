@@ -60,7 +60,8 @@ def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: Tr
 @examples(30, quick=4)
 @given(size=strategies.world_sizes(), training=in_buckets(), view=st.booleans())
 def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[TrainingSpec, bool], view: bool) -> None:
-    """`DistributedDataParallel` and one device agree for even and uneven batches, empty shards, one bucket and several."""
+    """`DistributedDataParallel` and one device agree for even and uneven batches, empty shards, one bucket and
+    several."""
     spec, small = training
     ranks.run(DISTRIBUTED, spec, size=size, gradient_as_bucket_view=view, bucket_cap_mb=0.001 if small else None)
 
@@ -105,7 +106,8 @@ def test_batchnorm_in_distributed_data_parallel(ranks: Ranks, size: int, trainin
 @examples(20, quick=4)
 @given(size=strategies.world_sizes(), training=trainings(("convnet",), steps=NORMED_STEPS))
 def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
-    """With BatchNorm in evaluation mode, DDP agrees with one device on the whole batch, and statistics stay unchanged."""
+    """With BatchNorm in evaluation mode, DDP agrees with one device on the whole batch, and statistics stay
+    unchanged."""
     ranks.run(DISTRIBUTED, training, size=size, evaluation=True)
 
 
@@ -119,7 +121,8 @@ def test_resnet18_in_data_parallel(gpus: tuple[torch.device, ...], devices: int,
     """A ResNet-18 with BatchNorm in DataParallel agrees with one device that goes through the batch shard by shard."""
     from mgpu_check.suite.gradients.checks import assert_data_parallel_agrees
 
-    # The last block has few pixels, and one sample of them is too little for statistics, so all shards have the same size.
+    # The last block has few pixels, and one sample of them is too little for statistics, so all shards have the same
+    # size.
     even = max(count for count in range(1, devices + 1) if training.batch % count == 0)
     assert_data_parallel_agrees(training, gpus[:even])
 

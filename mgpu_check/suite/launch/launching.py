@@ -40,7 +40,8 @@ __all__ = [
 SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")
 
 _TOLERANCE = 1e-9
-"""Relative tolerance of the losses in float64: about 10^5 operations round by 2^-53 each; an extra sample changes 10^-3."""
+"""Relative tolerance of the losses in float64: about 10^5 operations round by 2^-53 each; an extra sample changes
+10^-3."""
 _OF_A_RANK, _OF_A_RANK_FOR_SPEED, _STEPS = 16, 256, 8
 """Samples per batch and rank for the check of results, the same for the timing, and batches per epoch."""
 
@@ -136,9 +137,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str], temporary: str)
 def assert_trained(way: str, runs: Sequence[Launched]) -> None:
     """Assert that the ranks of each run had the right places, and trained as one device does.
 
-    Each rank must have its RANK, LOCAL_RANK and WORLD_SIZE, the common MASTER_ADDR and MASTER_PORT, and its model on its own
-    device. All ranks must end with the same parameters, bit for bit. The loss must fall to less than half, and must be the same
-    in runs of all sizes.
+    Each rank must have its RANK, LOCAL_RANK and WORLD_SIZE, the common MASTER_ADDR and MASTER_PORT, and its model on
+    its own device. All ranks must end with the same parameters, bit for bit. The loss must fall to less than half, and
+    must be the same in runs of all sizes.
 
     Raises:
         RankDied: a rank had a wrong variable or device. ``ranks`` has the rank.
@@ -186,7 +187,8 @@ def _devices(count: int) -> str:
 
 
 def assert_rank_is_told(rank: Rank) -> None:
-    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees with them.
+    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees with
+    them.
 
     Raises:
         RankDied: a variable is missing or wrong. ``ranks`` has this rank.
@@ -217,8 +219,8 @@ def assert_rank_is_told(rank: Rank) -> None:
     seen = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
     if seen != (rank.index, rank.size, rank.local_index):
         raise RankDied(
-            f"rank {rank.index} of {rank.size}: torch.distributed takes it for rank {seen[0]} of {seen[1]}, with local rank "
-            f"{seen[2]}, expected {rank.local_index}",
+            f"rank {rank.index} of {rank.size}: torch.distributed takes it for rank {seen[0]} of {seen[1]}, with "
+            f"local rank {seen[2]}, expected {rank.local_index}",
             ranks=(rank.index,),
         )
 
@@ -230,7 +232,8 @@ def _is_simulated() -> bool:
 
 
 def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
-    """Assert that the script trains on `count` devices like on one if torchrun's agent launches it; see `assert_trained`.
+    """Assert that the script trains on `count` devices like on one if torchrun's agent launches it; see
+    `assert_trained`.
 
     Returns:
         the time of an epoch on one device and on all, in words.
@@ -316,7 +319,8 @@ def _require_failures_told() -> None:
 
 
 def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
-    """Launch the script for each task (number of processes, arguments), one after the other; then processes that fail."""
+    """Launch the script for each task (number of processes, arguments), one after the other; then processes that
+    fail."""
     import torch._dynamo  # noqa: F401  # or DistributedDataParallel would import it in each rank
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

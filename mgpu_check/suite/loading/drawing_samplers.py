@@ -54,9 +54,10 @@ _DRAWN: dict[str, _Make] = {
 def assert_samplers_draw(seed: int) -> None:
     """Assert that random samplers and shuffling loaders draw the order of each epoch from their generator.
 
-    Each epoch must have a new order, and generators with the same seed must give the same epochs. Torch's global generator, which
-    differs between ranks, must have no influence and must not change. Samples of weight 0 must not be drawn. Without replacement
-    each sample must come once before any is repeated. The order of a `DistributedSampler` must depend on `set_epoch` alone.
+    Each epoch must have a new order, and generators with the same seed must give the same epochs. Torch's global
+    generator, which differs between ranks, must have no influence and must not change. Samples of weight 0 must not be
+    drawn. Without replacement each sample must come once before any is repeated. The order of a `DistributedSampler`
+    must depend on `set_epoch` alone.
 
     Args:
         seed: the seed of the generators; 0 or more.

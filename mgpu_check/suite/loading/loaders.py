@@ -56,7 +56,8 @@ def torchs_own_warnings() -> Iterator[None]:
 
 @contextmanager
 def workers_ending(loader: DataLoader[Any]) -> Iterator[None]:
-    """End persistent workers at the end of the context, even after a failure, which would keep them and their rank alive."""
+    """End persistent workers at the end of the context, even after a failure, which would keep them and their rank
+    alive."""
     try:
         yield
     finally:
@@ -97,8 +98,8 @@ def assert_batches(
 def assert_last_batches() -> None:
     """Assert that loaders yield each sample of a rank's share, also in a last batch that is not full.
 
-    Covers worlds of 1 and 3 ranks, datasets of 0 to 17 samples and batches of 1 to 32, with and without ``drop_last`` of the
-    loader. ``len`` must be the number of batches.
+    Covers worlds of 1 and 3 ranks, datasets of 0 to 17 samples and batches of 1 to 32, with and without ``drop_last``
+    of the loader. ``len`` must be the number of batches.
 
     Raises:
         ShardError: naming sizes, rank and batch.
@@ -146,8 +147,9 @@ def _listed(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def assert_workers_in_order(seed: int) -> None:
     """Assert that batches from several worker processes come in the order of the sampler.
 
-    Covers two epochs of persistent workers, where a batch of one worker takes far longer than that of the other. Each worker must
-    know its number, and must have called ``worker_init_fn`` with it. An exception in a worker must be raised in place of its batch.
+    Covers two epochs of persistent workers, where a batch of one worker takes far longer than that of the other. Each
+    worker must know its number, and must have called ``worker_init_fn`` with it. An exception in a worker must be
+    raised in place of its batch.
 
     Raises:
         ShardError: naming epoch and batch.
@@ -179,7 +181,8 @@ def assert_workers_in_order(seed: int) -> None:
     try:
         next(batches)
     except LookupError as error:
-        # Break the cycle of error, frames and iterator: if the garbage collector finds it, it waits 5 s for each worker.
+        # Break the cycle of error, frames and iterator: if the garbage collector finds it, it waits 5 s for each
+        # worker.
         error.__traceback__ = None
         if type(error) is not LookupError or "sample 6 cannot be read" not in str(error):
             raise ShardError(
@@ -204,9 +207,9 @@ class _Seeds(Numbered):
 def assert_worker_seeds(seed: int) -> None:
     """Assert that each worker's seed is the sum of a base seed and its number.
 
-    Each epoch must have a new base seed, and the same generator must give the same seeds again. So augmentations differ between
-    workers and epochs, and a run can be repeated. Persistent workers must keep their seed and draw on. Python's generator must be
-    seeded too.
+    Each epoch must have a new base seed, and the same generator must give the same seeds again. So augmentations differ
+    between workers and epochs, and a run can be repeated. Persistent workers must keep their seed and draw on. Python's
+    generator must be seeded too.
     Source: documentation of `torch.utils.data`, "Randomness in multi-process data loading".
 
     Raises:
@@ -233,7 +236,8 @@ def assert_worker_seeds(seed: int) -> None:
         for number, (worker, told, initial, numbers, _) in enumerate(workers[:2]):
             if not (number == worker and told == initial == base + worker):
                 raise ShardError(
-                    f"epoch {epoch}: worker {worker} has initial_seed {initial} and worker seed {told}, expected {base} + {number}"
+                    f"epoch {epoch}: worker {worker} has initial_seed {initial} and worker seed {told}, expected "
+                    f"{base} + {number}"
                 )
             right = torch.rand(4, generator=torch.Generator().manual_seed(told)).tolist()
             if numbers != right:
@@ -248,8 +252,8 @@ def assert_worker_seeds(seed: int) -> None:
         # Persistent workers keep their seed and draw on.
         if sample[:3] != before[:3] or sample[3] == before[3] or sample[4] == before[4]:
             raise ShardError(
-                f"persistent worker {sample[0]} draws {sample[3:]} in its second epoch with seed {sample[2]}, and {before[3:]} with "
-                f"{before[2]} in its first; expected other numbers of the same seed"
+                f"persistent worker {sample[0]} draws {sample[3:]} in its second epoch with seed {sample[2]}, and "
+                f"{before[3:]} with {before[2]} in its first; expected other numbers of the same seed"
             )
     if epochs[0][0][1] == epochs[1][0][1]:
         raise ShardError(f"the workers of epochs 0 and 1 have the same seeds: {epochs[0][0][1]}")
@@ -306,7 +310,8 @@ def assert_partitions(seed: int) -> None:
     got = [sample["number"] for sample in (joined[place] for place in (*range(len(joined)), -1, -11))]
     if got != [*range(11), 10, 0]:
         raise ShardError(
-            f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected the samples in order"
+            f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected the samples in "
+            "order"
         )
     # Loaders request whole batches from nested parts.
     inner = Subset(Numbered(20), range(19, 3, -2))
@@ -323,8 +328,8 @@ def assert_partitions(seed: int) -> None:
 def assert_resumes(seed: int) -> None:
     """Assert that an epoch that is interrupted after any batch can be resumed, and that the next epoch is whole.
 
-    Resumes in three ways: by skipping the seen batches of a checkpoint's epoch; by a sampler with its own state; and by the saved
-    and loaded state of the generator of a `RandomSampler`.
+    Resumes in three ways: by skipping the seen batches of a checkpoint's epoch; by a sampler with its own state; and by
+    the saved and loaded state of the generator of a `RandomSampler`.
 
     Raises:
         ShardError: naming way, rank, epoch and batch.

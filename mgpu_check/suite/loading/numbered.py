@@ -34,7 +34,8 @@ def _bits(indices: torch.Tensor, words: int, seed: int) -> torch.Tensor:
 
 
 def _rows(indices: torch.Tensor, name: str, features: int) -> torch.Tensor:
-    """Return a field of n samples: (n, features) for "image", (n, 3, 2) for "turned", (n, k) with a small k for the others."""
+    """Return a field of n samples: (n, features) for "image", (n, 3, 2) for "turned", (n, k) with a small k for the
+    others."""
     dtype, seed = _FIELDS[name], list(_FIELDS).index(name)
     if name == "mask":
         return _bits(indices, 3, seed) > 0
@@ -47,8 +48,9 @@ def _rows(indices: torch.Tensor, name: str, features: int) -> torch.Tensor:
 class Numbered(Dataset[Any]):
     """A dataset of `length` samples: dicts of a number, tensors with `features` floats and others, a text, and a pair.
 
-    The floats have arbitrary bits, including all kinds of NaN, infinities and subnormals. Samples of even number have `large`
-    times as many features, and then cannot share a batch with odd ones. Reading sample `broken` raises a LookupError.
+    The floats have arbitrary bits, including all kinds of NaN, infinities and subnormals. Samples of even number have
+    `large` times as many features, and then cannot share a batch with odd ones. Reading sample `broken` raises a
+    LookupError.
     """
 
     def __init__(self, length: int, features: int = 5, large: int = 1, broken: int | None = None) -> None:
@@ -133,6 +135,6 @@ def assert_batch(
         if not same_bits(right, got):
             at = first_difference(right, got)
             raise ShardError(
-                f"{what}: {name}, {got.nbytes} bytes of {got.dtype}: row {at[0]} (sample {indices[at[0]]}), element {list(at)}: "
-                f"expected {right[at].item()}, got {got[at].item()}"
+                f"{what}: {name}, {got.nbytes} bytes of {got.dtype}: row {at[0]} (sample {indices[at[0]]}), element "
+                f"{list(at)}: expected {right[at].item()}, got {got[at].item()}"
             )

@@ -49,7 +49,8 @@ def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
 def _require_told(sampler: Any, what: str, rank: Rank) -> None:
     if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
         raise ShardError(
-            f"{what}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of {sampler.num_replicas}",
+            f"{what}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of "
+            f"{sampler.num_replicas}",
             ranks=(rank.index,),
         )
 
@@ -62,7 +63,8 @@ def _of_all(own: Any) -> list[Any]:
 
 @torchs_own_warnings()
 def assert_loaders_cover(rank: Rank, seed: int) -> None:
-    """Assert that the ranks' loaders yield each sample once per epoch, on their devices, bit for bit, in equally many batches.
+    """Assert that the ranks' loaders yield each sample once per epoch, on their devices, bit for bit, in equally many
+    batches.
 
     They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`.
 
@@ -94,7 +96,8 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
 def assert_streams_cover(rank: Rank) -> None:
     """Assert that an iterable dataset that ranks and their workers share yields each sample once, also in last batches.
 
-    Covers two workers and no workers. Each worker has its own last batch, which must come unless ``drop_last`` drops it.
+    Covers two workers and no workers. Each worker has its own last batch, which must come unless ``drop_last`` drops
+    it.
 
     Raises:
         ShardError: naming rank, workers, and the batches.

@@ -20,8 +20,8 @@ __all__ = ["assert_pinned_batches", "assert_pinned_by_themselves"]
 def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
     """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, without changing a bit.
 
-    Covers loaders with and without a worker process, and batches of 2.4 MB and of some bytes. A non-blocking copy sends each
-    batch to the next of `devices`, where it is compared too.
+    Covers loaders with and without a worker process, and batches of 2.4 MB and of some bytes. A non-blocking copy sends
+    each batch to the next of `devices`, where it is compared too.
 
     Raises:
         ShardError: naming loader, batch, field and device.
@@ -86,7 +86,8 @@ def _owned(batch: Any) -> dict[str, Any]:
 def assert_pinned_by_themselves() -> None:
     """Assert that ``pin_memory`` of a loader calls the method `pin_memory` of an object once, and yields its result.
 
-    The object is the batch itself, or is in dicts, tuples, named tuples and lists. Loaders have a worker process, or none.
+    The object is the batch itself, or is in dicts, tuples, named tuples and lists. Loaders have a worker process, or
+    none.
 
     Raises:
         ShardError: naming loader, batch and place.

@@ -1,7 +1,7 @@
 """Check samplers: the samples of each rank, their order, and the dependence on the epoch.
 
-The properties come from the documentation of `torch.utils.data.distributed.DistributedSampler`: shares are disjoint and of equal
-size. With ``drop_last`` the tail is dropped for that, without it extra samples are added.
+The properties come from the documentation of `torch.utils.data.distributed.DistributedSampler`: shares are disjoint and
+of equal size. With ``drop_last`` the tail is dropped for that, without it extra samples are added.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ _EXPECTED = 60
 _MOST_UNEVEN = 102.0
 """Limit of Pearson's statistic for 24 orders that are each expected 60 times.
 
-Chi-squared with 23 degrees of freedom exceeds it with a probability below 1e-11: ``scipy.stats.chi2.sf(102, 23)`` = 6.3e-12.
+Chi-squared with 23 degrees of freedom exceeds it with a probability below 1e-11: ``scipy.stats.chi2.sf(102, 23)`` =
+6.3e-12.
 """
 
 
 def sampler_over(length: int, *args: Any, **options: Any) -> Any:
-    """Return a `DistributedSampler` over `length` samples with the other arguments; it needs only the length of a dataset."""
+    """Return a `DistributedSampler` over `length` samples with the other arguments; it needs only the length of a
+    dataset."""
     dataset: Any = range(length)
     return DistributedSampler(dataset, *args, **options)
 
@@ -52,9 +54,9 @@ def sampler_over(length: int, *args: Any, **options: Any) -> Any:
 def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bool, what: str) -> None:
     """Assert that the ranks' shares are disjoint parts of ``range(length)``, up to the documented padding.
 
-    All shares have ceil(length / ranks) samples, or floor(length / ranks) with `drop_last`. Without `drop_last` each sample must
-    occur, and ranks * ceil(length / ranks) - length extra places repeat samples; the counts of samples differ by at most one. With
-    `drop_last` no sample occurs twice. No share may hold a sample twice.
+    All shares have ceil(length / ranks) samples, or floor(length / ranks) with `drop_last`. Without `drop_last` each
+    sample must occur, and ranks * ceil(length / ranks) - length extra places repeat samples; the counts of samples
+    differ by at most one. With `drop_last` no sample occurs twice. No share may hold a sample twice.
 
     Raises:
         ShardError: naming rank, sample, and the counts. Its ``ranks`` are the ranks at fault.
@@ -90,10 +92,12 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
 
 
 def assert_sampler_covers() -> None:
-    """Assert that `DistributedSampler` divides datasets of each small length, and some larger ones, among 1 to 9 and 16 ranks.
+    """Assert that `DistributedSampler` divides datasets of each small length, and some larger ones, among 1 to 9 and 16
+    ranks.
 
-    Covers ``drop_last`` on and off, shuffled in two epochs and not shuffled. Without shuffling, rank r must have the samples r,
-    r + ranks, and so on, and padding must start again at sample 0. Code that puts gathered predictions back in order depends on it.
+    Covers ``drop_last`` on and off, shuffled in two epochs and not shuffled. Without shuffling, rank r must have the
+    samples r, r + ranks, and so on, and padding must start again at sample 0. Code that puts gathered predictions back
+    in order depends on it.
 
     Raises:
         ShardError: naming the arguments of the sampler, rank and sample.
@@ -111,7 +115,8 @@ def assert_sampler_covers() -> None:
                 shares.append(list(sampler))
                 if len(sampler) != len(shares[-1]):
                     raise ShardError(
-                        f"{what}: rank {rank} of {world} has {len(shares[-1])} samples, but len(sampler) is {len(sampler)}",
+                        f"{what}: rank {rank} of {world} has {len(shares[-1])} samples, but len(sampler) is "
+                        f"{len(sampler)}",
                         ranks=(rank,),
                     )
             assert_shares(shares, length, drop_last=drop_last, what=what)
@@ -135,8 +140,8 @@ def _assert_in_turn(shares: Sequence[Sequence[int]], length: int, what: str) -> 
 def assert_sampler_shuffles(world: int, seed: int) -> None:
     """Assert that only `set_epoch` and ``seed`` determine the order of a shuffled `DistributedSampler`.
 
-    The order must differ between epochs and between seeds. It must be the same when an epoch is repeated, and on each rank. Torch's
-    global generator, which differs between ranks, must have no influence and must not change.
+    The order must differ between epochs and between seeds. It must be the same when an epoch is repeated, and on each
+    rank. Torch's global generator, which differs between ranks, must have no influence and must not change.
 
     Raises:
         ShardError: naming rank, epochs and the error.
@@ -167,7 +172,8 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
             if share == sorted(share):
                 raise ShardError(f"{what}: rank {rank} of {world} is not shuffled", ranks=(rank,))
         for (other_seed, other), known in orders.items():
-            # torch draws from seed + epoch, so different seeds and epochs may share an order; these sums are all different.
+            # torch draws from seed + epoch, so different seeds and epochs may share an order; these sums are all
+            # different.
             same = [rank for rank in range(world) if shares[rank] == known[rank]]
             if same:
                 raise ShardError(
@@ -180,7 +186,8 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
 def assert_orders_are_likely(seed: int) -> None:
     """Assert that over many epochs each order of four samples is about equally frequent.
 
-    Uses Pearson's statistic over 1,440 epochs: a sampler with equally likely orders fails with a probability below 1e-11.
+    Uses Pearson's statistic over 1,440 epochs: a sampler with equally likely orders fails with a probability below
+    1e-11.
 
     Raises:
         ShardError: with the most frequent order, and the statistic.
@@ -196,9 +203,9 @@ def assert_orders_are_likely(seed: int) -> None:
     if statistic > _MOST_UNEVEN:
         order, count = counts.most_common(1)[0]
         raise ShardError(
-            f"DistributedSampler of {_PERMUTED} samples, {seed=}: over {_EXPECTED * len(orders)} epochs {len(counts)} of {len(orders)} "
-            f"orders come, {list(order)} {count} times, expected {_EXPECTED}: its shuffling is not uniform (chi-squared "
-            f"{statistic:.0f}, expected at most {_MOST_UNEVEN:.0f})"
+            f"DistributedSampler of {_PERMUTED} samples, {seed=}: over {_EXPECTED * len(orders)} epochs {len(counts)} "
+            f"of {len(orders)} orders come, {list(order)} {count} times, expected {_EXPECTED}: its shuffling is not "
+            f"uniform (chi-squared {statistic:.0f}, expected at most {_MOST_UNEVEN:.0f})"
         )
 
 
@@ -225,8 +232,8 @@ class _Once:
 def assert_batch_sampler_covers(seed: int) -> None:
     """Assert that `BatchSampler` cuts the order of its sampler into batches, for each small length and batch size.
 
-    Covers sequential, random and subset samplers and a rank's `DistributedSampler`. Each batch must be a new list, because users
-    change them. ``len`` must be the number of batches, and a second iteration must give the same.
+    Covers sequential, random and subset samplers and a rank's `DistributedSampler`. Each batch must be a new list,
+    because users change them. ``len`` must be the number of batches, and a second iteration must give the same.
 
     Raises:
         ShardError: naming the sampler, the batch size, and the wrong batch.

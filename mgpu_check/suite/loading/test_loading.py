@@ -79,7 +79,8 @@ def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_workers_keep_the_order(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Batches of several workers arrive whole and in the sampler's order in each epoch, and errors of workers are raised."""
+    """Batches of several workers arrive whole and in the sampler's order in each epoch, and errors of workers are
+    raised."""
     from mgpu_check.suite.loading.loaders import assert_workers_in_order
 
     assert_workers_in_order(seed)
@@ -95,7 +96,8 @@ def test_workers_are_seeded_apart(gpus: tuple[torch.device, ...], seed: int) -> 
 
 
 def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
-    """`pin_memory` pins every tensor of a batch and uses custom methods; batches of any size reach the devices unchanged."""
+    """`pin_memory` pins every tensor of a batch and uses custom methods; batches of any size reach the devices
+    unchanged."""
     from mgpu_check.suite.loading.pinned_batches import assert_pinned_batches, assert_pinned_by_themselves
 
     assert_pinned_batches(gpus)
@@ -114,7 +116,8 @@ def test_datasets_are_divided(gpus: tuple[torch.device, ...], seed: int) -> None
 @examples(5, quick=1)
 @given(seed=strategies.seeds())
 def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """An epoch interrupted after any batch resumes with its remaining batches, by epoch, sampler state or generator state."""
+    """An epoch interrupted after any batch resumes with its remaining batches, by epoch, sampler state or generator
+    state."""
     from mgpu_check.suite.loading.loaders import assert_resumes
 
     assert_resumes(seed)

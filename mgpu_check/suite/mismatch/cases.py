@@ -1,4 +1,5 @@
-"""Rules for operators with operands on different devices: which operators refuse them, and which devices the error names.
+"""Rules for operators with operands on different devices: which operators refuse them, and which devices the error
+names.
 
 Each operator has a first and a second operand, placed on different devices in one of three ways. The rules describe
 torch's behaviour on CUDA. The error must name both devices, with two exceptions:
@@ -10,8 +11,8 @@ torch's behaviour on CUDA. The error must name both devices, with two exceptions
 
 Operators built on TensorIterator (arithmetic, comparisons, mse_loss, where, index_put) say "found at least two devices,
 cuda:0 and cpu!". Operators with a generated check (mm, addmm, bmm, cat, index_select, nll_loss, normalisations, cudnn's
-convolution) say "got mat2 is on cpu, different from other tensors on cuda:0". A few others (masked_fill, equal, attention,
-recurrent layers, DataParallel) have messages of their own.
+convolution) say "got mat2 is on cpu, different from other tensors on cuda:0". A few others (masked_fill, equal,
+attention, recurrent layers, DataParallel) have messages of their own.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _ARITHMETIC = {
 }
 _PRODUCTS = dict.fromkeys(("matmul", "matmul vector", "bmm", "einsum", "matmul out=", "addmm", "einsum third"), Rule())
 _JOINS = dict.fromkeys(("cat", "stack", "cat out=", "cat third of four", "stack third", "hstack third"), Rule())
-"""With several tensors, the third is on another device. A check of the first two, or of the first and last, would miss it."""
+"""With several tensors, the third is on another device. A check of the first two, or of the first and last, would miss
+it."""
 _LAYERS = {
     **dict.fromkeys(("linear", "linear bias", "embedding", "layer_norm", "batch_norm", "attention"), Rule()),
     "conv2d": Rule(names="types"),
@@ -124,8 +126,8 @@ class OperatorCase:
 class OperatorTable:
     """Operators, each on many pairs of devices: either all pairs that must raise, or all that must work.
 
-    Each operator combines each device with the CPU, in both orders, and with the device `turn` places later. So every table
-    finds a defect of one operator on one device.
+    Each operator combines each device with the CPU, in both orders, and with the device `turn` places later. So every
+    table finds a defect of one operator on one device.
 
     Attributes:
         only: a name in `GROUPS`, to restrict the operators; None for all.

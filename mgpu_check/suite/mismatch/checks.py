@@ -46,7 +46,8 @@ def assert_refused(case: OperatorCase) -> None:
 
 
 def assert_works(case: OperatorCase) -> None:
-    """Assert that the operator of `case` works across its two devices, with the CPU's result bit for bit on the right device.
+    """Assert that the operator of `case` works across its two devices, with the CPU's result bit for bit on the right
+    device.
 
     Raises:
         DeviceMismatch: the operator raised, or its result differs or is on the wrong device.
@@ -97,7 +98,10 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
     first = found[0][1]
     text = str(first)
     if len(cases) > 1:
-        text += f"\n{len(found)} of {len(cases)} cases are wrong, of {', '.join(dict.fromkeys(case.operator for case, _ in found))}"
+        text += (
+            f"\n{len(found)} of {len(cases)} cases are wrong, of "
+            f"{', '.join(dict.fromkeys(case.operator for case, _ in found))}"
+        )
         common = set.intersection(*({case.first, case.second} for case, _ in found))
         if common and not all(common & {case.first, case.second} for case in cases):
             text += f"; all of them have an operand on {' and one on '.join(sorted(common))}"
@@ -119,7 +123,8 @@ _ROUNDED = frozenset(
         "Sequential",
     )
 )
-"""Operators whose results are not whole numbers, and may round differently on a GPU; the results of all others are exact."""
+"""Operators whose results are not whole numbers, and may round differently on a GPU; the results of all others are
+exact."""
 
 
 def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> int:

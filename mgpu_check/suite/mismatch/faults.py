@@ -1,4 +1,5 @@
-"""Defects of operators with operands on different devices: missing or wrong errors, wrong refusals, and wrong results."""
+"""Defects of operators with operands on different devices: missing or wrong errors, wrong refusals, and wrong
+results."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.faults.breaking import around, both
-from mgpu_check.suite.common.faults.operators import call, caught_by, first, last, on, one_device
+from mgpu_check.suite.common.faults.breaking import around, both, caught_by
+from mgpu_check.suite.common.faults.operators import call, first, last, on, one_device
 
 layers = caught_by("test_modules_refuse_inputs_elsewhere")
 numbers = caught_by("test_cpu_scalars_and_indices_work")

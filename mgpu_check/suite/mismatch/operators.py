@@ -1,7 +1,7 @@
 """Call each operator of `mgpu_check.suite.mismatch.cases` with operands on two devices.
 
-Each entry builds its operands and returns the call that must raise or work. So an error while operands are built is never taken
-for the error of the operator. Operands are small whole numbers, so that compared results are exact.
+Each entry builds its operands and returns the call that must raise or work. So an error while operands are built is
+never taken for the error of the operator. Operands are small whole numbers, so that compared results are exact.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
 
 
 def _indexing(function: Callable[..., object], *shape: int) -> Builder:
-    """Return a case that applies `function` to a tensor of `shape` on the first device and to indices below 4 on the second."""
+    """Return a case that applies `function` to a tensor of `shape` on the first device and to indices below 4 on the
+    second."""
 
     def build(at: Operands) -> Call:
         x, index = at.on(0, *shape), at.index(1, 4)
@@ -88,7 +89,8 @@ def _weighing(loss: Callable[..., object]) -> Builder:
 
 
 def _masking(function: Callable[..., object], *mask: int) -> Builder:
-    """Return a case that applies `function` to a matrix on the first device and to a mask of the given shape on the second."""
+    """Return a case that applies `function` to a matrix on the first device and to a mask of the given shape on the
+    second."""
 
     def build(at: Operands) -> Call:
         x, booleans = at.on(0, N, 3), at.mask(1, *mask)

@@ -31,8 +31,8 @@ def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.d
     """Assert that `recipes.training.replicate` makes independent leaves, each on its device, without shared memory.
 
     Raises:
-        ReplicaMismatch: a replica is on the wrong device, is not a leaf that requires gradients, or has wrong values; or it
-            changes with another replica or with its source. `.ranks` has the index of the device.
+        ReplicaMismatch: a replica is on the wrong device, is not a leaf that requires gradients, or has wrong values;
+            or it changes with another replica or with its source. `.ranks` has the index of the device.
     """
     __tracebackhide__ = True
     what = "replicate"
@@ -103,7 +103,8 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
 
 
 def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that training by `recipes.parameter_server.KeyValueStore` gives the parameters of one device, on all devices.
+    """Assert that training by `recipes.parameter_server.KeyValueStore` gives the parameters of one device, on all
+    devices.
 
     Raises:
         ReplicaMismatch: the pulled values differ between devices, or the store keeps a value on the wrong device.
@@ -139,8 +140,8 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
 def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
     """Assert that a model with parts on several devices, as stages or as parallel branches, trains as on one device.
 
-    With SGD and momentum the results must be equal bit for bit; with Adam they may differ by the rounding of its elementwise
-    arithmetic. Each parameter, its gradient and its state must stay on the device of the parameter.
+    With SGD and momentum the results must be equal bit for bit; with Adam they may differ by the rounding of its
+    elementwise arithmetic. Each parameter, its gradient and its state must stay on the device of the parameter.
 
     Raises:
         GradientMismatch: outputs, gradients, parameters or the optimizer's state differ from those of one device.

@@ -97,8 +97,8 @@ def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
 def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that two linear layers, divided among ranks by columns and rows, train as on one device. A collective.
 
-    Runs once with divided hidden activations, as usual, and once with activations that are gathered and divided again. The widths
-    need not be multiples of the world size.
+    Runs once with divided hidden activations, as usual, and once with activations that are gathered and divided again.
+    The widths need not be multiples of the world size.
 
     Raises:
         GradientMismatch: outputs, the gradient of the inputs, or this rank's parts of gradients and parameters differ.

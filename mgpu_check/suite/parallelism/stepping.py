@@ -61,10 +61,11 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
 
 
 def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that an optimizer steps parameters on several devices as on one, and that a GradScaler skips on all of them.
+    """Assert that an optimizer steps parameters on several devices as on one, and that a GradScaler skips on all of
+    them.
 
-    SGD and Adam step tensor by tensor, by kernels for lists of tensors, and fused. Between two steps each device in turn has an
-    infinite gradient, and this step must be skipped.
+    SGD and Adam step tensor by tensor, by kernels for lists of tensors, and fused. Between two steps each device in
+    turn has an infinite gradient, and this step must be skipped.
 
     Args:
         devices: at least one, in any order.

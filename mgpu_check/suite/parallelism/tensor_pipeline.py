@@ -48,8 +48,8 @@ def assert_parallelized_agree(training: ExactTraining, rank: Rank) -> None:
 def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that `parallelize_module`, by columns and then by rows, trains as one device does. A collective.
 
-    The hidden width must be a multiple of the world size. Runs once with replicated inputs, and once with inputs and outputs
-    divided along the batch, whose size must then be a multiple too.
+    The hidden width must be a multiple of the world size. Runs once with replicated inputs, and once with inputs and
+    outputs divided along the batch, whose size must then be a multiple too.
 
     Raises:
         GradientMismatch: outputs, gradients or parameters differ.
@@ -87,9 +87,11 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
 
 
 def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that an embedding that `parallelize_module` divides by rows or columns works as on one device. A collective.
+    """Assert that an embedding that `parallelize_module` divides by rows or columns works as on one device. A
+    collective.
 
-    The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows twice.
+    The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows
+    twice.
 
     Raises:
         GradientMismatch: outputs, or the gradient, differ.
@@ -122,9 +124,9 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
 def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train on one device; return the results, and their tolerances if each rank adds its part of the bias.
 
-    In a sum over n ranks DTensor divides the bias by n, which rounds unless n is a power of two. Then a rank's part of an output has
-    at most two roundings, and the sum of n parts has n - 1 more, each relative to the sum of the magnitudes. So the tolerance is
-    (n + 1)·u·(|h|·|W| + |b|), u = 2^-24. Gradients do not depend on these outputs.
+    In a sum over n ranks DTensor divides the bias by n, which rounds unless n is a power of two. Then a rank's part of
+    an output has at most two roundings, and the sum of n parts has n - 1 more, each relative to the sum of the
+    magnitudes. So the tolerance is (n + 1)·u·(|h|·|W| + |b|), u = 2^-24. Gradients do not depend on these outputs.
     """
     model = training.model()
     magnitudes: list[torch.Tensor] = []
@@ -144,7 +146,8 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
 def _with_large_activations(training: ExactTraining, micro_batches: int) -> ExactTraining:
     """Return one step of a training whose first stage passes on 64 Ki elements per micro-batch.
 
-    It is exact for up to 16 samples and few features after the first stage, because sums of 64 Ki small numbers are below 2^24.
+    It is exact for up to 16 samples and few features after the first stage, because sums of 64 Ki small numbers are
+    below 2^24.
     """
     width = _LARGE * micro_batches // training.batch
     return replace(training, widths=(training.widths[0], width, *training.widths[2:]), steps=1)
@@ -175,9 +178,10 @@ def assert_schedule_agrees(
 ) -> None:
     """Assert that a schedule of `torch.distributed.pipelining` trains as one device does. A collective.
 
-    Each micro-batch must get its part of keyword arguments, and each step its losses. The model must have as many linear layers as
-    there are ranks. `micro_batches` must be a power of two that divides the batch, because schedules divide gradients by it. Ranks
-    get stages in turn. A stage is a layer; with two stages per rank, one is the product of a layer and the other its bias.
+    Each micro-batch must get its part of keyword arguments, and each step its losses. The model must have as many
+    linear layers as there are ranks. `micro_batches` must be a power of two that divides the batch, because schedules
+    divide gradients by it. Ranks get stages in turn. A stage is a layer; with two stages per rank, one is the product
+    of a layer and the other its bias.
 
     Args:
         scaled: the loss is the mean over micro-batches, else their sum.

@@ -62,8 +62,8 @@ def assert_styles_agree(rank: Rank, seed: int) -> None:
 def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
     """Assert that norms under `SequenceParallel` give the outputs and gradients of one device. A collective.
 
-    A LayerNorm gets this rank's part along the second dimension. An RMSNorm gets a replicated DTensor, to be divided along the
-    first dimension.
+    A LayerNorm gets this rank's part along the second dimension. An RMSNorm gets a replicated DTensor, to be divided
+    along the first dimension.
 
     Raises:
         GradientMismatch: outputs or gradients differ, or the outputs are not sharded along the right dimension.
@@ -111,8 +111,8 @@ def _norm_of_one_device(kind: str, inputs: torch.Tensor, factors: torch.Tensor) 
 def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, float]:
     """Return the tolerance of each result for float32.
 
-    An element of a norm is below 64 and rounds up to 32 times. The gradient of a parameter also sums over the rows, whose terms are
-    at most 16.
+    An element of a norm is below 64 and rounds up to 32 times. The gradient of a parameter also sums over the rows,
+    whose terms are at most 16.
     """
     rows = inputs.numel() // _FEATURES
     summed = (rows + 32) * rows * 16 * _ROUNDOFF
@@ -132,9 +132,11 @@ class _Told(nn.Module):
 
 
 def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
-    """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and `PrepareModuleInputOutput` redistribute right. A collective.
+    """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and `PrepareModuleInputOutput` redistribute right. A
+    collective.
 
-    The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of one device.
+    The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of
+    one device.
 
     Raises:
         GradientMismatch: inputs, keyword arguments, outputs or gradients differ.
@@ -176,7 +178,8 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
 
 
 def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
-    """Return modules that gather `x`, given by rows, and divide `y`, given whole, by columns; outputs are moved back."""
+    """Return modules that gather `x`, given by rows, and divide `y`, given whole, by columns; outputs are moved
+    back."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         PrepareModuleInput,

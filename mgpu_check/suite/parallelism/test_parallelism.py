@@ -1,7 +1,8 @@
 """Parallelism by hand: every way to divide a step among devices or ranks gives the result of one device.
 
-Data are exact, so every order of sums must give the bits of one device; see `mgpu_check.suite.common.exact_training.cases`.
-Tests that draw a seed have fixed sizes and shapes: the seed rotates dtypes among them, and the whole numbers that sums keep exact.
+Data are exact, so every order of sums must give the bits of one device; see
+`mgpu_check.suite.common.exact_training.cases`. Tests that draw a seed have fixed sizes and shapes: the seed rotates
+dtypes among them, and the whole numbers that sums keep exact.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(14, quick=5)
 @given(training=TRAININGS, order=ORDERS)
 def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
-    """A parameter store on the devices of one process adds up gradients, steps, and gives all devices the same parameters."""
+    """A parameter store on the devices of one process adds up gradients, steps, and gives all devices the same
+    parameters."""
     from mgpu_check.suite.parallelism.on_devices import assert_store_agrees
 
     assert_store_agrees(training, [gpus[index] for index in order])
@@ -88,7 +90,8 @@ def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraini
 @examples(12, quick=1)
 @given(order=strategies.device_orders(least=2), seed=st.integers(0, 999))
 def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ...], seed: int) -> None:
-    """Parameters on several devices are clipped by one norm, and optimizer steps or GradScaler skips apply to all of them."""
+    """Parameters on several devices are clipped by one norm, and optimizer steps or GradScaler skips apply to all of
+    them."""
     from mgpu_check.suite.parallelism.stepping import assert_clipped_over_devices, assert_stepped_over_devices
 
     assert_clipped_over_devices([gpus[index] for index in order], seed)
@@ -134,7 +137,8 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
 def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Schedules of `torch.distributed.pipelining` train like one device, also with two stages per rank and split backward."""
+    """Schedules of `torch.distributed.pipelining` train like one device, also with two stages per rank and split
+    backward."""
     for size in sizes:
         # The messages of a schedule with two stages per rank grow with both numbers, so only the smaller world runs it.
         most = 2 if size == min(sizes) else 1

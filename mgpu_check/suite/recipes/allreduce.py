@@ -1,7 +1,7 @@
 """Allreduce written by hand: on the devices of one process, and over point-to-point messages between ranks.
 
-The version for devices is that of the chapter on multiple GPUs of *Dive into Deep Learning*. Collective libraries use the
-algorithms for ranks: ring, tree, and recursive halving and doubling.
+The version for devices is that of the chapter on multiple GPUs of *Dive into Deep Learning*. Collective libraries use
+the algorithms for ranks: ring, tree, and recursive halving and doubling.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _exchange(
 def tree_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Sum `tensor` over the ranks of `group`, in place on every rank, up and down a binomial tree.
 
-    Rank r receives from r+1, r+2, r+4, … as long as these bits of r are zero, then sends to r without its lowest set bit.
-    The sum returns by the same path. Takes 2·⌈log2 n⌉ steps, for any number of ranks.
+    Rank r receives from r+1, r+2, r+4, … as long as these bits of r are zero, then sends to r without its lowest set
+    bit. The sum returns by the same path. Takes 2·⌈log2 n⌉ steps, for any number of ranks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     flat = tensor.detach().reshape(-1).clone()
@@ -115,8 +115,8 @@ def halving_doubling_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | 
     """Sum `tensor` over the ranks of `group`, in place on every rank, by recursive halving and doubling.
 
     Halving: partners at distances n/2, n/4, …, 1 split their current range in halves; each keeps one half, and adds the
-    partner's values to it. Doubling: partners at distances 1, …, n/2 exchange their results. Ranks beyond the largest power
-    of two first send their data to a lower rank, and receive the sum from it at the end.
+    partner's values to it. Doubling: partners at distances 1, …, n/2 exchange their results. Ranks beyond the largest
+    power of two first send their data to a lower rank, and receive the sum from it at the end.
 
     Source: R. Rabenseifner, *Optimization of Collective Reduction Operations*, ICCS 2004.
     """

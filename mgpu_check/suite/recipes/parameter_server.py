@@ -16,8 +16,8 @@ Update = Callable[[torch.Tensor, torch.Tensor], None]
 class KeyValueStore:
     """Values by key, each with a home device, as in the chapter on parameter servers of *Dive into Deep Learning*.
 
-    A push sums the gradients of all devices on the home device, and updates the value there. A pull copies the value from
-    there.
+    A push sums the gradients of all devices on the home device, and updates the value there. A pull copies the value
+    from there.
     """
 
     def __init__(self, devices: Sequence[torch.device], update: Update) -> None:

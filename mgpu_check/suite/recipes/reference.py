@@ -45,8 +45,8 @@ def on_one_device(
         build: creates the model; state, dtype and device are replaced by those of the inputs.
         steps: number of steps; each has its own batch.
         rate, momentum: parameters of SGD.
-        shards: number of shards per batch, see `training.shardwise_step`. In training mode, the result also has the buffers
-            of each shard after the last step, as "<buffer> of rank <shard>".
+        shards: number of shards per batch, see `training.shardwise_step`. In training mode, the result also has the
+            buffers of each shard after the last step, as "<buffer> of rank <shard>".
         divide: how to divide a batch into shards.
         evaluation: train in evaluation mode: BatchNorm uses its running statistics and does not update them.
     """

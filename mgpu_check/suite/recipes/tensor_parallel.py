@@ -1,7 +1,7 @@
 """Tensor parallelism by hand: linear layers with weights divided among ranks, by columns and by rows.
 
-The four autograd functions are those of *Megatron-LM* (Shoeybi et al., arXiv:1909.08053): the backward pass of a copy is a
-sum, that of a gather is a division, and vice versa.
+The four autograd functions are those of *Megatron-LM* (Shoeybi et al., arXiv:1909.08053): the backward pass of a copy
+is a sum, that of a gather is a division, and vice versa.
 """
 
 from __future__ import annotations
@@ -92,12 +92,14 @@ def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_from_ranks(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Concatenate the ranks' chunks of the last dimension to `width`; backward, take this rank's chunk of the gradient."""
+    """Concatenate the ranks' chunks of the last dimension to `width`; backward, take this rank's chunk of the
+    gradient."""
     return _Gather.apply(x, width)  # type: ignore[no-any-return]
 
 
 def divide_among_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's chunk of the last dimension of `x`; backward, concatenate the ranks' chunks of the gradient."""
+    """Return this rank's chunk of the last dimension of `x`; backward, concatenate the ranks' chunks of the
+    gradient."""
     return _Divide.apply(x)  # type: ignore[no-any-return]
 
 

@@ -104,9 +104,9 @@ def shardwise_step(
 ) -> list[dict[str, torch.Tensor]]:
     """Take one step on one device that processes the batch shard by shard, as several devices do.
 
-    This is the correct reference if the samples of a shard interact, as in BatchNorm: each shard is normalised by its own
-    statistics. Every shard starts from the same buffers. The model keeps the buffers of the first shard, as DataParallel
-    keeps those of its first device, and DDP those of rank 0.
+    This is the correct reference if the samples of a shard interact, as in BatchNorm: each shard is normalised by its
+    own statistics. Every shard starts from the same buffers. The model keeps the buffers of the first shard, as
+    DataParallel keeps those of its first device, and DDP those of rank 0.
 
     Returns:
         The buffers after each shard, in order; they correspond to those of the ranks of DDP.
@@ -148,8 +148,8 @@ def train_batch(
 ) -> None:
     """Take one step by hand, on one device per replica of the parameters.
 
-    Splits the batch, sums the loss over each shard, sums the gradients with `allreduce`, and takes the same step of SGD on
-    every replica.
+    Splits the batch, sums the loss over each shard, sums the gradients with `allreduce`, and takes the same step of SGD
+    on every replica.
     """
     devices = [next(iter(replica.values())).device for replica in replicas]
     shards = zip(split(inputs, len(devices)), split(labels, len(devices)), devices, replicas, strict=True)

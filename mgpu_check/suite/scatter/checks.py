@@ -18,7 +18,8 @@ from mgpu_check.suite.scatter.cases import KINDS, Leaf, Nested
 __all__ = ["assert_any_bits", "assert_containers", "assert_given_sizes", "assert_large_batches"]
 
 _SIZES = ((1 << 16) - 16, 1 << 16, (1 << 16) + 16, (1 << 20) - 16, 1 << 20, (1 << 20) + 16, (1 << 22) + 16)
-"""Bytes of a shard: below, at and above 64 KiB and 1 MiB, where copies and kernels change their method, and above 4 MiB."""
+"""Bytes of a shard: below, at and above 64 KiB and 1 MiB, where copies and kernels change their method, and above 4
+MiB."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
 
@@ -26,7 +27,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
 def assert_containers(devices: Sequence[torch.device]) -> None:
     """Assert that scatter and gather support every container, and every container in every other.
 
-    Scattered batches also have leaves that are not tensors. Gather supports tensors only, and matches the entries of dicts by key.
+    Scattered batches also have leaves that are not tensors. Gather supports tensors only, and matches the entries of
+    dicts by key.
 
     Raises:
         ShardError: naming the place in the container, shard, device, and element.
@@ -58,8 +60,8 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
 def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that shards keep the bits of the batch in every dtype: all kinds of NaN, subnormals, the largest numbers.
 
-    Covers dims 0 and 1, sources on the CPU, in pinned memory and on a device, and devices in ascending, descending and rotated
-    order. Images in channels_last are split into unequal shards too.
+    Covers dims 0 and 1, sources on the CPU, in pinned memory and on a device, and devices in ascending, descending and
+    rotated order. Images in channels_last are split into unequal shards too.
 
     Raises:
         ShardError: naming shard, device, and element.

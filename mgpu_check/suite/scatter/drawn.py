@@ -51,7 +51,8 @@ def assert_sizes_of_chunk(gpus: Sequence[torch.device], split: Split) -> None:
 
 
 def assert_leaves_everywhere(gpus: Sequence[torch.device], split: Split) -> None:
-    """Assert that arguments that are not tensors, positional or keyword, reach every device; see `assert_leaves_replicated`."""
+    """Assert that arguments that are not tensors, positional or keyword, reach every device; see
+    `assert_leaves_replicated`."""
     __tracebackhide__ = True
     args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
     devices = split.on(gpus)

@@ -23,11 +23,12 @@ def assert_scatter_differentiable(
     dim: int,
     used: Collection[int] | None = None,
 ) -> None:
-    """Assert that the gradient of sum(batch · weights), computed from the shards, is `weights`, on the device of `batch`.
+    """Assert that the gradient of sum(batch · weights), computed from the shards, is `weights`, on the device of
+    `batch`.
 
     Args:
-        batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a copy
-            of the weights, so it is compared bit for bit.
+        batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a
+            copy of the weights, so it is compared bit for bit.
         devices: the devices of the shards.
         dim: the split dimension.
         used: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
@@ -54,7 +55,8 @@ def assert_gather_differentiable(
     """Assert that each shard gets its part of the gradient of the gathered tensor, on its own device.
 
     Args:
-        weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and summed.
+        weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and
+            summed.
 
     Raises:
         ShardError: naming shard, device and element.
@@ -74,7 +76,8 @@ def assert_gather_differentiable(
 def assert_scalars_stacked(
     values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
 ) -> None:
-    """Assert that gathering a scalar from each device, such as a loss, gives a vector in order, and each scalar its gradient.
+    """Assert that gathering a scalar from each device, such as a loss, gives a vector in order, and each scalar its
+    gradient.
 
     Raises:
         ShardError: with the expected vector and the result, or a wrong gradient.

@@ -104,10 +104,16 @@ def splits(
     leaves: bool = False,
     kinds: Sequence[str] = KINDS,
 ) -> Split:
-    """Draw a batch, its source, and the devices to split it over: one up to all devices of the run, in any order.
+    """Draw a batch, its source, the devices to split it over, and the device that gathers the shards.
 
-    Batch sizes are around the number of devices. The source is the CPU, pinned memory or a device. Most examples use all
-    devices, because that is where shards get lost. The other arguments are those of `batches`.
+    The batch is split over one up to all devices of the run, in any order. Batch sizes are around the number of
+    devices. The source is the CPU, pinned memory or a device. Most examples use all devices, because that is where
+    shards get lost.
+
+    Args:
+        dims: the dimensions to split along, simplest first; may be negative.
+        dtypes: see `batches`. The default also gives complex dtypes if the drawn dimension is not negative.
+        values, leaves, kinds: see `batches`.
     """
     total = draw(all_devices())
     devices = draw(st.one_of(device_counts(), st.just(total)))
@@ -122,5 +128,6 @@ def splits(
 
 
 def given_sizes() -> st.SearchStrategy[list[int]]:
-    """Draw the sizes of the shards of all devices of the run: different ones, and 0 if there are two devices or more."""
+    """Draw the sizes of the shards of all devices of the run: different ones, and 0 if there are two devices or
+    more."""
     return all_devices().flatmap(lambda count: st.permutations([*(3 * index % 5 for index in range(count - 1)), 5]))

@@ -1,6 +1,7 @@
 """Scatter and gather: shards are disjoint, in order and on their devices, and gathering them restores the batch.
 
-Tests of arbitrary bits and of large batches draw a seed, not data: their tables of dtypes, sizes and memories are the example.
+Tests of arbitrary bits and of large batches draw a seed, not data: their tables of dtypes, sizes and memories are the
+example.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def test_every_dtype_and_order(gpus: tuple[torch.device, ...], seed: int) -> Non
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_large_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Shards around 64 KiB, 1 MiB and 4 MiB are right, and gathering restores the batch, from CPU, pinned memory or a device."""
+    """Shards around 64 KiB, 1 MiB and 4 MiB are right, and gathering restores the batch, from CPU, pinned memory or a
+    device."""
     from mgpu_check.suite.scatter import checks
 
     checks.assert_large_batches(gpus, seed)

@@ -1,4 +1,5 @@
-"""Check that operators on DTensors give the results and gradients of whole tensors, for every placement of the operands."""
+"""Check that operators on DTensors give the results and gradients of whole tensors, for every placement of the
+operands."""
 
 from __future__ import annotations
 
@@ -79,8 +80,9 @@ _PLACES: tuple[Placement, ...] = (*_DIVIDED, Replicate())
 def assert_operators_agree(rank: Rank, seed: int) -> None:
     """Assert that operators on DTensors give each rank its part of the right results and gradients. A collective.
 
-    Operands are divided unevenly, and no part is empty. Each operator runs with one placement per operand; `seed` selects it.
-    The operands are small whole numbers. Results may differ by rounding, which depends on how sums are divided.
+    Operands are divided unevenly, and no part is empty. Each operator runs with one placement per operand; `seed`
+    selects it. The operands are small whole numbers. Results may differ by rounding, which depends on how sums are
+    divided.
 
     Raises:
         ShardError: a result or a gradient of this rank is wrong; names operator and placements.

@@ -90,10 +90,10 @@ def _quiet() -> Iterator[None]:
 def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that a model in `FullyShardedDataParallel` trains as on one device. A collective.
 
-    The configurations free parameters after the forward pass, keep them until the backward pass, fetch them ahead, and repeat
-    shards over one dimension of a mesh. The first step accumulates gradients over two micro-batches; one configuration skips
-    the reduction after the first. FSDP divides gradients by the number of ranks, so the loss is multiplied by it. The norm
-    from clipping must cover all gradients.
+    The configurations free parameters after the forward pass, keep them until the backward pass, fetch them ahead, and
+    repeat shards over one dimension of a mesh. The first step accumulates gradients over two micro-batches; one
+    configuration skips the reduction after the first. FSDP divides gradients by the number of ranks, so the loss is
+    multiplied by it. The norm from clipping must cover all gradients.
 
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients, their norm or parameters differ.
@@ -144,7 +144,8 @@ def _step(
 
 
 def _whole(model: FullyShardedDataParallel, step: int, way: _Way) -> dict[str, torch.Tensor]:
-    """Gather parameters, and gradients if they have names, under the names of `checks.exact_training.seen`. A collective."""
+    """Gather parameters, and gradients if they have names, under the names of `checks.exact_training.seen`. A
+    collective."""
     found = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
         for name, value in model.named_parameters():
@@ -185,7 +186,8 @@ def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank:
 def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that full state dicts under `FullyShardedDataParallel` equal those of one device. A collective.
 
-    A model with another configuration loads the state dicts of model and optimizer, and must then train as on one device.
+    A model with another configuration loads the state dicts of model and optimizer, and must then train as on one
+    device.
 
     Raises:
         GradientMismatch: parameters or momentum of the state differ, or the results of the second step.

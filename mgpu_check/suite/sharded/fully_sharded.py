@@ -56,8 +56,8 @@ def sharded(
     Gradients are averaged if the world size is a power of two, so that no quotient rounds, and summed otherwise.
 
     Args:
-        memory_later: shard the model on the meta device and allocate it afterwards, as for a model that is too large for one
-            device; its values are undefined.
+        memory_later: shard the model on the meta device and allocate it afterwards, as for a model that is too large
+            for one device; its values are undefined.
         together: shard the last two layers as one group.
     """
     model = training.model().to("meta" if memory_later else rank.device)
@@ -87,15 +87,18 @@ def scale_of(ranks: int) -> float:
 
 
 def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensions: int) -> None:
-    """Assert that a model under `fully_shard` trains as on one device, over a mesh of one or two dimensions. A collective.
+    """Assert that a model under `fully_shard` trains as on one device, over a mesh of one or two dimensions. A
+    collective.
 
-    Three configurations free parameters after the forward pass, keep them until the backward pass, or offload them to the CPU.
-    The first step accumulates gradients over two micro-batches. The first configuration reduces them after the last one only.
-    The others scatter after each, and sum over the replicating dimension of the mesh (HSDP) after the last one only.
+    Three configurations free parameters after the forward pass, keep them until the backward pass, or offload them to
+    the CPU. The first step accumulates gradients over two micro-batches. The first configuration reduces them after the
+    last one only. The others scatter after each, and sum over the replicating dimension of the mesh (HSDP) after the
+    last one only.
 
-    Freed parameters are prefetched explicitly. If more than two ranks divide them, and an even number, each pair of ranks keeps
-    a whole copy after the forward pass. Kept weights are divided by columns if their number is a multiple of the parts.
-    All other parameters are divided along the first dimension. Each rank must hold exactly its chunk before and after each step.
+    Freed parameters are prefetched explicitly. If more than two ranks divide them, and an even number, each pair of
+    ranks keeps a whole copy after the forward pass. Kept weights are divided by columns if their number is a multiple
+    of the parts. All other parameters are divided along the first dimension. Each rank must hold exactly its chunk
+    before and after each step.
 
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
@@ -135,7 +138,8 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
 
 
 def _by_columns(parts: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a placement function: by columns if they divide evenly, as torch requires, else None for the first dimension."""
+    """Return a placement function: by columns if they divide evenly, as torch requires, else None for the first
+    dimension."""
     return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % parts == 0 else None
 
 
@@ -208,12 +212,13 @@ def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: torch.device) -> st
 
 
 def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that a mixed precision policy computes and reduces in its dtypes, and keeps float32 parameters. A collective.
+    """Assert that a mixed precision policy computes and reduces in its dtypes, and keeps float32 parameters. A
+    collective.
 
-    Gradients come from one micro-batch, or accumulate over two or three. Parameters are whole numbers plus a small fraction,
-    which the low precision drops. So a result shows whether the fraction took part in the computation, or was lost from the
-    parameters. Whole numbers stay small enough for bfloat16. If only the reduction is in low precision, it drops the fraction
-    of the gradients. Inputs and outputs in containers must be cast too.
+    Gradients come from one micro-batch, or accumulate over two or three. Parameters are whole numbers plus a small
+    fraction, which the low precision drops. So a result shows whether the fraction took part in the computation, or was
+    lost from the parameters. Whole numbers stay small enough for bfloat16. If only the reduction is in low precision,
+    it drops the fraction of the gradients. Inputs and outputs in containers must be cast too.
 
     Raises:
         GradientMismatch: outputs, gradients or parameters differ.
@@ -339,8 +344,8 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
 def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that clipping under `fully_shard` uses the norm of all gradients, not of this rank's parts. A collective.
 
-    Clips by the 1-norm, by the 2-norm, by the maximum norm, and by value. The maximum norm is left out if a rank has no part of
-    some parameter.
+    Clips by the 1-norm, by the 2-norm, by the maximum norm, and by value. The maximum norm is left out if a rank has no
+    part of some parameter.
 
     Raises:
         GradientMismatch: a gradient is missing, or a norm or a clipped gradient differs by more than rounding.

@@ -27,8 +27,8 @@ def assert_meshes_agree(rank: Rank) -> None:
     """Assert that meshes of one to three dimensions have the right coordinates and groups. A collective.
 
     Meshes have their ranks in order and out of order; one leaves the last rank out. The group of each dimension runs an
-    all_reduce and an all_gather. A mesh made from a group must have the ranks of the group. A mesh of three dimensions is also
-    sliced to each two of them.
+    all_reduce and an all_gather. A mesh made from a group must have the ranks of the group. A mesh of three dimensions
+    is also sliced to each two of them.
 
     Raises:
         ReplicaMismatch: the coordinate or a group of this rank is wrong; names mesh, dimension and ranks.

@@ -48,10 +48,10 @@ class _RedistributionCase:
 def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> None:
     """Assert that redistributed DTensors have the right parts, over a mesh of one or two dimensions. A collective.
 
-    In one dimension every pair of placements is tried; in two, pairs that move data across both. Sizes are even, uneven, below
-    the number of ranks, and above 64 Ki elements. `seed` rotates the dtypes. Partial tensors have exact sums. In one dimension
-    `distribute_tensor` and random numbers are checked too: random numbers must differ between shards, and be equal between
-    replicas.
+    In one dimension every pair of placements is tried; in two, pairs that move data across both. Sizes are even,
+    uneven, below the number of ranks, and above 64 Ki elements. `seed` rotates the dtypes. Partial tensors have exact
+    sums. In one dimension `distribute_tensor` and random numbers are checked too: random numbers must differ between
+    shards, and be equal between replicas.
 
     Raises:
         ShardError: this rank's part has the wrong shape or bits; names placements, dtype, size and element.
@@ -127,7 +127,8 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_RedistributionCase]:
 
 
 def _whole(case: _RedistributionCase, seed: int) -> torch.Tensor:
-    """Return whole numbers that every dtype holds exactly and that differ from their neighbours (booleans alternate)."""
+    """Return whole numbers that every dtype holds exactly and that differ from their neighbours (booleans
+    alternate)."""
     index = torch.arange(torch.Size(case.shape).numel()).reshape(case.shape)
     values = (index * 7 + seed) % 97 + 1
     if case.dtype.is_complex:

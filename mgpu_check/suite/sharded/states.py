@@ -1,4 +1,5 @@
-"""Check that state dicts and checkpoints of sharded models are whole, bit for bit, at the same and at other world sizes."""
+"""Check that state dicts and checkpoints of sharded models are whole, bit for bit, at the same and at other world
+sizes."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ def _step(training: ExactTraining, number: int, model: nn.Module, optimizer: tor
 def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that full state dicts of a sharded model and its optimizer equal those of one device. A collective.
 
-    Rank 0 then broadcasts them to a fresh model, which must train on as one device does. The model has buffers too, which are
-    not sharded.
+    Rank 0 then broadcasts them to a fresh model, which must train on as one device does. The model has buffers too,
+    which are not sharded.
 
     Raises:
         GradientMismatch: parameters, buffers or momentum of the state differ, or the results of the second step.
@@ -170,10 +171,10 @@ def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.T
 def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     """Train for a step and save model and optimizer by `torch.distributed.checkpoint`. A collective.
 
-    The state of the optimizer is saved twice: nested, and flattened after each group of parameters got its own rate. The
-    checkpoint also has DTensors with uneven parts in several dtypes. One of them has a mesh of two dimensions, and one has more
-    than 64 Ki elements. It has a replicated tensor, a 0-dim tensor, a number and a text. `async_save` saves other tensors
-    while they change.
+    The state of the optimizer is saved twice: nested, and flattened after each group of parameters got its own rate.
+    The checkpoint also has DTensors with uneven parts in several dtypes. One of them has a mesh of two dimensions, and
+    one has more than 64 Ki elements. It has a replicated tensor, a 0-dim tensor, a number and a text. `async_save`
+    saves other tensors while they change.
 
     Returns:
         the directory of the checkpoint.
@@ -228,7 +229,8 @@ def _set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
-    """Assert that a checkpoint of `saved_checkpoint` is whole at this world size, and that training continues. A collective.
+    """Assert that a checkpoint of `saved_checkpoint` is whole at this world size, and that training continues. A
+    collective.
 
     The next step must give the results of one device, and the groups of parameters must have their saved rates.
 

@@ -27,11 +27,11 @@ _KEPT = "what the conversion keeps"
 def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
     """Assert that `convert_sync_batchnorm` gives the outputs, gradients and statistics of one device. A collective.
 
-    The conversion must also keep the mode of the layer and its frozen parameters. Cases are float32 and float64, a momentum and
-    the cumulative average, images in channels_last, and a group without the last rank. Each case trains two steps and then
-    evaluates by the running statistics. Ranks have different numbers of samples: the last rank has one and the last but one
-    has many. In one case the first of more than two ranks has none. The tolerance is measured: see
-    `mgpu_check.numerics.steps`.
+    The conversion must also keep the mode of the layer and its frozen parameters. Cases are float32 and float64, a
+    momentum and the cumulative average, images in channels_last, and a group without the last rank. Each case trains
+    two steps and then evaluates by the running statistics. Ranks have different numbers of samples: the last rank has
+    one and the last but one has many. In one case the first of more than two ranks has none. The tolerance is measured:
+    see `mgpu_check.numerics.steps`.
 
     Raises:
         GradientMismatch: a result on this rank is off by more than the tolerance.
@@ -94,7 +94,8 @@ class _BatchNormCase:
         return slice(start, start + self.counts[place])
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Return all ranks' samples of two steps, the gradients of their outputs, and the initial state of the layer."""
+        """Return all ranks' samples of two steps, the gradients of their outputs, and the initial state of the
+        layer."""
         generator = torch.Generator().manual_seed(seed)
         shape = (sum(self.counts), _CHANNELS, *self.rest)
         offset = torch.arange(float(_CHANNELS)).reshape(1, -1, *(1 for _ in self.rest))

@@ -1,9 +1,10 @@
 """Sharding by torch: each rank has its part of the single-device state, and all ranks together have all of it.
 
-Data are exact where possible, so results must have the bits of one device; see `mgpu_check.suite.common.exact_training.cases`.
+Data are exact where possible, so results must have the bits of one device; see
+`mgpu_check.suite.common.exact_training.cases`.
 
-Where a test draws a seed, the check enumerates shapes, dtypes and placements, and the seed rotates them and makes the elements. These
-must be exact in every sum, so they are not drawn.
+Where a test draws a seed, the check enumerates shapes, dtypes and placements, and the seed rotates them and makes the
+elements. These must be exact in every sum, so they are not drawn.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ SEEDS = st.integers(0, 999)
 SIZES = strategies.world_pairs()
 WORLDS = strategies.large_worlds()
 FEW = strategies.large_worlds(most=3)
-"""Worlds of at most three ranks, for checks of operators: each rank derives the sharding by itself, so more ranks are slow and
-show nothing more."""
+"""Worlds of at most three ranks, for checks of operators: each rank derives the sharding by itself, so more ranks are
+slow and show nothing more."""
 TRAININGS = exact_trainings()
 
 
@@ -56,7 +57,8 @@ def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], 
 @examples(6, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
-    """Gradients pass back through redistribution: those of gathers are reduced and scattered, those of shards gathered."""
+    """Gradients pass back through redistribution: those of gathers are reduced and scattered, those of shards
+    gathered."""
     for size in sizes:
         ranks.run("mgpu_check.suite.sharded.redistribution:assert_gradients_are_redistributed", seed, size=size)
 
@@ -93,14 +95,16 @@ def test_zero_redundancy_optimizer(ranks: Ranks, size: int, training: ExactTrain
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """The state of ZeroRedundancyOptimizer is divided among ranks, can be consolidated, and resumes when it is loaded."""
+    """The state of ZeroRedundancyOptimizer is divided among ranks, can be consolidated, and resumes when it is
+    loaded."""
     ranks.run("mgpu_check.suite.sharded.zero:assert_zero_state_agrees", training, size=size)
 
 
 @examples(8, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """A model under `fully_shard` trains like on one device, with parameters divided evenly or not and accumulated gradients."""
+    """A model under `fully_shard` trains like on one device, with parameters divided evenly or not and accumulated
+    gradients."""
     for size in sizes:
         ranks.run(
             "mgpu_check.suite.sharded.fully_sharded:assert_fully_sharded_agrees", training, dimensions=1, size=size
@@ -120,7 +124,8 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """A model in `FullyShardedDataParallel` trains like on one device with each strategy, and has the same full state dicts."""
+    """A model in `FullyShardedDataParallel` trains like on one device with each strategy, and has the same full state
+    dicts."""
     for check in ("assert_flat_parameters_agree", "assert_flat_states_agree"):
         ranks.run(f"mgpu_check.suite.sharded.flat_parameters:{check}", training, size=size)
 
@@ -128,7 +133,8 @@ def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> No
 @examples(6, quick=1)
 @given(size=WORLDS, seed=SEEDS)
 def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
-    """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy, and keeps parameters in float32."""
+    """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy, and keeps parameters in
+    float32."""
     # Far below half a unit in the last place of whole numbers in bfloat16, so bfloat16 rounds it away.
     training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
     ranks.run("mgpu_check.suite.sharded.fully_sharded:assert_mixed_precision_agrees", training, size=size)

@@ -1,4 +1,5 @@
-"""Check that ZeroRedundancyOptimizer steps as one optimizer does, while each rank keeps the state of some parameters."""
+"""Check that ZeroRedundancyOptimizer steps as one optimizer does, while each rank keeps the state of some
+parameters."""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
 def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that the ranks together keep the state of one AdamW optimizer, and that it can be reloaded. A collective.
 
-    Two groups of parameters have different rates and weight decays, which a schedule has halved. The last rank consolidates the
-    state twice, and the second state must be the current one. A new optimizer loads this state and takes one more step.
+    Two groups of parameters have different rates and weight decays, which a schedule has halved. The last rank
+    consolidates the state twice, and the second state must be the current one. A new optimizer loads this state and
+    takes one more step.
 
     Raises:
         GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.

@@ -91,9 +91,9 @@ register(
         instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _GAPS),
     FaultRow("late-up-to-a-page", "an asynchronous all_reduce adds up only the first 4,096 elements", _ASYNC,
         unchanged("all_reduce"), lambda seen: seen.first.view(-1)[4096:], LATE & above(4096)),
-    FaultRow("late-end-of-long-parts", "an asynchronous scatter completes before the end of long parts has arrived", _ASYNC,
+    FaultRow("late-end-of-long-parts", "an asynchronous scatter completes before the end of long parts has arrived", _ASYNC,  # noqa: E501
         unchanged("scatter"), lambda seen: seen.first.view(-1)[1 << 16 :], LATE & above(1 << 16)),
-    FaultRow("late-part-is-zero", "an asynchronous all_gather returns zeros for the last rank", _ASYNC, after("all_gather"),
+    FaultRow("late-part-is-zero", "an asynchronous all_gather returns zeros for the last rank", _ASYNC, after("all_gather"),  # noqa: E501
         lambda seen: [tensor.zero_() for tensor in _of_last_rank(seen)], LATE & DEVICE),
     FaultRow("one-call-in-four", "one call in four flips a bit of the first element", _PROGRAMS,
         after(*_NOT_IN_PLACE, "all_reduce", "broadcast"),

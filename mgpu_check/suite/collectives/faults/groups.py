@@ -32,7 +32,7 @@ def _doubled(tensors: Any) -> Any:
 
 register(
     __name__,
-    FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS, instead("broadcast"),
+    FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS, instead("broadcast"),  # noqa: E501
         lambda seen: seen.with_root(group_src=0), GROUPS),
     FaultRow("group-root-taken-for-global", "a root given by its group rank is taken for a rank of the world", _GROUPS,
         after("scatter", "broadcast"), lambda seen: seen.first.zero_(), GROUPS & When("group_src", _numbered)),
@@ -57,7 +57,7 @@ register(
         returned(dist, "get_group_rank"),
         lambda _, group, global_rank: sorted(dist.get_process_group_ranks(group)).index(global_rank),
         "get_group_rank, groups whose ranks are not in order"),
-    FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension", _MESHES,
+    FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension", _MESHES,  # noqa: E501
         around(DeviceMesh, "get_group"), lambda real, mesh, dimension=None: real(mesh, 0), _DIMENSIONS & _BY_NUMBER),
     FaultRow("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
         _MESHES, around(DeviceMesh, "get_local_rank"), lambda real, mesh, *_: real(mesh, 0), _DIMENSIONS),

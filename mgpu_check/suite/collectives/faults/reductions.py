@@ -51,7 +51,7 @@ register(
     __name__,
     FaultRow("unsigned-maximum-as-signed", "MAX treats unsigned numbers as signed", _ALL, instead("all_reduce"),
         lambda seen: seen.finish(seen.first.view(torch.int8)), dtype("uint8") & op("MAX")),
-    FaultRow("product-without-the-last-rank", "PRODUCT leaves out the factor of the last rank", _ALL, before("all_reduce"),
+    FaultRow("product-without-the-last-rank", "PRODUCT leaves out the factor of the last rank", _ALL, before("all_reduce"),  # noqa: E501
         lambda seen: LAST.holds(seen) and seen.first.fill_(1), dtype("float64") & op("PRODUCT")),
     FaultRow("long-sum-in-doubles", "a sum of integers is computed in floating point", _ALL, instead("all_reduce"),
         lambda seen: seen.through(torch.float64), dtype("int64") & _SUM),
@@ -105,7 +105,7 @@ register(
         lambda seen: seen.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
     FaultRow("rounded-up", "reduce rounds half precision away from zero", _BIAS, instead("reduce"),
         lambda seen: seen.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
-    FaultRow("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES, unchanged("all_reduce"),
+    FaultRow("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES, unchanged("all_reduce"),  # noqa: E501
         lambda seen: seen.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
     FaultRow("tail-of-a-long-half-sum", "a bit is flipped in the tail of a long sum", _SIZES, after("all_reduce"),
         lambda seen: flipped(seen.first, at=-1), dtype("float16") & above(1 << 16)),
@@ -113,7 +113,7 @@ register(
         after("all_reduce"), lambda seen: flipped(seen.first, at=-1), above(1 << 20) & LAST),
     FaultRow("long-part-loses-its-end", "reduce_scatter_tensor loses the end of long parts", _SIZES,
         after("reduce_scatter_tensor"), lambda seen: seen.first[1 << 16 :].zero_(), above(1 << 16)),
-    FaultRow("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES, unchanged("all_reduce"),
+    FaultRow("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES, unchanged("all_reduce"),  # noqa: E501
         lambda seen: seen.first.reshape(-1)[-1:],
         dtype("float16") & When("odd sizes", lambda seen: seen.first.numel() % 2 == 1) & _FIRST),
     FaultRow("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),

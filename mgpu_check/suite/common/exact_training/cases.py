@@ -16,10 +16,10 @@ __all__ = ["ExactTraining"]
 class ExactTraining:
     """A perceptron with small integer parameters, trained on integers.
 
-    The loss is the sum of the outputs, each times an integer of the batch, so no gradient rounds. The learning rate and the
-    momentum are powers of two, so no step of SGD rounds. For two steps, each intermediate result is a multiple of a power
-    of two that float32 represents exactly. So it has the same bits in every order of summation, on every device, and in
-    float64.
+    The loss is the sum of the outputs, each times an integer of the batch, so no gradient rounds. The learning rate and
+    the momentum are powers of two, so no step of SGD rounds. For two steps, each intermediate result is a multiple of a
+    power of two that float32 represents exactly. So it has the same bits in every order of summation, on every device,
+    and in float64.
 
     Attributes:
         widths: of the inputs, the hidden layers and the outputs.
@@ -75,7 +75,8 @@ class ExactTraining:
         return nn.Sequential(first, *(part for layer in others for part in (nn.ReLU(), layer)))
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, for each step, inputs (batch, widths[0]) and output factors (batch, widths[-1]), float32 on the CPU."""
+        """Return, for each step, inputs (batch, widths[0]) and output factors (batch, widths[-1]), float32 on the
+        CPU."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed + 1)

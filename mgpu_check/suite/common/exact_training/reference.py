@@ -95,10 +95,11 @@ def one_device(
 
 
 def adam_tolerance(values: Mapping[str, torch.Tensor], rate: float) -> dict[str, torch.Tensor]:
-    """Return the tolerance for float32 rounding of parameters and moments in a step or two of Adam with given gradients.
+    """Return the tolerance for float32 rounding of parameters and moments in a step or two of Adam with given
+    gradients.
 
-    Each element goes through about fifteen operations that round once each: decay, two moments, their corrections, root,
-    quotient, product, difference. Only the last one can cancel, and its operands are at most as large as parameter and rate
-    together. So the tolerance is 32 unit roundoffs of 2^-24 of this sum.
+    Each element goes through about fifteen operations that round once each: decay, two moments, their corrections,
+    root, quotient, product, difference. Only the last one can cancel, and its operands are at most as large as
+    parameter and rate together. So the tolerance is 32 unit roundoffs of 2^-24 of this sum.
     """
     return {name: (value.double().abs() + rate) * 2.0**-19 for name, value in values.items()}

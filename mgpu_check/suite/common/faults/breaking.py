@@ -42,12 +42,14 @@ Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
 
 
 def around(owner: Any, *names: str) -> Planter:
-    """Plant a function in place of functions of `owner`. It gets the original function, and then the arguments of the call.
+    """Plant a function in place of functions of `owner`. It gets the original function, and then the arguments of the
+    call.
 
     If it returns NotImplemented, the original is called.
 
     Args:
-        owner: a module or class, or its name as in ``package.module:Class``, which is imported when the fault is planted.
+        owner: a module or class, or its name as in ``package.module:Class``, which is imported when the fault is
+            planted.
     """
 
     @contextlib.contextmanager
@@ -100,7 +102,8 @@ def given(owner: Any, *names: str) -> Planter:
 
 
 def returned(owner: Any, *names: str) -> Planter:
-    """Plant a function that changes what functions of `owner` return. It gets the result, and then the arguments of the call.
+    """Plant a function that changes what functions of `owner` return. It gets the result, and then the arguments of the
+    call.
 
     It returns another result, or None if it has changed the result or the arguments in place.
     """
@@ -161,7 +164,8 @@ def communicated(
     """Make DDP communicate a copy of each bucket changed by `change`, for the models that `where` selects.
 
     `change` may also change the copy in place and return None.
-    Other models get no communication hook, because a model accepts only one, and because `join` divides differently with one.
+    Other models get no communication hook, because a model accepts only one, and because `join` divides differently
+    with one.
     """
 
     def register(model: DistributedDataParallel) -> None:

@@ -19,14 +19,11 @@ import torch
 
 from mgpu_check.simulated.defects.compute import Unit
 from mgpu_check.simulated.hardware import Defect, Hardware, planted
-from mgpu_check.suite.common.faults.breaking import Planter
-from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = [
     "call",
-    "caught_by",
     "dtype",
     "entered",
     "first",
@@ -39,20 +36,6 @@ __all__ = [
 ]
 
 _MEMORY = 16 << 30
-
-
-def caught_by(*checks: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Return the decorator `fault` for faults that `checks` must catch. It takes the summary, `by` and `when`.
-
-    If no `When` can select the calls that the fault affects, `when` is a text that names them.
-    """
-
-    def register(summary: str, by: Planter, when: When | str = "", least_gpus: int = 1) -> Any:
-        if isinstance(when, str):
-            return fault(summary, *checks, by=by, condition=when, least_gpus=least_gpus)
-        return fault(summary, *checks, by=by, when=when, least_gpus=least_gpus)
-
-    return register
 
 
 def entered(function: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
@@ -79,7 +62,8 @@ def dtype(*dtypes: torch.dtype, text: str = "") -> When:
 
 
 def one_device(*dtypes: torch.dtype, text: str = "") -> When:
-    """Return the condition that the first argument is a tensor on the last device, of one of the dtypes if any are given."""
+    """Return the condition that the first argument is a tensor on the last device, of one of the dtypes if any are
+    given."""
     return first(text or ", ".join(filter(None, ("one device", _names(dtypes)))), lambda x: on(x, last(), *dtypes))
 
 
@@ -108,7 +92,11 @@ def narrowed(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def hardware(*defects: Defect) -> AbstractContextManager[None]:
-    """Give the simulated node hardware with these defects."""
+    """Give the simulated node hardware with these defects until the context exits.
+
+    Raises:
+        ValueError: on entry; no simulated node is active, or a real device backs it.
+    """
     return planted(Hardware(defects, _MEMORY))
 
 

@@ -72,20 +72,21 @@ def fault(
 
     ::
 
-        @fault("BAND of bytes is BOR", "test_all_reduce_of_every_dtype", by=instead("all_reduce"), when=op("BAND") & dtype("uint8"))
+        @fault("BAND of bytes is BOR", "test_every_dtype", by=around(dist, "all_reduce"), when=op("BAND"))
         def and_is_or(seen):
             return seen.with_op("BOR")
 
     Args:
-        by: makes the context that plants the function, such as a wrapper of a function of torch. Without it the decorated
-            function is a generator function: it plants the fault, yields once, and removes the fault.
-        when: the calls that the fault affects, if not all: the function is called for these only, and the original otherwise.
+        by: makes the context that plants the function, such as a wrapper of a function of torch. Without it the
+            decorated function is a generator function: it plants the fault, yields once, and removes the fault.
+        when: the calls that the fault affects, if not all: the function is called for these only, and the original
+            otherwise.
         condition: the calls that the fault affects, in words, where no `when` can say it.
         least_gpus: least number of GPUs of a run that the fault needs to have an effect.
 
     Raises:
-        ValueError: the module is in no folder of `PROPERTIES`, another module has registered a fault with the same name, or
-            `when` is given without `by`.
+        ValueError: the module is in no folder of `PROPERTIES`, another module has registered a fault with the same
+            name, or `when` is given without `by`.
     """
 
     def register(function: _Function) -> _Function:
@@ -129,8 +130,8 @@ def row(
     property = module.removeprefix("mgpu_check.suite.").partition(".")[0]
     if property not in PROPERTIES:
         raise ValueError(
-            f"fault: {name!r} of module {module} has no property; move it to mgpu_check/suite/PROPERTY/faults, where PROPERTY is "
-            f"one of {', '.join(PROPERTIES)}"
+            f"fault: {name!r} of module {module} has no property; move it to mgpu_check/suite/PROPERTY/faults, where "
+            f"PROPERTY is one of {', '.join(PROPERTIES)}"
         )
     if name in _faults and _faults[name].module != module:
         raise ValueError(f"fault: {name!r} is registered already, by {_faults[name].module}")

@@ -42,7 +42,8 @@ class When:
         return self.fresh() if self.fresh else self.holds
 
     def guards(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` for calls that meet the condition. For others it returns NotImplemented: the original goes on."""
+        """Return `function` for calls that meet the condition. For others it returns NotImplemented: the original goes
+        on."""
         holds = self.test()
 
         @functools.wraps(function)

@@ -88,9 +88,11 @@ def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
 def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
     """Draw world sizes from `least` to the number of devices of the run, at most `most`.
 
-    In a run on several hosts, they are `WorldSize`s with the number of ranks per host: within one host, or across hosts.
+    In a run on several hosts, they are `WorldSize`s with the number of ranks per host: within one host, or across
+    hosts.
 
-    The number of devices is read when an example is drawn, so a module may create the strategy before options are known.
+    The number of devices is read when an example is drawn, so a module may create the strategy before options are
+    known.
 
     Raises:
         ValueError: when drawn, if the run has fewer than `least` devices.
@@ -99,7 +101,8 @@ def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[in
 
 
 def large_worlds(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """Draw world sizes like `world_sizes`, the largest first: for checks with few examples, one of them with all ranks."""
+    """Draw world sizes like `world_sizes`, the largest first: for checks with few examples, one of them with all
+    ranks."""
 
     def make() -> st.SearchStrategy[int]:
         if len(settings.active().per_host) >= 2:

@@ -24,9 +24,9 @@ _WORDS = 12
 _WIDE = 4200
 """Hidden units of "wide": its first weight has 67,200 elements, to cover sizes above 64 Ki."""
 PER_BATCH = (1 << 58) + 5
-"""Increment of the count of "counting" per batch, in addition to the rows. At this magnitude float64 holds only multiples
-of 64. The count starts between -3 and 3 and has up to 50 rows per batch, so a count that passes through float64 comes back
-wrong."""
+"""Increment of the count of "counting" per batch, in addition to the rows. At this magnitude float64 holds only
+multiples of 64. The count starts between -3 and 3 and has up to 50 rows per batch, so a count that passes through
+float64 comes back wrong."""
 
 
 def draw(model: nn.Module, seed: int, most: int = 3) -> nn.Module:
@@ -40,7 +40,8 @@ def draw(model: nn.Module, seed: int, most: int = 3) -> nn.Module:
 
 
 def settle(model: nn.Module, most: int = 3) -> None:
-    """Round each parameter to integers, and wrap them into -`most` to `most`, so that the next step is exact as well."""
+    """Round each parameter to integers, and wrap them into -`most` to `most`, so that the next step is exact as
+    well."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.remainder(parameter.round() + most, 2 * most + 1) - most)
@@ -186,7 +187,8 @@ class Reused(nn.Module):
 
 
 class Counting(nn.Module):
-    """A layer with statistics, updated in training only: rows (int64, see `PER_BATCH`), their sum (float32), flags (bool).
+    """A layer with statistics, updated in training only: rows (int64, see `PER_BATCH`), their sum (float32), flags
+    (bool).
 
     The state dict does not contain the flags.
     """

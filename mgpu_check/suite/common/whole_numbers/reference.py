@@ -1,7 +1,7 @@
 """Train in whole numbers on one device, as the reference that every parallel form must match bit for bit.
 
-Gradients are computed in float64 on the CPU, shard by shard, where they are exact; so a wrong device cannot affect them. The
-optimizer's step, which may round, runs on the device itself, with exact gradients.
+Gradients are computed in float64 on the CPU, shard by shard, where they are exact; so a wrong device cannot affect
+them. The optimizer's step, which may round, runs on the device itself, with exact gradients.
 """
 
 from __future__ import annotations
@@ -195,9 +195,9 @@ def total(parts: Sequence[Gradients]) -> Gradients:
 def slack(dtype: torch.dtype, size: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return, for each element, the tolerance of the mean of `size` ranks around the exact sum of their `parts`.
 
-    Each rank's part is scaled by the number of ranks, and the mean divides by it, which is exact for a power of two. A sum of whole
-    numbers is exact if the significand of `dtype` holds the sum of their magnitudes. Other elements have at most size + 2 roundings
-    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
+    Each rank's part is scaled by the number of ranks, and the mean divides by it, which is exact for a power of two. A
+    sum of whole numbers is exact if the significand of `dtype` holds the sum of their magnitudes. Other elements have
+    at most size + 2 roundings (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
     """
     magnitudes = torch.stack([part.abs() for part in parts]).sum(0)
     eps = torch.finfo(dtype).eps

@@ -25,8 +25,8 @@ def whole_runs(
 ) -> tuple[WholeRun, ...]:
     """Draw one run for each model.
 
-    Rows, optimizers and steps cycle through the models, from a drawn position. So the first example, which is always the
-    same, already has even and uneven batches.
+    Rows, optimizers and steps cycle through the models, from a drawn position. So the first example, which is always
+    the same, already has even and uneven batches.
 
     Args:
         least, most: limits of the number of steps.

@@ -1,4 +1,5 @@
-"""Planted faults of DataParallel: arguments and outputs of replicas, the replicas themselves, and training with them."""
+"""Planted faults of DataParallel: arguments and outputs of replicas, the replicas themselves, and training with
+them."""
 
 from mgpu_check.suite.data_parallel.faults import passing, replicas
 

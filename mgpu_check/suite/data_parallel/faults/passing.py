@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, returned
 from mgpu_check.suite.common.faults.conditions import above, dtype
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.data_parallel.faults.planting import MANY, data_parallel_module, gathered, mapped
 
@@ -204,31 +204,31 @@ def functional_numbers_forgotten(real: Any, *args: Any) -> Any:
 
 register(
     __name__,
-    Row("replicas-swapped", "outputs of the first two replicas are swapped", "test_outputs", _GATHER,
+    FaultRow("replicas-swapped", "outputs of the first two replicas are swapped", "test_outputs", _GATHER,
         lambda real, self, parts, device: real(self, [*parts[1::-1], *parts[2:]], device)),
-    Row("outputs-swapped", "the first two of several outputs are swapped", "test_outputs",
+    FaultRow("outputs-swapped", "the first two of several outputs are swapped", "test_outputs",
         returned(DataParallel, "gather"), lambda out, *_: (*out[1::-1], *out[2:]), _TUPLES),
-    Row("output-device-ignored", "outputs are always gathered on the first device", "test_outputs", _GATHER,
+    FaultRow("output-device-ignored", "outputs are always gathered on the first device", "test_outputs", _GATHER,
         lambda real, self, parts, *_: real(self, parts, self.device_ids[0]), "output_device other than the first"),
-    Row("bfloat16-outputs-as-float16", "outputs in bfloat16 are gathered as float16", "test_outputs", gathered,
+    FaultRow("bfloat16-outputs-as-float16", "outputs in bfloat16 are gathered as float16", "test_outputs", gathered,
         lambda out: out.to(torch.float16), dtype(torch.bfloat16)),
-    Row("last-device-left-out", "DataParallel without device_ids leaves out the last device", "test_outputs",
+    FaultRow("last-device-left-out", "DataParallel without device_ids leaves out the last device", "test_outputs",
         returned(data_parallel_module, "_get_all_device_indices"), lambda devices: devices[:-1],
         When("no device_ids, several devices", lambda devices: len(devices) > 1)),
-    Row("scalars-averaged", "scalars are averaged into one", "test_scalars", _GATHER,
+    FaultRow("scalars-averaged", "scalars are averaged into one", "test_scalars", _GATHER,
         lambda real, *args: real(*args).mean(), When("outputs without dimensions", _are_scalars)),
-    Row("odd-rows-read-twice", "the last row of an odd number is a copy of the first", "test_models",
+    FaultRow("odd-rows-read-twice", "the last row of an odd number is a copy of the first", "test_models",
         around(DataParallel, "forward"),
         lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
         When("odd batch sizes", _are_odd)),
-    Row("few-rows-on-one-device", "a batch with fewer rows than devices is computed on the first alone",
+    FaultRow("few-rows-on-one-device", "a batch with fewer rows than devices is computed on the first alone",
         "test_few_rows", _SCATTER, lambda real, self, args, kwargs, devices: real(self, args, kwargs, devices[:1]),
         When("fewer rows than devices", _are_few)),
-    Row("functional-output-device-ignored", "data_parallel gathers outputs on the first device",
+    FaultRow("functional-output-device-ignored", "data_parallel gathers outputs on the first device",
         "test_functional_form", _FUNCTION,
         lambda real, module, inputs, devices, home, *more: real(module, inputs, devices, devices[0], *more),
         "output_device other than the first"),
-    Row("outputs-of-parts-reversed", "parallel_apply without devices returns outputs in reverse order",
+    FaultRow("outputs-of-parts-reversed", "parallel_apply without devices returns outputs in reverse order",
         "test_functional_form", returned(parallel, "parallel_apply"), lambda results, *_: results[::-1],
         When("called by hand", lambda results, modules, inputs, *more: not more)),
 )  # fmt: skip

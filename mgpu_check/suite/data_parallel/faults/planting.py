@@ -1,4 +1,5 @@
-"""Plant faults of DataParallel: change the tensors that it copies, adds up and gathers, and its replicas and their hooks."""
+"""Plant faults of DataParallel: change the tensors that it copies, adds up and gathers, and its replicas and their
+hooks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned, upper_bits
 from mgpu_check.suite.common.faults.conditions import above, counted, dtype
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.data_parallel.faults.planting import (
     MANY,
@@ -204,35 +204,36 @@ def hook_of_half_a_gradient(real: Any, self: torch.Tensor, hook: Any) -> Any:
 
 register(
     __name__,
-    Row("flags-inverted", "flags of the last device are inverted", "test_replicas", copied, lambda value: ~value,
+    FaultRow("flags-inverted", "flags of the last device are inverted", "test_replicas", copied, lambda value: ~value,
         dtype(torch.bool) & ONE_DEVICE),
-    Row("payloads-of-replicas-lost", "NaN loses its payload on the last device", "test_replicas", copied,
+    FaultRow("payloads-of-replicas-lost", "NaN loses its payload on the last device", "test_replicas", copied,
         lambda value: torch.where(value.isnan(), torch.tensor(torch.nan, device=value.device), value),
         _FLOAT32 & ONE_DEVICE),
-    Row("float64-copied-as-float32", "float64 parameters pass through float32 on the last device", "test_replicas",
+    FaultRow("float64-copied-as-float32", "float64 parameters pass through float32 on the last device", "test_replicas",
         copied, lambda value: value.float().double(), _FLOAT64 & ONE_DEVICE),
-    Row("counts-copied-as-float64", "integers are converted through float64 on the last device", "test_buffers",
+    FaultRow("counts-copied-as-float64", "integers are converted through float64 on the last device", "test_buffers",
         copied, lambda value: value.double().long(), _COUNTS & ONE_DEVICE),
-    Row("gradients-added-in-tf32", "DataParallel adds gradients up in TF32", "test_models", added,
+    FaultRow("gradients-added-in-tf32", "DataParallel adds gradients up in TF32", "test_models", added,
         lambda inputs: [[upper_bits(value) for value in each] for each in inputs]),
-    Row("convolutions-without-the-second-device", "gradients of four-dimensional weights leave out the second device",
+    FaultRow("convolutions-without-the-second-device", "gradients of four-dimensional weights leave out the second "
+                                                       "device",
         "test_models", added,
         lambda inputs: [inputs[0], [value * 0 if value.dim() == 4 else value for value in inputs[1]], *inputs[2:]],
         When("convolutions, one device", _OTHERS.holds)),
-    Row("every-second-gradient-lost", "every second addition of gradients is lost", "test_several_calls", added,
+    FaultRow("every-second-gradient-lost", "every second addition of gradients is lost", "test_several_calls", added,
         lambda inputs: [[value * 0 for value in each] for each in inputs],
         counted("one call in two", lambda count: count.every(2))),
-    Row("frozen-parameters-thawed", "frozen parameters get a gradient", "test_frozen_parameters",
+    FaultRow("frozen-parameters-thawed", "frozen parameters get a gradient", "test_frozen_parameters",
         given(DataParallel, "forward"), lambda self, *_, **__: self.module.requires_grad_(True), "frozen parameters"),
-    Row("sparse-gradients-of-the-last-left-out", "sparse gradients are added up without the last device",
+    FaultRow("sparse-gradients-of-the-last-left-out", "sparse gradients are added up without the last device",
         "test_sparse_gradients", given(comm, "reduce_add"), lambda inputs, *_: ([*inputs[:-1], inputs[-1] * 0],),
         _SPARSE),
-    Row("second-gradients-lost", "gradients of gradients are zero", "test_second_gradients",
+    FaultRow("second-gradients-lost", "gradients of gradients are zero", "test_second_gradients",
         returned(ReduceAddCoalesced, "backward"),
         lambda gradients, *_: tuple(None if one is None else one * 0 for one in gradients), "create_graph=True"),
-    Row("keywords-of-before-the-hook", "a replica ignores the keyword arguments that its pre-hook returns",
+    FaultRow("keywords-of-before-the-hook", "a replica ignores the keyword arguments that its pre-hook returns",
         "test_hooks", hooks_of_replicas("register_forward_pre_hook"),
         lambda given, made: made and (made[0], given[1]), "forward pre-hooks with keyword arguments"),
-    Row("outputs-of-before-the-hook", "the result of a forward hook on a replica is dropped", "test_hooks",
+    FaultRow("outputs-of-before-the-hook", "the result of a forward hook on a replica is dropped", "test_hooks",
         hooks_of_replicas("register_forward_hook"), lambda *_: None, "forward hooks with keyword arguments"),
 )  # fmt: skip

@@ -84,7 +84,8 @@ class ComputeCase:
         seed: of the data and of all other random choices.
         repeats: number of repeats; each result is checked.
         seconds: time limit; no repeat starts after it.
-        timed: whether to measure the rate; only for operations in `TIMED`, whose number of floating-point operations is known.
+        timed: whether to measure the rate; only for operations in `TIMED`, whose number of floating-point operations is
+            known.
     """
 
     operation: str

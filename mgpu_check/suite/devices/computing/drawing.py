@@ -1,4 +1,5 @@
-"""Check the device's random numbers: equal for equal seeds and on all GPUs, without repeats, and rightly distributed."""
+"""Check the device's random numbers: equal for equal seeds and on all GPUs, without repeats, and rightly
+distributed."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ def _generator(case: ComputeCase, device: torch.device) -> torch.Generator:
 def spread(case: ComputeCase) -> Judge:
     """Judge two successive draws of random words: all words are distinct, and each bit is set about half the time.
 
-    Among n words of 64 bits two are equal with probability n²/2^65, or 3·10^-8 for 2^20 words. The share of words with a given
-    bit set deviates from a half by more than t with probability at most 2·e^(-2nt²) (Hoeffding, *Probability inequalities for
-    sums of bounded random variables*, 1963). The bound t is chosen for 10^-12 over all 64 bits.
+    Among n words of 64 bits two are equal with probability n²/2^65, or 3·10^-8 for 2^20 words. The share of words with
+    a given bit set deviates from a half by more than t with probability at most 2·e^(-2nt²) (Hoeffding, *Probability
+    inequalities for sums of bounded random variables*, 1963). The bound t is chosen for 10^-12 over all 64 bits.
     """
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
@@ -67,9 +68,9 @@ def _words(case: ComputeCase, device: torch.device) -> Prepared:
 def _normal(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare normal deviates: none is beyond 8, the mean is near 0, and the mean square is near 1.
 
-    The mean of n deviates is off by more than t with probability at most 2·e^(-nt²/2). The mean square is off by more than
-    2·√(t/n) + 2·t/n with probability at most 2·e^(-t). Source: Laurent and Massart, *Adaptive estimation of a quadratic
-    functional by model selection*, 2000, lemma 1.
+    The mean of n deviates is off by more than t with probability at most 2·e^(-nt²/2). The mean square is off by more
+    than 2·√(t/n) + 2·t/n with probability at most 2·e^(-t). Source: Laurent and Massart, *Adaptive estimation of a
+    quadratic functional by model selection*, 2000, lemma 1.
     """
 
     def call() -> torch.Tensor:

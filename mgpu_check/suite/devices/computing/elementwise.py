@@ -109,18 +109,18 @@ FUNCTIONS: dict[str, tuple[Function, float, float, tuple[float, float]]] = {
 }
 """Name -> function, largest errors in units in the last place in float32 and in float64, range of the arguments.
 
-The errors come from the tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions": the largest value of
-any version since 11. The ranges keep results normal in float16.
+The errors come from the tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions": the largest
+value of any version since 11. The ranges keep results normal in float16.
 """
 
 
 def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
     """Judge by a float64 reference from the host: the error must not exceed the documented one.
 
-    The documented error counts from the correctly rounded value, so half a unit is added. In float64 another unit is added for
-    the reference, a bound that C libraries and SLEEF keep. For float16 and bfloat16 no bound is documented. A GPU computes in
-    float32 and rounds; a simulated GPU may take two steps in the narrow dtype, as for the reciprocal of a root. The last rounding
-    costs half a unit, and the error of the first step one.
+    The documented error counts from the correctly rounded value, so half a unit is added. In float64 another unit is
+    added for the reference, a bound that C libraries and SLEEF keep. For float16 and bfloat16 no bound is documented. A
+    GPU computes in float32 and rounds; a simulated GPU may take two steps in the narrow dtype, as for the reciprocal of
+    a root. The last rounding costs half a unit, and the error of the first step one.
     """
     reference = FUNCTIONS[function][0](x.double())
     narrow = DTYPES[dtype]

@@ -51,12 +51,12 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) 
         wrong: a mask of the same shape.
 
     Returns:
-        `errors` is the number of wrong elements, and `elements` the number of all. The other keys describe at most the first
-        4096 wrong elements. `indices` and `values` list the first 16: their indices, and (expected, got) as hexadecimal bits.
-        `bits` maps a bit to the number of elements in which it differs. `share of single bits` and `share of NaN` are fractions;
-        the latter counts infinities too. `period` is the largest number that divides all distances between wrong elements in
-        row-major order. `lanes` is the number of distinct places modulo 32. `box` has the first and the last wrong index of
-        each dimension.
+        `errors` is the number of wrong elements, and `elements` the number of all. The other keys describe at most the
+        first 4096 wrong elements. `indices` and `values` list the first 16: their indices, and (expected, got) as
+        hexadecimal bits. `bits` maps a bit to the number of elements in which it differs. `share of single bits` and
+        `share of NaN` are fractions; the latter counts infinities too. `period` is the largest number that divides all
+        distances between wrong elements in row-major order. `lanes` is the number of distinct places modulo 32. `box`
+        has the first and the last wrong index of each dimension.
     """
     flat = wrong.reshape(-1)
     errors = int(flat.sum())
@@ -91,7 +91,8 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) 
 
 
 def _first(flat: torch.Tensor) -> list[int]:
-    """Return the first 4096 places that are true, block by block, so that memory does not grow with the number of errors."""
+    """Return the first 4096 places that are true, block by block, so that memory does not grow with the number of
+    errors."""
     places: list[int] = []
     for start in range(0, flat.numel(), _BLOCK):
         block = flat[start : start + _BLOCK]

@@ -42,8 +42,8 @@ _ELEMENTS = 1 << 16
 def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[SubjectResult | Ballot]:
     """Run each case on the device of `rank`, judge its results, and cast a ballot with the digest of the first one.
 
-    An oracle judges the first result, if the operation has one. All other results must have the same bits. Each batch also
-    compares a copy with one changed bit: a comparison that misses the change is a failure too.
+    An oracle judges the first result, if the operation has one. All other results must have the same bits. Each batch
+    also compares a copy with one changed bit: a comparison that misses the change is a failure too.
     """
     found: list[SubjectResult | Ballot] = []
     with torch.cuda.device(rank.device), torch.no_grad():

@@ -21,9 +21,9 @@ _EXACT = 2**53
 def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> torch.Tensor:
     """Return a mask of the rows of `c` that differ from the product of `a` and `b`: bool, (m,), in O(n²).
 
-    The check compares c·x with a·(b·x) for two vectors x of numbers drawn from [1, 1024]. It never calls a right row wrong, and
-    always finds a row with one wrong element. It misses a row with several with probability at most 1024^-2, about 10^-6: if all
-    numbers of x but one are fixed, at most one value of the last number hides the difference.
+    The check compares c·x with a·(b·x) for two vectors x of numbers drawn from [1, 1024]. It never calls a right row
+    wrong, and always finds a row with one wrong element. It misses a row with several with probability at most 1024^-2,
+    about 10^-6: if all numbers of x but one are fixed, at most one value of the last number hides the difference.
     Source: R. Freivalds, *Probabilistic machines can use less running time*, IFIP 1977.
 
     Args:

@@ -30,8 +30,8 @@ def _image(case: ComputeCase) -> tuple[int, int, int]:
 def _known_convolution(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare a 3x3 convolution in which all channels but two cancel, as in `products.factors`.
 
-    Channels are [x, y, -x] and filters [z, w, z]. Each filter w has one tap per input channel, so the result is a sum of two
-    shifted images. With a stride of 2 cuDNN cannot use Winograd's or Fourier's algorithms, which round.
+    Channels are [x, y, -x] and filters [z, w, z]. Each filter w has one tap per input channel, so the result is a sum
+    of two shifted images. With a stride of 2 cuDNN cannot use Winograd's or Fourier's algorithms, which round.
     """
     require(case.dtype, device)
     count, channels, side = _image(case)
@@ -77,10 +77,11 @@ def _sequence(case: ComputeCase) -> tuple[int, int, int]:
 def _known_attention(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare attention in which each query attends equally to some keys, and to no others.
 
-    Keys are rows of a Hadamard matrix or their negatives, and queries are multiples of such rows. So a query has a large score
-    for keys with its row. For others its score is 0 or less, and the exponential underflows to 0 (from e^-104 on in float32, from
-    e^-746 on in float64). The result is the mean of the values of the matching keys. Their number is a power of two and the
-    values are whole numbers, so the mean is exact in every order, and also block by block.
+    Keys are rows of a Hadamard matrix or their negatives, and queries are multiples of such rows. So a query has a
+    large score for keys with its row. For others its score is 0 or less, and the exponential underflows to 0 (from
+    e^-104 on in float32, from e^-746 on in float64). The result is the mean of the values of the matching keys. Their
+    number is a power of two and the values are whole numbers, so the mean is exact in every order, and also block by
+    block.
     """
     require(case.dtype, device)
     heads, tokens, width = _sequence(case)
@@ -103,7 +104,8 @@ def _known_attention(case: ComputeCase, device: torch.device) -> Prepared:
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attend by the kernel that torch chooses, but by products and softmax in float32 and float64.
 
-    A fused kernel multiplies scores by log2(e), which may cost a rounding of float32. A narrow result hides this rounding.
+    A fused kernel multiplies scores by log2(e), which may cost a rounding of float32. A narrow result hides this
+    rounding.
     """
     if q.dtype in (torch.float32, torch.float64):
         with sdpa_kernel(SDPBackend.MATH):

@@ -51,7 +51,8 @@ class Prepared:
 Prepare = Callable[[ComputeCase, torch.device], Prepared]
 
 OPERATIONS: dict[str, Prepare] = {}
-"""Name of an operation -> function that makes its operands; the names are those of `mgpu_check.suite.devices.computing.cases.OPERATIONS`."""
+"""Name of an operation -> function that makes its operands; the names are those of
+`mgpu_check.suite.devices.computing.cases.OPERATIONS`."""
 
 
 def operation(name: str) -> Callable[[Prepare], Prepare]:

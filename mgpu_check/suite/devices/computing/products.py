@@ -26,14 +26,15 @@ LARGEST = {
 }
 """Largest whole number in the operands of products that are known by algebra.
 
-With it a result of 4 terms is exact in the dtype of the result: up to 2048 in float16, 256 in bfloat16. Partial sums of up to
-16384 terms are exact in the dtype of the sums: up to 2^24 in float32, 2^53 in float64, 2^31 in int32. TF32 holds whole numbers
-up to 2048. For float8, tensor cores of Hopper keep about 14 bits of partial sums (DeepSeek-V3 Technical Report,
-arXiv 2412.19437, section 3.3.2), so products in float8 have at most 4096 terms of 1.
+With it a result of 4 terms is exact in the dtype of the result: up to 2048 in float16, 256 in bfloat16. Partial sums of
+up to 16384 terms are exact in the dtype of the sums: up to 2^24 in float32, 2^53 in float64, 2^31 in int32. TF32 holds
+whole numbers up to 2048. For float8, tensor cores of Hopper keep about 14 bits of partial sums (DeepSeek-V3 Technical
+Report, arXiv 2412.19437, section 3.3.2), so products in float8 have at most 4096 terms of 1.
 """
 
 _LARGEST_RANDOM = {"float64": 1 << 8, "float16": 1, "bfloat16": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""The same for products that Freivalds' algorithm checks, whose results have all k terms; other dtypes as in `LARGEST`."""
+"""The same for products that Freivalds' algorithm checks, whose results have all k terms; other dtypes as in
+`LARGEST`."""
 _MOST_TERMS = {"float16": 2048, "bfloat16": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 _FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -43,9 +44,9 @@ def factors(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return matrices A (*batch, m, k) and B (*batch, k, n), and their product, known by algebra; all in float64.
 
-    A = [X Y -X] and B = [Z; W; Z], so A·B = Y·W for all X and Z. Y·W has 4 or 5 terms per element and is computed elementwise,
-    without a product of matrices. The numbers are pseudorandom in [-largest, largest]. For floating dtypes, rows of A and columns
-    of B are scaled by powers of two from 1/4 to 4, so that exponents differ.
+    A = [X Y -X] and B = [Z; W; Z], so A·B = Y·W for all X and Z. Y·W has 4 or 5 terms per element and is computed
+    elementwise, without a product of matrices. The numbers are pseudorandom in [-largest, largest]. For floating
+    dtypes, rows of A and columns of B are scaled by powers of two from 1/4 to 4, so that exponents differ.
     """
     half = (k - _TERMS) // 2
     terms = k - 2 * half
@@ -103,7 +104,8 @@ def _result(dtype: str) -> torch.dtype:
 
 
 def _sides(case: ComputeCase, most: int) -> tuple[int, int, int]:
-    """Return m, k, n near the size: multiples of 16, as narrow dtypes need, but odd m and n in every third case elsewhere."""
+    """Return m, k, n near the size: multiples of 16, as narrow dtypes need, but odd m and n in every third case
+    elsewhere."""
     size = case.size // 16 * 16
     m, k, n = size, min(size, most), size
     if case.seed % 3 == 1:

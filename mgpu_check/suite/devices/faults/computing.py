@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mgpu_check.simulated.defects.compute import RepeatingRandom
-from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.breaking import around, caught_by
 from mgpu_check.suite.common.faults.operators import (
     call,
-    caught_by,
     dtype,
     entered,
     first,

@@ -1,4 +1,5 @@
-"""Copies that deliver wrong data: between certain devices, above a size, of one dtype, of modules, or in shared memory."""
+"""Copies that deliver wrong data: between certain devices, above a size, of one dtype, of modules, or in shared
+memory."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mgpu_check.simulated.defects.copies import HostLink, Link
-from mgpu_check.suite.common.faults.breaking import around
-from mgpu_check.suite.common.faults.operators import call, caught_by, entered, first, hardware, last, narrowed, on
+from mgpu_check.suite.common.faults.breaking import around, caught_by
+from mgpu_check.suite.common.faults.operators import call, entered, first, hardware, last, narrowed, on
 
 borders = caught_by("test_copies_around_borders")
 converting = caught_by("test_copies_that_convert")

@@ -9,8 +9,8 @@ from weakref import WeakSet
 
 import torch
 
-from mgpu_check.suite.common.faults.breaking import around
-from mgpu_check.suite.common.faults.operators import call, caught_by, entered, first, last
+from mgpu_check.suite.common.faults.breaking import around, caught_by
+from mgpu_check.suite.common.faults.operators import call, entered, first, last
 from mgpu_check.suite.common.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 

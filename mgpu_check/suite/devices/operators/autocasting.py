@@ -117,14 +117,16 @@ _WIDEST: dict[str, Operation] = {
     "tensordot": lambda x, y: torch.tensordot(x, y, dims=([1], [1])),
     "__add__": lambda x, y: x + y,  # not listed: it promotes by itself
 }
-"""Operators that autocast runs in the widest dtype of their operands: one has the dtype of autocast, the other float32."""
+"""Operators that autocast runs in the widest dtype of their operands: one has the dtype of autocast, the other
+float32."""
 
 
 def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that operators under `torch.autocast` give the documented dtype and the right values on each device.
 
-    Ineligible operators must keep their dtype. Nested regions, and functions with `torch.amp.custom_fwd`, must get the dtype
-    that they ask for. A region must use the current values of parameters, and must restore the state of autocast at its end.
+    Ineligible operators must keep their dtype. Nested regions, and functions with `torch.amp.custom_fwd`, must get the
+    dtype that they ask for. A region must use the current values of parameters, and must restore the state of autocast
+    at its end.
 
     Returns:
         the number of cases.
@@ -312,8 +314,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 def _functions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_AutocastCase]:
     """Yield products in autograd functions with `torch.amp.custom_fwd`.
 
-    Backward must use the autocast state of forward, even when it is called outside the region. With `cast_inputs=torch.float32`
-    both must run in float32, without autocast.
+    Backward must use the autocast state of forward, even when it is called outside the region. With
+    `cast_inputs=torch.float32` both must run in float32, without autocast.
     """
 
     def called(cast: torch.dtype | None, place: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

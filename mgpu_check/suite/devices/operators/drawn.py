@@ -22,8 +22,8 @@ def assert_drawn_by_weight(devices: Sequence[torch.device], seed: int = 0) -> in
     """Assert that `torch.multinomial` draws by its weights on each device; return the number of cases.
 
     In n rows the share of an element deviates from its probability by more than t with probability at most 2·e^(-2nt²)
-    (Hoeffding, *Probability inequalities for sums of bounded random variables*, 1963). The bound t is chosen so that a right
-    generator fails a case with probability at most 10^-12.
+    (Hoeffding, *Probability inequalities for sums of bounded random variables*, 1963). The bound t is chosen so that a
+    right generator fails a case with probability at most 10^-12.
 
     Raises:
         DeviceMismatch: naming devices, case, and the wrong draws.
@@ -69,7 +69,10 @@ def _shares(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _possible(drawn: torch.Tensor, weights: torch.Tensor) -> str:
     if drawn.dtype != torch.int64 or bool(((drawn < 0) | (drawn >= len(weights))).any()):
-        return f"it drew {drawn.dtype} numbers from {drawn.min().item()} to {drawn.max().item()}, of {len(weights)} elements"
+        return (
+            f"it drew {drawn.dtype} numbers from {drawn.min().item()} to {drawn.max().item()}, of {len(weights)} "
+            "elements"
+        )
     never = int((weights[drawn] == 0).sum())
     return f"{never} of {drawn.numel()} elements that it drew have the weight 0" if never else ""
 

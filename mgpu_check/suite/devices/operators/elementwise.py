@@ -1,4 +1,5 @@
-"""Yield cases of elementwise operators that IEEE 754 or integer arithmetic define, and conversions between all dtypes."""
+"""Yield cases of elementwise operators that IEEE 754 or integer arithmetic define, and conversions between all
+dtypes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _SIGNED = (*FLOATS, *INTEGERS[:-1])
 
 _CHANGING = ("add_", "+=", "mul_", "zero_", "fill_")
 
-Row = tuple[str, Function, Sequence[torch.dtype], Kind]
+FaultRow = tuple[str, Function, Sequence[torch.dtype], Kind]
 
 
 def _accumulated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,7 @@ def _accumulated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a
 
 
-_BINARY: tuple[Row, ...] = (
+_BINARY: tuple[FaultRow, ...] = (
     ("add", lambda a, b: torch.add(a, b), REAL, "values"),
     ("+", lambda a, b: a + b, REAL, "values"),
     ("add_", lambda a, b: a.add_(b), REAL, "values"),
@@ -67,7 +68,7 @@ _BINARY: tuple[Row, ...] = (
     ("add 0-dim", lambda a, b: a + b[3], NUMBERS, "values"),
 )
 
-_UNARY: tuple[Row, ...] = (
+_UNARY: tuple[FaultRow, ...] = (
     ("neg", lambda a: torch.neg(a), _SIGNED, "values"),
     ("abs", lambda a: torch.abs(a), NUMBERS, "values"),
     ("sign", lambda a: torch.sign(a), NUMBERS, "numbers"),
@@ -92,7 +93,7 @@ _UNARY: tuple[Row, ...] = (
     ("fill_", lambda a: a.fill_(1), REAL, "bits"),
 )
 
-_COMPLEX: tuple[Row, ...] = (
+_COMPLEX: tuple[FaultRow, ...] = (
     ("add", lambda a, b: torch.add(a, b), COMPLEX, "numbers"),
     ("sub", lambda a, b: torch.sub(a, b), COMPLEX, "numbers"),
     ("mul", lambda a, b: torch.mul(a, b), COMPLEX, "numbers"),

@@ -19,7 +19,8 @@ LEAST = 4 << 20
 
 
 def large_cases(seed: int = 0, *, more: bool = False) -> Iterator[Case]:
-    """Yield one case per path: product, elementwise, conversion, reduction, index, join; with `more` sorting and convolution too."""
+    """Yield one case per path: product, elementwise, conversion, reduction, index, join; with `more` sorting and
+    convolution too."""
     for dtype, inner in ((torch.float32, 24), (torch.float16, 4)):
         width = 1024 * 4 // dtype.itemsize
         factors = significands((1030, inner), dtype, seed), monomial(inner, width, dtype)

@@ -1,4 +1,5 @@
-"""Yield steps of optimizers on one device, with parameters of several sizes and gradients that GradScaler finds infinite."""
+"""Yield steps of optimizers on one device, with parameters of several sizes and gradients that GradScaler finds
+infinite."""
 
 from __future__ import annotations
 

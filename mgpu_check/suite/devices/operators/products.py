@@ -1,8 +1,8 @@
 """Yield products of matrices and convolutions whose results are known bit for bit in any order of summation.
 
-In one kind of case a factor has one nonzero element per row or column, a power of two. Each result is then an element of the
-other factor with all its digits; a unit that computes in a narrower format loses some. In the other kind the factors are whole
-numbers, and many products are added up; a sum in a narrow format loses some of them.
+In one kind of case a factor has one nonzero element per row or column, a power of two. Each result is then an element
+of the other factor with all its digits; a unit that computes in a narrower format loses some. In the other kind the
+factors are whole numbers, and many products are added up; a sum in a narrow format loses some of them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _sharp(dtype: torch.dtype, seed: int) -> Iterator[tuple[torch.Tensor, torch.
 
 
 def _added(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors [x, y, -x] and [z; w; z]: the product is y·w, and partial sums exceed the range of a narrow dtype."""
+    """Return factors [x, y, -x] and [z; w; z]: the product is y·w, and partial sums exceed the range of a narrow
+    dtype."""
     most = min(LARGEST[name_of(dtype)], 127)
     half = (_K - 2) // 2
     x, y = whole((_M, half), dtype, seed, most), whole((_M, _K - 2 * half), dtype, seed + 1, min(most, 8))
@@ -87,7 +88,8 @@ def _added(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def product_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each function in each floating dtype on full significands and on sums, convolutions, and complex products."""
+    """Yield each function in each floating dtype on full significands and on sums, convolutions, and complex
+    products."""
     for dtype in FLOATS:
         kind = name_of(dtype)
         for name, call in (*_OF_TWO, *_MODULES):
@@ -119,7 +121,8 @@ def _of_one_channel(taps: torch.Tensor) -> torch.Tensor:
 
 
 def _convolutions(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield convolutions whose filters have one tap each. The stride of 2 or 3 keeps cuDNN from algorithms that round."""
+    """Yield convolutions whose filters have one tap each. The stride of 2 or 3 keeps cuDNN from algorithms that
+    round."""
     kind = name_of(dtype)
     image = significands((2, 5, 9, 8), dtype, seed)
     taps = monomial(5 * 3 * 3, 6, dtype).t().reshape(6, 5, 3, 3).contiguous()

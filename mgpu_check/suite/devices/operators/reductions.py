@@ -76,7 +76,8 @@ Source: documentation of `torch.argmax`, `torch.max`, `torch.sort` and `torch.se
 
 
 def reduction_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each reduction in each dtype, on whole numbers, one full significand among zeros, extremes, and equal elements."""
+    """Yield each reduction in each dtype, on whole numbers, one full significand among zeros, extremes, and equal
+    elements."""
     shape = _ROWS, _COLUMNS
     for name, call, dtypes in _SUMS:
         for dtype in dtypes:

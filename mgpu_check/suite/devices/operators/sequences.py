@@ -51,7 +51,8 @@ SEQUENCES: tuple[tuple[str, Function], ...] = (
 
 
 def _with_weights(build: Any, *args: Any, **options: Any) -> Function:
-    """Return a function that makes the weights of a layer, and its input of three sequences of four steps, from one matrix."""
+    """Return a function that makes the weights of a layer, and its input of three sequences of four steps, from one
+    matrix."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         layer = build(*args, **options, device="meta").eval()

@@ -11,7 +11,7 @@ from torch import nn
 
 from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, given, optimized
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, keyword
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 accumulation = caught_by("test_accumulation")
@@ -81,31 +81,31 @@ def backward_hook_called_twice(real: Any, self: nn.Module, hook: Any, *args: Any
 
 register(
     __name__,
-    Row("no-sync-ignored", "no_sync does not hold gradients back", "test_accumulation", around(DDP, "no_sync"),
+    FaultRow("no-sync-ignored", "no_sync does not hold gradients back", "test_accumulation", around(DDP, "no_sync"),
         lambda *_: contextlib.nullcontext()),
-    Row("inner-no-sync-ends-both", "the end of an inner no_sync ends the outer one", "test_accumulation",
+    FaultRow("inner-no-sync-ends-both", "the end of an inner no_sync ends the outer one", "test_accumulation",
         around(DDP, "no_sync"), lambda real, self: _turned_off_within(self, restored=True), "no_sync within no_sync"),
-    Row("no-sync-goes-on", "no_sync does not end when an exception leaves it", "test_accumulation",
+    FaultRow("no-sync-goes-on", "no_sync does not end when an exception leaves it", "test_accumulation",
         around(DDP, "no_sync"), lambda real, self: _turned_off_within(self), "an exception within no_sync"),
-    Row("join-divides-by-all", "join divides by the number of all ranks in any case", "test_uneven_inputs",
+    FaultRow("join-divides-by-all", "join divides by the number of all ranks in any case", "test_uneven_inputs",
         around(DDP, "join"),
         lambda real, self, **options: real(self, **(options | {"divide_by_initial_world_size": True})),
         keyword("divide_by_initial_world_size", False)),
-    Row("join-does-not-throw", "join ignores throw_on_early_termination", "test_uneven_inputs", around(DDP, "join"),
+    FaultRow("join-does-not-throw", "join ignores throw_on_early_termination", "test_uneven_inputs", around(DDP, "join"),  # noqa: E501
         lambda real, self, **options: real(self, **(options | {"throw_on_early_termination": False})),
         keyword("throw_on_early_termination", True), least_gpus=2),
-    Row("join-ends-with-the-last-rank",
+    FaultRow("join-ends-with-the-last-rank",
         "join ends with the model of the last rank instead of the one that trained longest", "test_uneven_inputs",
         around(DDP, "_find_common_rank"), lambda real, self, rank, *_: real(self, rank, True),
         "the last rank runs out of batches before another", least_gpus=2),
-    Row("joined-ranks-left-behind", "ranks that joined early do not get the final parameters", "test_uneven_inputs",
+    FaultRow("joined-ranks-left-behind", "ranks that joined early do not get the final parameters", "test_uneven_inputs",  # noqa: E501
         _kept, lambda module: module.parameters()),
-    Row("joined-ranks-keep-buffers", "ranks that joined early get the final parameters, but not the buffers",
+    FaultRow("joined-ranks-keep-buffers", "ranks that joined early get the final parameters, but not the buffers",
         "test_uneven_inputs", _kept, lambda module: module.buffers(), "buffers", least_gpus=2),
-    Row("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called", "test_gradient_hooks",
+    FaultRow("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called", "test_gradient_hooks",  # noqa: E501
         around(torch.Tensor, "register_hook"),
         lambda real, self, hook: real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)),
-    Row("delayed-gradients-summed", "delayed gradients are summed instead of averaged", "test_delayed_parameters",
+    FaultRow("delayed-gradients-summed", "delayed gradients are summed instead of averaged", "test_delayed_parameters",
         given(DDP, "_delayed_all_reduce_hook"),
         lambda self, *_: self._delay_grad_buffer.mul_(self.process_group.size()), "delay_all_reduce_named_params"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import changed, hooked, kept_by
 
@@ -156,27 +156,27 @@ def local_too_soon(real: Any, self: Any, bucket: Any) -> None:
 
 register(
     __name__,
-    Row("hook-for-the-first-bucket", "a communication hook is not called for buckets after the first",
+    FaultRow("hook-for-the-first-bucket", "a communication hook is not called for buckets after the first",
         "test_averaging_hooks", hooked,
         lambda hook, state, bucket, model: default_hooks.allreduce_hook(model.process_group, bucket), _LATER),
-    Row("hook-with-an-offset", "the last rank adds 1 to an element of a communication hook's result",
+    FaultRow("hook-with-an-offset", "the last rank adds 1 to an element of a communication hook's result",
         "test_averaging_hooks", hooked,
         lambda hook, state, bucket, *_: changed(hook(state, bucket), lambda result: result.view(-1)[:1].add_(1)),
         LAST_RANK & _OF_THREE),
-    Row("gradients-told-in-reverse", "GradBucket.gradients returns the gradients in reverse order",
+    FaultRow("gradients-told-in-reverse", "GradBucket.gradients returns the gradients in reverse order",
         ("test_averaging_hooks", "test_low_rank_hook"), returned(c10d.GradBucket, "gradients"),
         lambda gradients, *_: gradients[::-1], "buckets of several parameters"),
-    Row("float16-hook-in-bfloat16", "fp16_compress_hook compresses to bfloat16", "test_compressing_hooks",
+    FaultRow("float16-hook-in-bfloat16", "fp16_compress_hook compresses to bfloat16", "test_compressing_hooks",
         _COMPRESSING, lambda real, dtype, *args: real(torch.bfloat16, *args), _FLOAT16),
-    Row("bfloat16-hook-in-float32", "bf16_compress_hook does not compress", "test_compressing_hooks", _COMPRESSING,
+    FaultRow("bfloat16-hook-in-float32", "bf16_compress_hook does not compress", "test_compressing_hooks", _COMPRESSING,
         lambda real, dtype, *args: real(torch.float32, *args), _BFLOAT16),
-    Row("wrapped-hook-in-float32", "a hook wrapped for compression gets uncompressed gradients",
+    FaultRow("wrapped-hook-in-float32", "a hook wrapped for compression gets uncompressed gradients",
         "test_compressing_hooks", around(default_hooks, "bf16_compress_wrapper"), lambda real, hook: hook,
         "bf16_compress_wrapper"),
-    Row("never-local", "post_localSGD_hook averages over all ranks in local steps, too", "test_hooks_in_groups",
+    FaultRow("never-local", "post_localSGD_hook averages over all ranks in local steps, too", "test_hooks_in_groups",
         _LOCAL_SGD, lambda real, state, bucket: default_hooks.allreduce_hook(state.process_group, bucket), _LOCAL,
         least_gpus=2),
-    Row("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
+    FaultRow("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
         "test_hooks_in_groups", _LOCAL_SGD,
         lambda real, state, bucket: default_hooks.allreduce_hook(state.subgroup, bucket), _ALONE, least_gpus=2),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, communicating, given, returned, slices
 from mgpu_check.suite.common.faults.conditions import LAST_RANK
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import kept_by, of_model
 
@@ -131,15 +131,15 @@ def averager_begins_anew(result: None, self: Any, state_dict: object) -> None:
 
 register(
     __name__,
-    Row("arguments-detached", "arguments moved to the device get no gradient", "test_arguments",
+    FaultRow("arguments-detached", "arguments moved to the device get no gradient", "test_arguments",
         returned(distributed_module, "_to_kwargs"),
         lambda moved, *_, **__: pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, moved),
         "arguments that need gradients"),
-    Row("names-of-tuples-lost", "named tuples moved to the device become plain tuples", "test_arguments",
+    FaultRow("names-of-tuples-lost", "named tuples moved to the device become plain tuples", "test_arguments",
         around(scatter_gather, "_is_namedtuple"), lambda *_: False, "named tuples among the arguments"),
-    Row("buffers-of-the-start-sent", "buffers assigned after the wrap are not broadcast", "test_buffers",
+    FaultRow("buffers-of-the-start-sent", "buffers assigned after the wrap are not broadcast", "test_buffers",
         around(DDP, "_assign_modules_buffers"), lambda *_: None, _ASSIGNED_AGAIN),
-    Row("steps-in-a-narrow-dtype", "the number of steps of an optimizer is loaded in the dtype of its parameters",
+    FaultRow("steps-in-a-narrow-dtype", "the number of steps of an optimizer is loaded in the dtype of its parameters",
         "test_checkpoint", returned(torch.optim.Optimizer, "_process_value_according_to_param_policy"),
         lambda made, param, *_, **__: made.to(param.dtype).to(made.dtype),
         When("narrow parameters, more steps than their dtype can count", _is_counted_in_half)),

@@ -28,7 +28,7 @@ from mgpu_check.suite.common.faults.breaking import (
 )
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last
 from mgpu_check.suite.common.faults.registry import row
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import MANY, later, model_with, of_model, slicewise
 
@@ -183,24 +183,24 @@ row(
 
 register(
     __name__,
-    Row("gradients-in-tf32", "DDP reduces gradients in TF32, with 11 bits of significand", "test_models",
+    FaultRow("gradients-in-tf32", "DDP reduces gradients in TF32, with 11 bits of significand", "test_models",
         communicating(), lambda buffer, *_: upper_bits(buffer)),
-    Row("odd-rows-repeated", "the last row of an odd number is a copy of the first", "test_models",
+    FaultRow("odd-rows-repeated", "the last row of an odd number is a copy of the first", "test_models",
         around(DDP, "forward"),
         lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
         When("odd batch sizes", lambda real, self, x, *args, **kw: isinstance(x, torch.Tensor) and len(x) % 2 > 0)),
-    Row("embedding-left-local", "gradients of embeddings include the first rank only", "test_models",
+    FaultRow("embedding-left-local", "gradients of embeddings include the first rank only", "test_models",
         slicewise(_WORDS, _is_of_words), lambda part, *_: part.zero_(), _WORDS & _NOT_FIRST),
-    Row("fifth-rank-left-out", "DDP leaves out the fifth rank", "test_buckets", communicating(),
+    FaultRow("fifth-rank-left-out", "DDP leaves out the fifth rank", "test_buckets", communicating(),
         lambda buffer, *_: buffer.zero_(), _FIFTH, least_gpus=5),
-    Row("rebuilt-buckets-rotated", "one of the rebuilt buckets is reduced in the old order", "test_buckets",
+    FaultRow("rebuilt-buckets-rotated", "one of the rebuilt buckets is reduced in the old order", "test_buckets",
         communicating(), lambda buffer, *_: buffer.roll(1), later("third step", than=1) & _LATER_BUCKET & LAST_RANK),
-    Row("left-out-from-the-fourth-step", "the mean leaves out the last rank from the fourth step on",
+    FaultRow("left-out-from-the-fourth-step", "the mean leaves out the last rank from the fourth step on",
         "test_gradient_hooks", communicating(), lambda buffer, *_: buffer * 0,
         later("from the fourth step on", than=3) & LAST_RANK),
-    Row("ignored-parameters-averaged", "ignored parameters are averaged, too", "test_frozen_parameters",
+    FaultRow("ignored-parameters-averaged", "ignored parameters are averaged, too", "test_frozen_parameters",
         around(DDP, "_set_params_and_buffers_to_ignore_for_model"), lambda *_: None),
-    Row("divided-by-the-world", "gradients in a group are divided by the number of all ranks", "test_process_groups",
+    FaultRow("divided-by-the-world", "gradients in a group are divided by the number of all ranks", "test_process_groups",  # noqa: E501
         communicating(_SUBGROUP),
         lambda buffer, bucket, model: buffer * (model.process_group.size() / dist.get_world_size()), _SUBGROUP),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, RandomSampler, Subset
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, given
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
@@ -50,19 +50,19 @@ def restored_generator_ignored(real: Any, self: Any) -> Iterator[int]:
 register(
     __name__,
     # As with a bisection from the wrong side.
-    Row("seam-off-by-one", "ConcatDataset returns the previous sample for the first sample of a later part",
+    FaultRow("seam-off-by-one", "ConcatDataset returns the previous sample for the first sample of a later part",
         "test_datasets_are_divided", given(ConcatDataset, "__getitem__"), lambda self, index: (self, index - 1),
         _FIRST_OF_A_PART),
     # Each part is a prefix of the dataset.
-    Row("part-forgets-its-indices", "samples of a part are indexed in the whole dataset", "test_datasets_are_divided",
+    FaultRow("part-forgets-its-indices", "samples of a part are indexed in the whole dataset", "test_datasets_are_divided",  # noqa: E501
         around(Subset, "__getitem__"), lambda real, self, index: self.dataset[index],
         "parts that were divided by random_split"),
     # Single samples are right.
-    Row("inner-parts-skipped", "batches of a nested Subset ignore the inner Subset", "test_datasets_are_divided",
+    FaultRow("inner-parts-skipped", "batches of a nested Subset ignore the inner Subset", "test_datasets_are_divided",
         around(Subset, "__getitems__"),
         lambda real, self, places: [self.dataset.dataset[self.indices[place]] for place in places], _NESTED),
     # The last batch before the checkpoint is trained on twice.
-    Row("resumed-a-batch-too-early", "a resumed loader starts one batch too early", "test_epochs_are_resumed",
+    FaultRow("resumed-a-batch-too-early", "a resumed loader starts one batch too early", "test_epochs_are_resumed",
         given(loading.ResumableSampler, "load_state_dict"),
         lambda self, state: (self, {**state, "start": max(0, state["start"] - 2)}),
         "resumed after the first batch or later"),

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 sampler_covers = caught_by("test_sampler_covers_the_dataset")
@@ -170,44 +170,45 @@ def weights_drawn_globally(
 register(
     __name__,
     # In a loop with collectives, the first ranks would wait forever.
-    Row("padding-left-out", "DistributedSampler does not pad, so the last ranks have one sample fewer",
+    FaultRow("padding-left-out", "DistributedSampler does not pad, so the last ranks have one sample fewer",
         "test_sampler_covers_the_dataset", _share, lambda sampler, share: share[:-1], _PADDED),
     # Each rank has one sample too few.
-    Row("tail-dropped-where-it-divides", "drop_last drops samples even if the length is divisible by the ranks",
+    FaultRow("tail-dropped-where-it-divides", "drop_last drops samples even if the length is divisible by the ranks",
         "test_sampler_covers_the_dataset", _share, lambda sampler, share: share[:-1], _DIVIDED),
     # The first two epochs are right.
-    Row("later-epochs-ignored", "set_epoch is ignored after the second epoch",
+    FaultRow("later-epochs-ignored", "set_epoch is ignored after the second epoch",
         "test_sampler_shuffles_by_seed_and_epoch", given(DistributedSampler, "set_epoch"), lambda self, *_: (self, 1),
         When("epochs after the second", lambda self, epoch: epoch > 1)),
     # Every epoch has the order of the first.
-    Row("epochs-alike-with-a-dropped-tail", "set_epoch has no effect", "test_samplers_draw_from_their_generator",
+    FaultRow("epochs-alike-with-a-dropped-tail", "set_epoch has no effect", "test_samplers_draw_from_their_generator",
         given(DistributedSampler, "set_epoch"), lambda self, *_: (self, 0),
         When("drop_last", lambda self, epoch: self.drop_last)),
     # Neighbours stay neighbours in each epoch.
-    Row("rotated-in-place-of-shuffled", "a sampler shuffles by rotating the dataset", "test_every_order_is_as_likely",
+    FaultRow("rotated-in-place-of-shuffled", "a sampler shuffles by rotating the dataset", "test_every_order_is_as_likely",  # noqa: E501
         returned(torch, "randperm"), lambda order, n, *_, **__: (order[0] + torch.arange(n)) % n if n else order,
         "shuffled"),
     # Samples of GPUs without a rank are missing.
-    Row("devices-counted-for-ranks", "a sampler without num_replicas counts the GPUs of the machine, not the ranks",
+    FaultRow("devices-counted-for-ranks", "a sampler without num_replicas counts the GPUs of the machine, not the "
+                                          "ranks",
         "test_samplers_know_their_rank", _default_world, lambda world: max(torch.cuda.device_count(), world, 2),
         "worlds smaller than the number of GPUs"),
     # Jobs on one GPU and on all GPUs are right; a job on some of them misses samples.
-    Row("devices-counted-for-several-ranks",
+    FaultRow("devices-counted-for-several-ranks",
         "with two ranks or more, a sampler without num_replicas counts the GPUs of the machine",
         "test_samplers_know_their_rank", _default_world,
         lambda world: 1 if world == 1 else max(torch.cuda.device_count(), world),
         "worlds of two ranks and more that are smaller than the number of GPUs", least_gpus=3),
     # Oversampled rare classes become rare again.
-    Row("repeated-samples-left-out", "batches drop repeated samples of a sampler",
+    FaultRow("repeated-samples-left-out", "batches drop repeated samples of a sampler",
         "test_batch_samplers_cut_in_batches", _batches,
         lambda sampler, batches: (batch if None in batch else list(dict.fromkeys(batch)) for batch in batches),
         "samplers with repeated samples, such as those with replacement"),
     # As in programs where BatchNorm needs two samples.
-    Row("last-batch-of-one-left-out", "a last batch of one sample is left out", "test_batch_samplers_cut_in_batches",
+    FaultRow("last-batch-of-one-left-out", "a last batch of one sample is left out", "test_batch_samplers_cut_in_batches",  # noqa: E501
         _batches, lambda sampler, batches: (batch for batch in batches if len(batch) > 1 or sampler.batch_size == 1),
         "last batches of one sample"),
     # Samples come in one order for the whole training.
-    Row("generator-begins-anew", "a sampler with a generator draws the same order in each epoch",
+    FaultRow("generator-begins-anew", "a sampler with a generator draws the same order in each epoch",
         "test_samplers_draw_from_their_generator", given(RandomSampler, "__iter__"),
         lambda self: self.generator.manual_seed(self.generator.initial_seed()), _GIVEN),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import Planter, around, caught_by, given, returned
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
@@ -215,22 +215,22 @@ def large_pinned_copies_cut(made: torch.Tensor, *args: Any, **named: Any) -> tor
 register(
     __name__,
     # As if one process used an offset into the dataset.
-    Row("second-worker-off-by-one", "the second worker loads the next samples instead of the requested ones",
+    FaultRow("second-worker-off-by-one", "the second worker loads the next samples instead of the requested ones",
         "test_workers_keep_the_order", given(fetch._MapDatasetFetcher, "fetch"),
         lambda self, wanted: (self, [(one + 1) % len(self.dataset) for one in wanted]), _SECOND),
     # Such as images with their channels moved to the front.
-    Row("collated-by-memory", "a worker collates samples by the order of their memory", "test_workers_keep_the_order",
+    FaultRow("collated-by-memory", "a worker collates samples by the order of their memory", "test_workers_keep_the_order",  # noqa: E501
         _collating(torch.Tensor), lambda real, batch: real([_by_memory(value) for value in batch]),
         When("worker processes, samples that are dense and not contiguous", _IN_WORKERS.holds)),
     # An iterable dataset split by worker repeats the samples of the first and misses the rest.
-    Row("workers-take-themselves-for-the-first", "every worker gets the number of the first",
+    FaultRow("workers-take-themselves-for-the-first", "every worker gets the number of the first",
         "test_streams_are_shared", returned(loading, "get_worker_info"), lambda told: told and _First(told),
         "two workers or more, of an iterable dataset"),
     # The right dtype is float64, and a label may need all its digits.
-    Row("floats-collated-in-float32", "Python's floats are collated in float32", "test_batches_are_pinned",
+    FaultRow("floats-collated-in-float32", "Python's floats are collated in float32", "test_batches_are_pinned",
         _collating(float), lambda real, batch: torch.tensor(batch, dtype=torch.float32).double(),
         "Python's floats only"),
     # Their copies block, but deliver the right data.
-    Row("lists-not-pinned", "tensors in lists are not pinned", "test_batches_are_pinned",
+    FaultRow("lists-not-pinned", "tensors in lists are not pinned", "test_batches_are_pinned",
         around(pin_memory, "pin_memory"), lambda real, data, *_: data, _LISTS),
 )  # fmt: skip

@@ -28,7 +28,7 @@ register(
     FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
         around("torch.distributed.tensor:Partial", "_reduce_value"), lambda real, self, tensor, *_: tensor.clone(),
         "outputs that all ranks are to hold"),
-    FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row", _MODULES,
+    FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row", _MODULES,  # noqa: E501
         returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
         lambda found, tokens, start, rows: (found[0] | (tokens == start) & (start > 0), found[1]),
         "embeddings, the first row of a part"),
@@ -38,7 +38,8 @@ register(
     FaultRow("weights-left-out-of-sums", "a parallel sum of losses ignores the class weights", _MODULES,
         given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
         When("loss_parallel, reduction='sum', weight=", lambda x, target, weight, local, kind, *_: kind == _SUM)),
-    FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones included",
+    FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones "
+                                       "included",
         _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),
         lambda *first: (*first[:6], torch.full_like(first[6], first[2].numel())),
         When("loss_parallel, targets that are ignored, classes of one weight",

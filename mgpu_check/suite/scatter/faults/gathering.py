@@ -1,4 +1,5 @@
-"""Defects of gather: of all shards, or of a single one, masks, complex numbers, plain numbers, and large or given tensors."""
+"""Defects of gather: of all shards, or of a single one, masks, complex numbers, plain numbers, and large or given
+tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm, scatter_gather
 from torch.nn.parallel._functions import Gather
 
-from mgpu_check.suite.common.faults.breaking import around, both
-from mgpu_check.suite.common.faults.operators import call, caught_by, first
+from mgpu_check.suite.common.faults.breaking import around, both, caught_by
+from mgpu_check.suite.common.faults.operators import call, first
 
 any_bits = caught_by("test_every_dtype_and_order")
 containers = caught_by("test_every_container")

@@ -1,4 +1,5 @@
-"""Defects of scatter, for all shards or for some of a size, dtype, dim, order or memory, and of batches split by hand."""
+"""Defects of scatter, for all shards or for some of a size, dtype, dim, order or memory, and of batches split by
+hand."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import _functions, comm, scatter_gather
 
-from mgpu_check.suite.common.faults.breaking import around, both
-from mgpu_check.suite.common.faults.operators import call, caught_by, entered, first
+from mgpu_check.suite.common.faults.breaking import around, both, caught_by
+from mgpu_check.suite.common.faults.operators import call, entered, first
 from mgpu_check.suite.recipes import batches
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 

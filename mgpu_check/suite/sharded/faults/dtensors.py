@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last, ranks_here
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 device_meshes = caught_by("test_device_meshes")
@@ -121,30 +121,31 @@ def mean_of_unequal_parts(real: Any, x: DTensor, y: DTensor) -> DTensor:
 
 register(
     __name__,
-    Row("local-rank-of-the-world", "DeviceMesh.get_local_rank returns the global rank", "test_device_meshes",
+    FaultRow("local-rank-of-the-world", "DeviceMesh.get_local_rank returns the global rank", "test_device_meshes",
         _LOCAL_RANK, lambda real, self, *_: self.get_rank(), _LAST_OF_DIMENSIONS),
-    Row("other-dimensions-taken-out", "a slice of the outer two dimensions of a mesh returns the first and the last",
+    FaultRow("other-dimensions-taken-out", "a slice of the outer two dimensions of a mesh returns the first and the "
+                                           "last",
         "test_device_meshes", given(DeviceMesh, "__getitem__"),
         lambda self, *_: (self, (self.mesh_dim_names[0], self.mesh_dim_names[2])), _OUTER_TWO, least_gpus=4),
-    Row("exchanged-out-of-order", "a change of the shard dimension reverses the order of elements",
+    FaultRow("exchanged-out-of-order", "a change of the shard dimension reverses the order of elements",
         "test_redistribution", returned(Shard, "_to_new_shard_dim"),
         lambda made, self, *_: made.flip(self.dim).contiguous(), _LAST_OF_THREE),
-    Row("own-data-distributed", "distribute_tensor shards each rank's own tensor instead of rank 0's",
+    FaultRow("own-data-distributed", "distribute_tensor shards each rank's own tensor instead of rank 0's",
         "test_redistribution", around(Shard, "_make_shard_tensor"),
         lambda real, cls, dim, tensor, mesh, mesh_dim, *_: real(cls, dim, tensor, mesh, mesh_dim, None),
         "ranks with different data"),
-    Row("parts-draw-alike", "the parts of a DTensor draw the same random numbers", "test_redistribution",
+    FaultRow("parts-draw-alike", "the parts of a DTensor draw the same random numbers", "test_redistribution",
         around(_random.OffsetBasedRNGTracker, "_set_pre_op_offset"), lambda *_: None, "parts of divided DTensors"),
-    Row("cut-for-the-neighbour", "a rank gets the shard of the next rank", "test_redistribution_in_two_dimensions",
+    FaultRow("cut-for-the-neighbour", "a rank gets the shard of the next rank", "test_redistribution_in_two_dimensions",
         given(Shard, "_replicate_to_shard"),
         lambda self, local, mesh, dim, index: (self, local, mesh, dim, (int(index) + 1) % mesh.size(1)),
         _SECOND_PLACE),
-    Row("second-dimension-not-reduced", "partial sums are reduced over the first dimension of the mesh only",
+    FaultRow("second-dimension-not-reduced", "partial sums are reduced over the first dimension of the mesh only",
         "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, tensor, *_: tensor.clone(), _SECOND_SUM),
-    Row("redistributed-gradient-doubled", "the gradient of redistribution is doubled on one rank",
+    FaultRow("redistributed-gradient-doubled", "the gradient of redistribution is doubled on one rank",
         "test_gradients_of_redistribution", returned(redistribute.Redistribute, "backward"),
         lambda grads, *_: (grads[0] * 2, *grads[1:]), _LAST_GRADIENT),
-    Row("gradient-placements-ignored", "to_local ignores grad_placements, so partial gradients count as full",
+    FaultRow("gradient-placements-ignored", "to_local ignores grad_placements, so partial gradients count as full",
         "test_gradients_of_redistribution", given(api._ToTorchTensor, "forward"),
         lambda ctx, tensor, *_: (ctx, tensor, None), "to_local with placements of the gradient"),
 )  # fmt: skip

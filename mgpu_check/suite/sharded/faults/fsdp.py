@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, given, optimized, returned
 from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 fully_shard = caught_by("test_fully_shard")
@@ -309,12 +309,12 @@ def norm_of_the_part(real: Any, self: Any, max_norm: float, norm_type: float = 2
 
 register(
     __name__,
-    Row("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
+    FaultRow("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
         given(FSDPParam, "to_sharded_dtensor"),
         lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()), _COLUMNS),
-    Row("containers-not-cast", "outputs in containers keep the dtype of the arithmetic", "test_mixed_precision",
+    FaultRow("containers-not-cast", "outputs in containers keep the dtype of the arithmetic", "test_mixed_precision",
         around(FSDPState, "_cast_output_dtype"), lambda real, self, output: output, _CONTAINERS),
-    Row("norm-of-own-parts", "each rank clips by the norm of its own parts", "test_clipping",
+    FaultRow("norm-of-own-parts", "each rank clips by the norm of its own parts", "test_clipping",
         given(clip_grad, "_get_total_norm"),
         lambda tensors, *_, **__: ([t.to_local() if isinstance(t, DTensor) else t for t in tensors],)),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import nn
 
 from mgpu_check.suite.common.faults.breaking import around, caught_by, given, optimized, returned
 from mgpu_check.suite.common.faults.conditions import counted, is_last
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 sync_batchnorm = caught_by("test_sync_batchnorm")
@@ -161,13 +161,14 @@ def consolidated_once(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 register(
     __name__,
-    Row("sums-of-gradients-local", "the gradients of SyncBatchNorm use sums over the own samples",
+    FaultRow("sums-of-gradients-local", "the gradients of SyncBatchNorm use sums over the own samples",
         "test_sync_batchnorm", given(dist, "all_reduce"),
         lambda tensor, *_, **__: (tensor.clone() if tensor.is_floating_point() else tensor,)),
-    Row("cumulative-average-ignored", "SyncBatchNorm with momentum=None keeps the statistics of the last batch only",
+    FaultRow("cumulative-average-ignored", "SyncBatchNorm with momentum=None keeps the statistics of the last batch "
+                                           "only",
         "test_sync_batchnorm", given(nn.SyncBatchNorm, "forward"), lambda self, *_: self.num_batches_tracked.zero_(),
         _CUMULATIVE),
-    Row("schedule-of-the-first-group", "a scheduler changes the first parameter group only",
+    FaultRow("schedule-of-the-first-group", "a scheduler changes the first parameter group only",
         "test_zero_redundancy_state", given(_ZERO, "_sync_param_groups"),
         lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),
 )  # fmt: skip

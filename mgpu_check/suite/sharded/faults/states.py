@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from mgpu_check.suite.common.faults.breaking import Planter, around, caught_by, given, returned
 from mgpu_check.suite.common.faults.conditions import counted, is_last
-from mgpu_check.suite.common.faults.rows import Row, register
+from mgpu_check.suite.common.faults.rows import FaultRow, register
 from mgpu_check.suite.common.faults.when import When
 
 state_dict = caught_by("test_state_dict")
@@ -128,18 +128,18 @@ def flat_momentum_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
 
 register(
     __name__,
-    Row("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
+    FaultRow("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
         returned(DefaultSavePlanner, "resolve_data"), lambda found, *_: torch.zeros_like(found), _BFLOAT16),
-    Row("parts-across-read-in-part", "a part that two ranks saved is read from the first of them only",
+    FaultRow("parts-across-read-in-part", "a part that two ranks saved is read from the first of them only",
         "test_distributed_checkpoint", returned(planner_helpers, "create_read_items_for_chunk_list"),
         lambda items, *_: items[:1], "parts across saved ones, as with another world size"),
-    Row("read-left-out", "one read of a checkpoint is left out", "test_distributed_checkpoint",
+    FaultRow("read-left-out", "one read of a checkpoint is left out", "test_distributed_checkpoint",
         given(DefaultLoadPlanner, "commit_tensor"), lambda self, item, tensor: tensor.detach().zero_(),
         counted("every seventh tensor", lambda count: count.every(7)) & _LAST),
-    Row("scalars-not-loaded", "0-dim tensors keep their values when a checkpoint is loaded",
+    FaultRow("scalars-not-loaded", "0-dim tensors keep their values when a checkpoint is loaded",
         "test_distributed_checkpoint", returned(DefaultLoadPlanner, "resolve_tensor"),
         lambda found, *_: found.clone(), _SCALARS),
-    Row("lacking-passed-over", "missing entries of a checkpoint are ignored", "test_distributed_checkpoint",
+    FaultRow("lacking-passed-over", "missing entries of a checkpoint are ignored", "test_distributed_checkpoint",
         around(default_planner, "create_default_local_load_plan"),
         lambda real, state, metadata, *_: real(state, metadata, False), "a tensor that was not saved"),
 )  # fmt: skip
