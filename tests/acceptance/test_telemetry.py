@@ -77,10 +77,10 @@ def test_a_process_that_dies_is_a_trouble_with_what_it_had_asked() -> None:
 def test_it_ends_with_the_process_that_has_it() -> None:
     code = (
         "import os, sys\n"
-        "from mgpu_check.devices.telemetry.sampler import Sampler\n"
+        "from mgpu_check.devices.telemetry.sampler import TelemetrySampler\n"
         "from mgpu_check.devices.telemetry.simulated import Override, SimulatedTelemetry\n"
         "hanging = SimulatedTelemetry(overrides=(Override(0, 'power', error='timeout'),))\n"
-        "sampler = Sampler.start([(0, 'a')], hanging, 0.05)\n"
+        "sampler = TelemetrySampler.start([(0, 'a')], hanging, 0.05)\n"
         "while not sampler.asked_now(): pass\n"
         "print(sampler.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.diagnosis.observed import Trace
+from mgpu_check.diagnosis.observed import RankTrace
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.events import traced
 from mgpu_check.gates.operands import Rows
@@ -47,7 +47,7 @@ def test_what_hooks_of_backward_call_is_seen(rank):
     net.weight.register_hook(hook)
     net.weight.grad = torch.ones_like(net.weight)
     for _ in range(2):  # the second finds a thread with the profile function of the first
-        trace = Trace()
+        trace = RankTrace()
         with traced(net, trace, Rows([])):
             net(torch.ones(4, device=rank.device)).backward()
         assert [event.kind for event in trace.events] == ["model", "backward", "collective", "clip"]

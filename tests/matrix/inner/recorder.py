@@ -71,8 +71,8 @@ class Recorder:
             function="run",
             kinds=kinds,
             take_longer=sorted(faults.TAKE_LONGER),
-            deaths=session.deaths,
-            remarks=session.remarks,
+            deaths=session.notes.deaths,
+            remarks=session.notes.remarks,
         )
         return (yield)
 
