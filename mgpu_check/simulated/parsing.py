@@ -1,4 +1,4 @@
-"""Parse the arguments of the methods of process groups into :class:`~mgpu_check.simulated.calls.Call`."""
+"""Parse the arguments of the methods of process groups into :class:`~mgpu_check.simulated.calls.TransferCall`."""
 
 from __future__ import annotations
 
