@@ -18,7 +18,7 @@ from mgpu_check.compare.obstacles import FLOAT32, NUMBERS, OTHER_START, standing
 from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
 from mgpu_check.compare.summaries import summaries
-from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace
+from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of, without_steps
 from mgpu_check.diagnosis.attempts import RAISE
 
@@ -868,6 +868,14 @@ def test_the_element_that_is_named():
     got[4, 5] = -30
     found = deviation(summary(got), summary(expected), (5, 6))
     assert (found.what, found.got, found.expected) == ("element [4, 5]", -30, 30)
+
+
+def test_the_sum_that_is_named_has_its_elements():
+    expected = torch.ones(1000)
+    got = expected.clone()
+    got[998] = -1.0  # its norm is the same, and this element is not stored
+    first = 1000 - chunk_sizes(1000)[-1]
+    assert deviation(summary(got), summary(expected), (1000,)).what == f"sum of elements {first} to 999 of 1000"
 
 
 def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_remove():
