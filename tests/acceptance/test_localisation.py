@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
-from mgpu_check.acceptance.run_log import RunLog
+from mgpu_check.acceptance.run_log import RunLog, Section
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.verdict.localisation import look_again
 from mgpu_check.acceptance.verdict.verdict import explain
@@ -126,6 +126,20 @@ def test_what_needs_the_direct_path_is_told_from_what_does_not() -> None:
     assert "only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1" in look.seen
     _, (look,), _ = looked(4, lambda gpus, _: {0, 2} <= set(gpus))
     assert "fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too" in look.seen
+
+
+def test_the_smaller_group_is_said_and_the_same_group_is_not() -> None:
+    _, (look,), _ = looked(4, lambda gpus, _: {0, 2} <= set(gpus))
+    assert look.seen[0] == "fails on GPUs 0 and 2 alone"
+    _, (look,), _ = looked(2, lambda gpus, _: True)
+    assert not any("alone" in line for line in look.seen)
+
+
+def test_the_time_of_a_check_is_that_of_its_tests() -> None:
+    log = RunLog()
+    log.sections += [Section("memory", "one", 5.0, ended=7.0), Section("links", "other", 7.0, ended=10.0)]
+    log.sections.append(Section("memory", "another", 10.0, ended=14.0))
+    assert log.times("memory") == (5.0, 6.0)
 
 
 def test_what_fails_now_and_then_is_repeated() -> None:

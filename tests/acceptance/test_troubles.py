@@ -39,8 +39,9 @@ ALL = Subject("group", GPUS)
     ("ending", "deadline"),
     [(Died("signal 9", ""), None), (Interrupted(20.0, ""), 20.0), (raised("torch.AcceleratorError"), None)],
 )
-def test_a_gpu_that_fails_by_itself_is_lost(ending: Any, deadline: float | None) -> None:
-    trouble = failed({0: Finished(), 1: ending, 2: Finished()}, deadline)
+@pytest.mark.parametrize("check", ["memory", "performance"])
+def test_a_gpu_that_fails_by_itself_is_lost(ending: Any, deadline: float | None, check: str) -> None:
+    trouble = failed({0: Finished(), 1: ending, 2: Finished()}, deadline, check)
     assert seen(trouble) == [("failed", ONE)]
     assert trouble.lost == {5}
 
