@@ -86,7 +86,7 @@ def _mark(at: torch.Tensor) -> int:
 
 
 def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None] | None = None) -> list[Numbers | None]:
-    """Return the numbers of `mgpu_check.compare.trace.TensorSummary` for each tensor; None for None, or for an empty tensor.
+    """Return the numbers of a `TensorSummary` for each tensor; None for None, or for an empty tensor.
 
     All numbers are moved to the CPU together, so that a device waits only once per step. A DTensor is gathered first,
     so all ranks that hold it must make this call.
