@@ -1,5 +1,4 @@
-"""A training file whose ranks part ways, as `docs/how-to/write-tests.md` shows: calls stand on the lines that it
-names."""
+"""A training file whose ranks part ways. `docs/how-to/write-tests.md` names its lines, so keep their numbers."""
 
 import os
 import signal
