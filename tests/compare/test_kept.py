@@ -30,7 +30,7 @@ def test_a_state_that_is_divided_is_equal(compare, kind):
         pytest.param("slices", "buffer", "state", 3, "buffers-drift", marks=pytest.mark.slow),
         pytest.param("stages", "state", "state", 3, "optimizer-differs", marks=pytest.mark.slow),
         pytest.param("zero", "state", "parameter", 3, "optimizer-differs", marks=pytest.mark.slow),
-        ("slices", "rate", "parameter", 1, "optimizer-differs"),
+        pytest.param("slices", "rate", "parameter", 1, "optimizer-differs", marks=pytest.mark.slow),
     ],
 )
 def test_a_state_that_is_wrong_is_found(compare, kind, mistake, tensor, step, named):

@@ -93,7 +93,7 @@ def check(ranks, step, **options):
     assert_step_scales(ranks, step, build=Transformer, batch=batch, **given)
 
 
-@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("rotate", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)])
 def test_a_right_step_passes(ranks, rotate):
     check(ranks, step_of(rotate=rotate))
 
@@ -106,7 +106,14 @@ def test_a_right_step_in_bfloat16_passes(ranks):
     check(ranks, step_of(narrow=True))
 
 
-@pytest.mark.parametrize("mistake", ["labels in order", "positions from zero", "gradient of a rank"])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param("labels in order", marks=pytest.mark.slow),
+        pytest.param("positions from zero", marks=pytest.mark.slow),
+        "gradient of a rank",
+    ],
+)
 @pytest.mark.parametrize("reference", [None, pytest.param(whole, marks=pytest.mark.slow)])
 def test_wrong_twins_are_refuted(ranks, mistake, reference):
     for size in (2, 4):
