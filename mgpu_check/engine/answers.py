@@ -23,8 +23,10 @@ _NOTHING_YET = object()
 
 
 def send(processes: Mapping[int, Process], message_for: Callable[[int], object]) -> list[int]:
-    """Send each process its message without blocking, and return the processes that are gone. `collect` sends the
-    rest."""
+    """Send each process its message without blocking, and return the processes that are gone.
+
+    `collect` sends the rest.
+    """
     gone = []
     last: object = None
     framed = b""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import pkgutil
 import re
 from typing import Any
 
+from mgpu_check.engine.rank_argument import with_rank
 from mgpu_check.engine.rank_side.rank import current_rank
 
 __all__ = ["NamedFunction"]
@@ -30,16 +30,8 @@ class NamedFunction:
             )
         self.__qualname__ = text
         self.__name__ = text.rpartition(":")[2]
-        self._module = text.rpartition(":")[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(importlib.import_module(self._module), self.__name__)
-        parameters = list(inspect.signature(function).parameters.values())
-        names = [parameter.name for parameter in parameters]
-        if "rank" in names and "rank" not in kwargs:
-            position = names.index("rank")
-            if parameters[position].kind is inspect.Parameter.KEYWORD_ONLY or position > len(args):
-                kwargs["rank"] = current_rank()
-            else:
-                args = (*args[:position], current_rank(), *args[position:])
+        function = pkgutil.resolve_name(self.__qualname__)
+        args, kwargs = with_rank(function, args, kwargs, current_rank())
         return function(*args, **kwargs)

@@ -14,7 +14,8 @@ from mgpu_check.engine.answers import send_rest
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.own_environment import own_environment
-from mgpu_check.engine.sending import call_context, pickled_arguments, pickled_function, with_rank
+from mgpu_check.engine.rank_argument import with_rank
+from mgpu_check.engine.sending import call_context, pickled_arguments, pickled_function
 from mgpu_check.engine.warm import WarmWorlds, WorldKey
 from mgpu_check.engine.world import Begun, Function, World
 from mgpu_check.errors import AgentLost, RankHang, StartupFailure
@@ -319,11 +320,7 @@ class RankPool:
         return self._launcher.call_context(call_context(simulate))
 
     def begin_test(self, available: Sequence[Slot] | None = None) -> None:
-        """Reset what is recorded per test.
-
-        Args:
-            available: the slots that the new test may use; default all.
-        """
+        """Reset what is recorded per test. The new test may use the slots `available`, by default all."""
         self.available = self.slots if available is None else tuple(available)
         self.sizes = set()
         self._used = set()

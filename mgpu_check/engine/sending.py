@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from mgpu_check.engine.world import Function
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.unpicklable import culprit, culprit_of
 
-__all__ = ["NotPicklable", "call_context", "pickled_arguments", "pickled_function", "with_rank"]
+__all__ = ["NotPicklable", "call_context", "pickled_arguments", "pickled_function"]
 
 
 class NotPicklable(TypeError):
@@ -69,20 +68,3 @@ def call_context(simulate: str | None) -> protocol.CallContext:
     except FileNotFoundError:
         directory = os.sep
     return protocol.CallContext(tuple(sys.path), directory, environment)
-
-
-def with_rank(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, with a placeholder for the `Rank` added if `fn` has a parameter ``rank``."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return args, kwargs
-    if "rank" not in parameters or "rank" in kwargs:
-        return args, kwargs
-    placeholder = protocol.Placeholder("rank")
-    position = list(parameters).index("rank")
-    if parameters["rank"].kind is inspect.Parameter.KEYWORD_ONLY or position > len(args):
-        return args, {**kwargs, "rank": placeholder}
-    return (*args[:position], placeholder, *args[position:]), kwargs

@@ -1,12 +1,10 @@
-"""Plant a fault around each call of a rank, by the name of the function that plants it: the plugin has no faults of its
-own."""
+"""Plant a fault around each call of a rank. The plugin has no faults; it knows what plants them by name."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = ["Planting"]
 
@@ -30,7 +28,5 @@ class Planting:
         Raises:
             ValueError: the function knows no such fault.
         """
-        module, _, name = self.function.partition(":")
-        plant: Any = getattr(importlib.import_module(module), name)
-        context: AbstractContextManager[None] = plant(self.fault)
+        context: AbstractContextManager[None] = pkgutil.resolve_name(self.function)(self.fault)
         return context

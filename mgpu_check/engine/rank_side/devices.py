@@ -187,8 +187,10 @@ def _with_contexts() -> list[int]:
 
 
 class BackingDevice(_WithDriver):
-    """The device that computes for a simulated node. Create it before the node is entered, which replaces CUDA
-    functions."""
+    """The device that computes for a simulated node.
+
+    Create it before the node is entered, which replaces CUDA functions.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""The driver: the pytest process of a run that a launcher started. An agent starts it, and it connects to all
-agents."""
+"""The driver: the pytest process of a run that a launcher started.
+
+An agent starts it, and it connects to all agents.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,34 @@
+"""Give a function its argument ``rank``, if it has a parameter of that name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mgpu_check.processes import protocol
+
+__all__ = ["with_rank"]
+
+
+def with_rank(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rank: object = protocol.Placeholder("rank"),
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments, with `rank` added if `fn` has a parameter ``rank`` that `kwargs` do not give.
+
+    Args:
+        rank: the `Rank` of this process; by default, what the rank that is called replaces by its own.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return args, kwargs
+    if "rank" not in parameters or "rank" in kwargs:
+        return args, kwargs
+    position = list(parameters).index("rank")
+    if parameters["rank"].kind is inspect.Parameter.KEYWORD_ONLY or position > len(args):
+        return args, {**kwargs, "rank": rank}
+    return (*args[:position], rank, *args[position:]), kwargs
