@@ -30,8 +30,10 @@ from mgpu_check.torch_hooks.table import METHODS
 __all__ = ["install_collectives", "record"]
 
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
-"""ProcessGroupNCCL views complex tensors as real ones in these. In others `torch.distributed` does, or they are
-refused."""
+"""ProcessGroupNCCL views complex tensors as real ones in these.
+
+In others `torch.distributed` does, or they are refused.
+"""
 _NO_NCCL_OP = ("BAND", "BOR", "BXOR")
 _pg = torch._C._distributed_c10d.ProcessGroup
 _c10d = torch._C._distributed_c10d

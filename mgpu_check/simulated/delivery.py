@@ -87,8 +87,10 @@ class Waiting(Recording):
     device: torch.device | None
 
     def query(self) -> bool:
-        """Return whether all work is done. If its time has come, deliver late results, so that the next query returns
-        True."""
+        """Return whether all work is done.
+
+        If its time has come, deliver late results, so that the next query returns True.
+        """
         self.refuse_wait()
         refuse_in_thread()
         _clock.touch(self.device)

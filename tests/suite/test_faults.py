@@ -11,8 +11,7 @@ import torch
 from mgpu_check.suite.common.faults import registry
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import counted
-from mgpu_check.suite.common.faults.registry import PROPERTIES, all_faults, fault, planted
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import PROPERTIES, FaultRow, all_faults, fault, planted, register
 from mgpu_check.suite.common.faults.when import When
 
 

@@ -11,9 +11,9 @@ import torch
 
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.faults import registry
-from mgpu_check.suite.common.faults.breaking import around, both, caught_by
-from mgpu_check.suite.common.faults.operators import call, dtype, entered, first, one_device
-from mgpu_check.suite.common.faults.registry import Fault
+from mgpu_check.suite.common.faults.breaking import around, both
+from mgpu_check.suite.common.faults.operators import call, dtype, first, one_device
+from mgpu_check.suite.common.faults.registry import Fault, caught_by, entered
 
 
 class Shape:

@@ -20,8 +20,10 @@ _WARP = 32
 _TILE = 16
 
 Pattern = Callable[[torch.Tensor, random.Random], None]
-"""Changes elements in place. The tensor has one dimension, at least one element, and an integer dtype of the element
-size."""
+"""Changes elements in place.
+
+The tensor has one dimension, at least one element, and an integer dtype of the element size.
+"""
 
 
 class Chance:

@@ -12,8 +12,7 @@ from torch.nn.parallel import comm
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import allreduce as recipe
 from mgpu_check.torch_hooks.tensors import as_bits, plain
@@ -44,9 +43,11 @@ register(
     __name__,
     FaultRow("sum-misses-the-last-rank", "all_reduce and reduce leave out the last rank", _THEN_BROADCAST,
         given(dist, "all_reduce", "reduce"), lambda tensor, *_, **__: tensor.zero_() if is_last() else None),
-    FaultRow("ring-skips-a-chunk", "the ring leaves out the last chunk", "test_ring_allreduce", returned(recipe, "chunks"),  # noqa: E501
+    FaultRow("ring-skips-a-chunk", "the ring leaves out the last chunk", "test_ring_allreduce",
+        returned(recipe, "chunks"),
         lambda pieces, elements, parts: [*pieces[:-1], slice(elements, elements)] if parts > 1 else None),
-    FaultRow("added-up-in-order-of-dtypes", "tensors that are added up together come back in order of dtype", _ON_DEVICES,  # noqa: E501
+    FaultRow("added-up-in-order-of-dtypes", "tensors that are added up together come back in order of dtype",
+        _ON_DEVICES,
         around(comm, "_reorder_tensors_as"), lambda real, tensors, ordered: tuple(tensors), "several dtypes"),
     FaultRow("reduce-add-misses-a-device", "reduce_add forgets the last device", _ON_DEVICES, given(comm, "reduce_add"),
         lambda inputs, *_, **__: (inputs[:-1] or inputs,)),
@@ -148,7 +149,7 @@ def group_counts_a_member_twice(tensor: torch.Tensor, op: Any = None, group: Any
 
 @fault("sums on the CPU leave out the elements after the last vector of eight", _ALL_REDUCE,
        by=around(dist, "all_reduce"),
-       condition="sums on the CPU of aligned tensors without gaps, with a size that is not a multiple of 8")  # fmt: skip  # noqa: E501
+       when="sums on the CPU of aligned tensors without gaps, with a size that is not a multiple of 8")  # fmt: skip
 def rest_after_vectors_not_added(real: Any, tensor: torch.Tensor, op: Any = _SUM, *args: Any, **kwargs: Any) -> Any:
     if tensor.device.type != "cpu" or _has_gaps(tensor) or tensor.data_ptr() % _ALIGNED or op != _SUM:
         return NotImplemented
@@ -160,7 +161,7 @@ def rest_after_vectors_not_added(real: Any, tensor: torch.Tensor, op: Any = _SUM
 
 
 @fault("broadcast_coalesced copies a slice as if it had no gaps", "test_broadcast_of_every_layout",
-       by=returned(comm, "broadcast_coalesced"), condition="tensors with gaps, several devices")  # fmt: skip
+       by=returned(comm, "broadcast_coalesced"), when="tensors with gaps, several devices")  # fmt: skip
 def slices_broadcast_without_gaps(rows: Any, tensors: Sequence[torch.Tensor], *_: Any) -> None:
     for number, one in enumerate(tensors):
         for row in rows[1:] if _has_gaps(one) else ():

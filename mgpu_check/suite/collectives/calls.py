@@ -157,11 +157,13 @@ class Started(Laid):
             "reduce": lambda: dist.reduce(given[0], op=op, **dst, **late),
             "broadcast": lambda: dist.broadcast(given[0], **src, **late),
             "all_gather": lambda: dist.all_gather(taken, given[0], **late),
-            "all_gather_into_tensor": lambda: of_one_tensor("all_gather")(taken[0], given[0] if given else taken[0][mine], **late),  # noqa: E501
+            "all_gather_into_tensor": lambda: of_one_tensor("all_gather")(
+                taken[0], given[0] if given else taken[0][mine], **late),
             "gather": lambda: dist.gather(given[0], taken or None, **dst, **late),
             "scatter": lambda: dist.scatter(taken[0], given or None, **src, **late),
             "reduce_scatter": lambda: dist.reduce_scatter(taken[0], given, op, **late),
-            "reduce_scatter_tensor": lambda: of_one_tensor("reduce_scatter")(taken[0] if taken else given[0][mine], given[0], op, **late),  # noqa: E501
+            "reduce_scatter_tensor": lambda: of_one_tensor("reduce_scatter")(
+                taken[0] if taken else given[0][mine], given[0], op, **late),
             "all_to_all": lambda: dist.all_to_all(taken, given, **late),
             "all_to_all_single": lambda: dist.all_to_all_single(taken[0], given[0], *self.splits, **late),
         }  # fmt: skip

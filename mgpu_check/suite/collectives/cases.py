@@ -22,8 +22,10 @@ INTEGERS = ("int64", "int32", "int8", "uint8")
 _COMPLEX = ("complex64", "complex128")
 
 REDUCED = (*FLOATING, *INTEGERS, "bool", *_COMPLEX)
-"""The dtypes that NCCL and gloo reduce. Both lack int16 and unsigned integers above uint8; torch refuses to reduce
-float8."""
+"""The dtypes that NCCL and gloo reduce.
+
+Both lack int16 and unsigned integers above uint8; torch refuses to reduce float8.
+"""
 
 COPIED = (*REDUCED, "float8_e4m3fn", "float8_e5m2")
 

@@ -52,8 +52,10 @@ Numerical Algorithms*, 2nd ed., section 4.2). Functions are accurate to 2 units 
 
 @dataclass(frozen=True)
 class Window:
-    """An operand that is a view of a larger storage. Each device gets a copy of the storage and makes the view
-    itself."""
+    """An operand that is a view of a larger storage.
+
+    Each device gets a copy of the storage and makes the view itself.
+    """
 
     storage: torch.Tensor
     view: Callable[[torch.Tensor], torch.Tensor]

@@ -24,8 +24,10 @@ _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_reserved": lambda device: torch.cuda.memory_reserved(device),
     "mem_get_info": lambda device: torch.cuda.mem_get_info(device),
 }
-"""Statistics of a device, or of the current one for None. Each call looks its function up, because `selftest` replaces
-it."""
+"""Statistics of a device, or of the current one for None.
+
+Each call looks its function up, because `selftest` replaces it.
+"""
 
 
 def assert_memory_recovers(devices: Sequence[torch.device]) -> int:

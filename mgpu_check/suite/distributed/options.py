@@ -153,8 +153,10 @@ def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[in
 
 @contextlib.contextmanager
 def own_group(rank: Rank, first: Sequence[int]) -> Iterator[tuple[list[int], Place]]:
-    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place. A
-    collective."""
+    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place.
+
+    A collective.
+    """
     chosen = sorted({member % rank.size for member in first})
     both = [chosen, [index for index in range(rank.size) if index not in chosen]]
     groups = [dist.new_group(members) if members else None for members in both]

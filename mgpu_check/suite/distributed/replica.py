@@ -135,8 +135,10 @@ class Replica:
         return x.to(self.place.rank.device), targets.to(self.place.rank.device)
 
     def backward(self, rows: Rows) -> torch.Tensor:
-        """Run forward and backward on this rank's rows; return the outputs. The loss is scaled so that DDP's mean is
-        the sum."""
+        """Run forward and backward on this rank's rows; return the outputs.
+
+        The loss is scaled so that DDP's mean is the sum.
+        """
         x, targets = self.on_device(rows)
         outputs = self.forward(self.parallel, x)
         (weighted(outputs, targets) * self.place.size).backward()

@@ -1,5 +1,7 @@
-"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel. All are
-collectives."""
+"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel.
+
+All are collectives.
+"""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from torch.nn.parallel import distributed as distributed_module
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import around, communicated, given, returned, wrapped
 from mgpu_check.suite.common.faults.conditions import is_last
-from mgpu_check.suite.common.faults.registry import fault, row
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, entered, fault, register
 from mgpu_check.suite.recipes import allreduce as reducing
 from mgpu_check.suite.recipes import training
 from mgpu_check.torch_hooks.tensors import plain
@@ -41,11 +40,10 @@ def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
     return values.to(gradient.device)
 
 
-row(__name__, "statistics-drift", "DDP does not broadcast rank 0's BatchNorm statistics", _NORM_IN_DDP,
-    plant=partial(wrapped, broadcast_buffers=False))  # fmt: skip
-
 register(
     __name__,
+    FaultRow("statistics-drift", "DDP does not broadcast rank 0's BatchNorm statistics", _NORM_IN_DDP, entered,
+        partial(wrapped, broadcast_buffers=False)),
     FaultRow("sum-instead-of-mean", "DDP sums gradients instead of averaging them", _DDP, communicated,
         lambda buffer, bucket, model: buffer * model.process_group.size()),
     FaultRow("flipped-bit-in-one-rank",
@@ -124,7 +122,7 @@ def stale_gradients() -> Iterator[None]:
 
 @fault("DataParallel copies a shard from the start of its first cache line of 128 bytes", _DP,
        by=returned(DataParallel, "scatter"),
-       condition="shards that do not start at a multiple of 128 bytes")  # fmt: skip
+       when="shards that do not start at a multiple of 128 bytes")  # fmt: skip
 def shard_from_the_start_of_a_line(result: Any, model: Any, inputs: Any, *_: Any) -> Any:
     scattered, named = result
     whole, begin, moved = inputs[0].reshape(-1), 0, []
@@ -137,7 +135,7 @@ def shard_from_the_start_of_a_line(result: Any, model: Any, inputs: Any, *_: Any
 
 @fault("DataParallel pads the last shard with zeros, and drops their outputs", _NORM_IN_DP,
        by=around(DataParallel, "parallel_apply"),
-       condition="batches not divisible by the devices, models with statistics over the batch")  # fmt: skip
+       when="batches not divisible by the devices, models with statistics over the batch")  # fmt: skip
 def last_shard_filled_up(real: Any, model: Any, replicas: Any, inputs: Any, *args: Any) -> Any:
     (last,) = inputs[-1]
     zeros = last.new_zeros((len(inputs[0][0]) - len(last), *last.shape[1:]))
@@ -146,7 +144,7 @@ def last_shard_filled_up(real: Any, model: Any, replicas: Any, inputs: Any, *arg
 
 
 @fault("DDP broadcasts rank 0's parameters in its first forward pass, not in its constructor", _REPLICAS,
-       condition="until the first forward pass")  # fmt: skip
+       when="until the first forward pass")  # fmt: skip
 def parameters_broadcast_late() -> Iterator[None]:
     due: list[Any] = []
 

@@ -49,8 +49,10 @@ _ARITHMETIC = {
 }
 _PRODUCTS = dict.fromkeys(("matmul", "matmul vector", "bmm", "einsum", "matmul out=", "addmm", "einsum third"), Rule())
 _JOINS = dict.fromkeys(("cat", "stack", "cat out=", "cat third of four", "stack third", "hstack third"), Rule())
-"""With several tensors, the third is on another device. A check of the first two, or of the first and last, would miss
-it."""
+"""With several tensors, the third is on another device.
+
+A check of the first two, or of the first and last, would miss it.
+"""
 _LAYERS = {
     **dict.fromkeys(("linear", "linear bias", "embedding", "layer_norm", "batch_norm", "attention"), Rule()),
     "conv2d": Rule(names="types"),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.faults.breaking import around, both, caught_by
+from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first, last, on, one_device
+from mgpu_check.suite.common.faults.registry import caught_by
 
 layers = caught_by("test_modules_refuse_inputs_elsewhere")
 numbers = caught_by("test_cpu_scalars_and_indices_work")

@@ -144,8 +144,10 @@ def _step(
 
 
 def _whole(model: FullyShardedDataParallel, step: int, way: _Way) -> dict[str, torch.Tensor]:
-    """Gather parameters, and gradients if they have names, under the names of `checks.exact_training.seen`. A
-    collective."""
+    """Gather parameters, and gradients if they have names, under the names of `checks.exact_training.seen`.
+
+    A collective.
+    """
     found = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
         for name, value in model.named_parameters():

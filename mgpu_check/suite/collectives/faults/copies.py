@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from mgpu_check.suite.collectives.faults.conditions import DEVICE, LAST, LATE, NAN, above, dtype
 from mgpu_check.suite.collectives.faults.planting import Done, Seen, after, before, flipped, instead, unchanged
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 _COPIES, _SIZES, _LAYOUTS, _ASYNC, _PROGRAMS = (
@@ -91,10 +90,10 @@ register(
         instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _GAPS),
     FaultRow("late-up-to-a-page", "an asynchronous all_reduce adds up only the first 4,096 elements", _ASYNC,
         unchanged("all_reduce"), lambda seen: seen.first.view(-1)[4096:], LATE & above(4096)),
-    FaultRow("late-end-of-long-parts", "an asynchronous scatter completes before the end of long parts has arrived", _ASYNC,  # noqa: E501
-        unchanged("scatter"), lambda seen: seen.first.view(-1)[1 << 16 :], LATE & above(1 << 16)),
-    FaultRow("late-part-is-zero", "an asynchronous all_gather returns zeros for the last rank", _ASYNC, after("all_gather"),  # noqa: E501
-        lambda seen: [tensor.zero_() for tensor in _of_last_rank(seen)], LATE & DEVICE),
+    FaultRow("late-end-of-long-parts", "an asynchronous scatter completes before the end of long parts has arrived",
+        _ASYNC, unchanged("scatter"), lambda seen: seen.first.view(-1)[1 << 16 :], LATE & above(1 << 16)),
+    FaultRow("late-part-is-zero", "an asynchronous all_gather returns zeros for the last rank", _ASYNC,
+        after("all_gather"), lambda seen: [tensor.zero_() for tensor in _of_last_rank(seen)], LATE & DEVICE),
     FaultRow("one-call-in-four", "one call in four flips a bit of the first element", _PROGRAMS,
         after(*_NOT_IN_PLACE, "all_reduce", "broadcast"),
         lambda seen: seen.every(4) and seen.first.is_contiguous() and flipped(seen.first), "one call in 4"),
@@ -126,14 +125,14 @@ def not_waited_for(seen: Seen) -> Any:
 
 
 @fault("outputs in one storage are filled in the order of their memory", _COPIES, by=instead("all_gather"),
-       condition="outputs whose memory is not in the order of the ranks")  # fmt: skip
+       when="outputs whose memory is not in the order of the ranks")  # fmt: skip
 def gathered_as_they_lie(seen: Seen) -> Any:
     one = len({part.untyped_storage().data_ptr() for part in seen.written}) == 1
     return seen.call(sorted(seen.written, key=torch.Tensor.storage_offset)) if one else NotImplemented
 
 
 @fault("all_to_all_single returns the result of the previous call", _PROGRAMS, by=after("all_to_all_single"),
-       condition="from the second call of one size on")  # fmt: skip
+       when="from the second call of one size on")  # fmt: skip
 def stale_exchange(seen: Seen) -> None:
     key, fresh = (seen.first.numel(), seen.first.dtype), seen.first.clone()
     seen.first.copy_(seen.kept.get(key, fresh))

@@ -13,8 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional as differentiable
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 _FUNCTIONAL, _GRADIENTS, _COALESCED = (
@@ -77,7 +76,7 @@ def input_changed(total: Any, own: torch.Tensor, *_: Any, **__: Any) -> None:
 
 
 @fault("the gradient of a gather covers only the rank's own use", _GRADIENTS,
-       by=around(functional, "all_gather_tensor_autograd"), condition="backward")  # fmt: skip
+       by=around(functional, "all_gather_tensor_autograd"), when="backward")  # fmt: skip
 def gradient_of_own_use(real: Any, own: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> torch.Tensor:
     whole = functional.wait_tensor(real(own.detach(), dim, *args, **kwargs))
     parts = list(whole.chunk(dist.get_world_size(), dim))
@@ -86,7 +85,7 @@ def gradient_of_own_use(real: Any, own: torch.Tensor, dim: int, *args: Any, **kw
 
 
 @fault("a coalescing manager swaps the inputs of two collectives", _COALESCED,
-       by=around(c10d, "_coalescing_manager"), condition="two of one shape, with outputs of their own")  # fmt: skip
+       by=around(c10d, "_coalescing_manager"), when="two of one shape, with outputs of their own")  # fmt: skip
 @contextlib.contextmanager
 def coalesced_inputs_exchanged(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
     with real(group, *args, **kwargs) as managed:
@@ -97,7 +96,7 @@ def coalesced_inputs_exchanged(real: Any, group: Any = None, *args: Any, **kwarg
 
 
 @fault("the gradient of a reduce_scatter in a group is divided by the number of its members", _GRADIENTS,
-       by=returned(differentiable._Reduce_Scatter, "backward"), condition="groups of some ranks",
+       by=returned(differentiable._Reduce_Scatter, "backward"), when="groups of some ranks",
        least_gpus=3)  # fmt: skip
 def group_gradient_divided(gradients: Any, ctx: Any, *_: Any) -> Any:
     size = dist.get_world_size(ctx.group) if _is_of_some(ctx.group) else 1
@@ -105,7 +104,7 @@ def group_gradient_divided(gradients: Any, ctx: Any, *_: Any) -> Any:
 
 
 @fault("reduce_scatter_tensor gives members of a group the parts of their ranks in the world", _FUNCTIONAL,
-       by=given(functional, "reduce_scatter_tensor"), condition="groups of some ranks", least_gpus=3)  # fmt: skip
+       by=given(functional, "reduce_scatter_tensor"), when="groups of some ranks", least_gpus=3)  # fmt: skip
 def parts_by_rank_of_the_world(own: torch.Tensor, op: str, dim: int, group: Any, *_: Any, **__: Any) -> Any:
     ranks = dist.get_process_group_ranks(group)
     parts = own.chunk(len(ranks), dim)
@@ -113,7 +112,7 @@ def parts_by_rank_of_the_world(own: torch.Tensor, op: str, dim: int, group: Any,
 
 
 @fault("all_reduce_coalesced reduces every fourth tensor twice", _COALESCED, by=around(dist, "all_reduce_coalesced"),
-       condition="more than four tensors")  # fmt: skip
+       when="more than four tensors")  # fmt: skip
 def fifth_coalesced_twice(real: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     works = [real(tensors[max(0, start - 1) : start + 4], *args, **kwargs) for start in range(0, len(tensors), 4)]
     for work in works[:-1]:

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mgpu_check.suite.collectives.faults.conditions import GROUPS, LAST, SOME, op
 from mgpu_check.suite.collectives.faults.planting import Seen, after, before, instead
 from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 _GROUPS, _MESHES, _PROGRAMS = "test_groups", "test_device_meshes", "test_programs_of_collectives"
@@ -32,8 +31,8 @@ def _doubled(tensors: Any) -> Any:
 
 register(
     __name__,
-    FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS, instead("broadcast"),  # noqa: E501
-        lambda seen: seen.with_root(group_src=0), GROUPS),
+    FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS,
+        instead("broadcast"), lambda seen: seen.with_root(group_src=0), GROUPS),
     FaultRow("group-root-taken-for-global", "a root given by its group rank is taken for a rank of the world", _GROUPS,
         after("scatter", "broadcast"), lambda seen: seen.first.zero_(), GROUPS & When("group_src", _numbered)),
     FaultRow("members-swapped", "all_gather in a group swaps its members", _GROUPS, instead("all_gather"),
@@ -57,7 +56,8 @@ register(
         returned(dist, "get_group_rank"),
         lambda _, group, global_rank: sorted(dist.get_process_group_ranks(group)).index(global_rank),
         "get_group_rank, groups whose ranks are not in order"),
-    FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension", _MESHES,  # noqa: E501
+    FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension",
+        _MESHES,
         around(DeviceMesh, "get_group"), lambda real, mesh, dimension=None: real(mesh, 0), _DIMENSIONS & _BY_NUMBER),
     FaultRow("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
         _MESHES, around(DeviceMesh, "get_local_rank"), lambda real, mesh, *_: real(mesh, 0), _DIMENSIONS),
@@ -67,7 +67,7 @@ register(
 
 
 @fault("all members of a group are assumed as far apart as the first two", _GROUPS, by=around(dist, "get_global_rank"),
-       condition=_APART, least_gpus=3)  # fmt: skip
+       when=_APART, least_gpus=3)  # fmt: skip
 def members_evenly_apart(real: Any, group: Any, group_rank: int) -> Any:
     if dist.get_world_size(group) < 3:
         return NotImplemented
@@ -90,7 +90,7 @@ class _DelayedWork:
 
 @fault("a collective in flight loses an element when another group starts one", _PROGRAMS,
        by=instead("all_reduce", "broadcast", "all_to_all_single"),
-       condition="async, in two groups at once")  # fmt: skip
+       when="async, in two groups at once")  # fmt: skip
 def lost_beside_another_group(seen: Seen) -> Any:
     work, number = seen.call(), len(seen.kept)
     if not isinstance(work, dist.Work):
@@ -100,7 +100,7 @@ def lost_beside_another_group(seen: Seen) -> Any:
 
 
 @fault("a group created after another was destroyed uses the tensors of its first member only", _PROGRAMS,
-       condition="groups made after one was destroyed")  # fmt: skip
+       when="groups made after one was destroyed")  # fmt: skip
 def group_after_another() -> Iterator[None]:
     destroyed: list[Any] = []
     later: list[Any] = []

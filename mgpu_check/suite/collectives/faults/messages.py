@@ -14,8 +14,7 @@ from mgpu_check.suite.collectives.faults.conditions import above
 from mgpu_check.suite.collectives.faults.planting import Done, Seen, after, flipped, instead
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -86,11 +85,11 @@ register(
         _OBJECTS, given(dist, "scatter_object_list"),
         lambda output, objects, *_, **__: (output, _for_others(objects)),
         When("4 ranks and more", lambda output, objects=None, *_, **__: objects is not None and len(objects) > 3)),
-    FaultRow("open-barrier-of-devices", "a barrier of devices does not wait", _BARRIERS, around(dist, "barrier"), _closed,  # noqa: E501
-        When("device_ids is given", lambda *_, device_ids=None, **__: bool(device_ids))),
+    FaultRow("open-barrier-of-devices", "a barrier of devices does not wait", _BARRIERS, around(dist, "barrier"),
+        _closed, When("device_ids is given", lambda *_, device_ids=None, **__: bool(device_ids))),
     FaultRow("open-barrier", "a barrier does not wait", _BARRIERS, around(dist, "barrier"), _closed),
-    FaultRow("open-monitored-barrier", "a monitored barrier does not wait", _BARRIERS, around(dist, "monitored_barrier"),  # noqa: E501
-        _closed, "monitored_barrier"),
+    FaultRow("open-monitored-barrier", "a monitored barrier does not wait", _BARRIERS,
+        around(dist, "monitored_barrier"), _closed, "monitored_barrier"),
     FaultRow("open-barrier-of-some", "a monitored barrier in a group does not wait", _BARRIERS,
         around(dist, "monitored_barrier"), _closed,
         When("groups of some ranks",
@@ -102,7 +101,7 @@ def _untagged(real: Any, *args: Any, tag: int = 0, **kwargs: Any) -> Any:
     return real(*args, **kwargs)
 
 
-@fault("the tag of a message is ignored", _MESSAGES, condition="irecv with tags")
+@fault("the tag of a message is ignored", _MESSAGES, when="irecv with tags")
 def tags_ignored() -> Iterator[None]:
     with (
         around(dist, "isend", "irecv")(_untagged),
@@ -114,7 +113,7 @@ def tags_ignored() -> Iterator[None]:
 
 
 @fault("a batch of messages brings the last one with a bit flipped", _MESSAGES, by=returned(dist, "batch_isend_irecv"),
-       condition="one rank")  # fmt: skip
+       when="one rank")  # fmt: skip
 def last_of_a_batch_spoiled(works: list[dist.Work], operations: list[dist.P2POp]) -> None:
     for work in works:
         work.wait()
@@ -124,7 +123,7 @@ def last_of_a_batch_spoiled(works: list[dist.Work], operations: list[dist.P2POp]
 
 
 @fault("two messages of one size in a batch arrive in reverse order", _MESSAGES, by=given(dist, "batch_isend_irecv"),
-       condition="two from one rank, of one dtype and size")  # fmt: skip
+       when="two from one rank, of one dtype and size")  # fmt: skip
 def alike_messages_exchanged(operations: list[dist.P2POp]) -> None:
     waiting: dict[Any, Any] = {}
     for one in operations:
@@ -134,20 +133,20 @@ def alike_messages_exchanged(operations: list[dist.P2POp]) -> None:
 
 
 @fault("all_gather_object returns the rank's own object itself, not a copy", _OBJECTS,
-       by=returned(dist, "all_gather_object"), condition="each rank's own")  # fmt: skip
+       by=returned(dist, "all_gather_object"), when="each rank's own")  # fmt: skip
 def own_object_not_copied(_: None, objects: list[Any], own: Any, group: Any = None) -> None:
     objects[dist.get_rank(group)] = own
 
 
 @fault("broadcast_object_list keeps the old object if it receives None", _OBJECTS,
-       by=around(dist, "broadcast_object_list"), condition="None")  # fmt: skip
+       by=around(dist, "broadcast_object_list"), when="None")  # fmt: skip
 def nothing_not_broadcast(real: Any, objects: list[Any], *args: Any, **kwargs: Any) -> None:
     before = list(objects)
     real(objects, *args, **kwargs)
     objects[:] = [old if new is None else new for old, new in zip(before, objects, strict=True)]
 
 
-@fault("an asynchronous barrier completes at once", _BARRIERS, condition="async")
+@fault("an asynchronous barrier completes at once", _BARRIERS, when="async")
 def open_barrier_when_late() -> Iterator[None]:
     kept: list[Any] = []  # work that is dropped may be waited for
 
@@ -162,7 +161,7 @@ def open_barrier_when_late() -> Iterator[None]:
 
 
 @fault("all_to_all_single reads the part after an empty one from one element too early", _LAYOUTS,
-       by=after("all_to_all_single"), condition="parts of different sizes, one of them empty")  # fmt: skip
+       by=after("all_to_all_single"), when="parts of different sizes, one of them empty")  # fmt: skip
 def part_behind_an_empty_one(seen: Seen) -> None:
     sizes = seen.splits(2)
     for before, size, part in zip(sizes, sizes[1:], seen.first.split(sizes)[1:] if sizes else (), strict=False):
@@ -171,7 +170,7 @@ def part_behind_an_empty_one(seen: Seen) -> None:
 
 
 @fault("all_to_all_single sends the elements after an empty part in reverse order", _LAYOUTS,
-       by=instead("all_to_all_single"), condition="an empty part of the input before others", least_gpus=3)  # fmt: skip
+       by=instead("all_to_all_single"), when="an empty part of the input before others", least_gpus=3)  # fmt: skip
 def sent_backwards_behind_an_empty_part(seen: Seen) -> Any:
     sizes = seen.splits(3)
     if 0 not in sizes[:-1]:

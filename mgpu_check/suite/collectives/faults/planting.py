@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import Planter
+from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import as_bits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ import torch.distributed as dist
 
 from mgpu_check.suite.collectives.faults.conditions import LAST, NAN, above, dtype, op
 from mgpu_check.suite.collectives.faults.planting import Seen, after, before, flipped, instead, unchanged
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 _ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS, _SIZES, _ASYNC, _PROGRAMS = (
@@ -51,8 +51,8 @@ register(
     __name__,
     FaultRow("unsigned-maximum-as-signed", "MAX treats unsigned numbers as signed", _ALL, instead("all_reduce"),
         lambda seen: seen.finish(seen.first.view(torch.int8)), dtype("uint8") & op("MAX")),
-    FaultRow("product-without-the-last-rank", "PRODUCT leaves out the factor of the last rank", _ALL, before("all_reduce"),  # noqa: E501
-        lambda seen: LAST.holds(seen) and seen.first.fill_(1), dtype("float64") & op("PRODUCT")),
+    FaultRow("product-without-the-last-rank", "PRODUCT leaves out the factor of the last rank", _ALL,
+        before("all_reduce"), lambda seen: LAST.holds(seen) and seen.first.fill_(1), dtype("float64") & op("PRODUCT")),
     FaultRow("long-sum-in-doubles", "a sum of integers is computed in floating point", _ALL, instead("all_reduce"),
         lambda seen: seen.through(torch.float64), dtype("int64") & _SUM),
     FaultRow("sum-saturates", "a sum of integers saturates", _ALL, instead("all_reduce"),
@@ -105,16 +105,16 @@ register(
         lambda seen: seen.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
     FaultRow("rounded-up", "reduce rounds half precision away from zero", _BIAS, instead("reduce"),
         lambda seen: seen.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
-    FaultRow("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES, unchanged("all_reduce"),  # noqa: E501
-        lambda seen: seen.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
+    FaultRow("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES,
+        unchanged("all_reduce"), lambda seen: seen.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
     FaultRow("tail-of-a-long-half-sum", "a bit is flipped in the tail of a long sum", _SIZES, after("all_reduce"),
         lambda seen: flipped(seen.first, at=-1), dtype("float16") & above(1 << 16)),
     FaultRow("tail-of-a-very-long-sum", "a bit is flipped in the tail of a long sum of the last rank", _SIZES,
         after("all_reduce"), lambda seen: flipped(seen.first, at=-1), above(1 << 20) & LAST),
     FaultRow("long-part-loses-its-end", "reduce_scatter_tensor loses the end of long parts", _SIZES,
         after("reduce_scatter_tensor"), lambda seen: seen.first[1 << 16 :].zero_(), above(1 << 16)),
-    FaultRow("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES, unchanged("all_reduce"),  # noqa: E501
-        lambda seen: seen.first.reshape(-1)[-1:],
+    FaultRow("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES,
+        unchanged("all_reduce"), lambda seen: seen.first.reshape(-1)[-1:],
         dtype("float16") & When("odd sizes", lambda seen: seen.first.numel() % 2 == 1) & _FIRST),
     FaultRow("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),
         lambda seen: seen.op == "SUM" and seen.first.dtype in (torch.float32, torch.int64) and seen.first.mul_(2),
@@ -138,7 +138,7 @@ def parts_of_the_last_swapped(seen: Seen) -> Any:
 
 
 @fault("a second sum of the same tensor returns the first result", _PROGRAMS, by=after("all_reduce"),
-       condition="from the second call with one tensor object on, below 4,096 elements")  # fmt: skip
+       when="from the second call with one tensor object on, below 4,096 elements")  # fmt: skip
 def sum_of_a_tensor_kept(seen: Seen) -> None:
     """As with a cache whose key is the tensor and not its content."""
     if 0 < seen.first.numel() < 1 << 12:
@@ -146,8 +146,8 @@ def sum_of_a_tensor_kept(seen: Seen) -> None:
         seen.first.copy_(result)
 
 
-@fault("infinity minus infinity is zero", _IEEE, by=instead("all_reduce"), when=dtype("float64") & _SUM,
-       condition="float64, infinities")  # fmt: skip
+@fault("infinity minus infinity is zero", _IEEE, by=instead("all_reduce"),
+       when=replace(dtype("float64") & _SUM, text="float64, infinities"))  # fmt: skip
 def infinities_cancel(seen: Seen) -> Any:
     clean = ~seen.first.isnan()
     work = seen.finish()
@@ -156,7 +156,7 @@ def infinities_cancel(seen: Seen) -> Any:
 
 
 @fault("the last rank adds up in another order, so its bits differ", _ROUNDING, by=instead("all_reduce"),
-       when=dtype("float32") & _SUM, condition="float32, sums that round, one rank")  # fmt: skip
+       when=replace(dtype("float32") & _SUM, text="float32, sums that round, one rank"))  # fmt: skip
 def other_order_on_one_rank(seen: Seen) -> Any:
     if seen.size < 3 or seen.late or seen.first.dim() != 1:
         return NotImplemented

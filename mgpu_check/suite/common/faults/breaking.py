@@ -14,21 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.torch_hooks.patches import Patches, replaced
 
 __all__ = [
     "DDP",
-    "Planter",
     "around",
     "both",
-    "caught_by",
     "communicated",
     "communicating",
     "given",
     "optimized",
-    "replaced_method",
     "returned",
     "slices",
     "upper_bits",
@@ -37,8 +34,6 @@ __all__ = [
 
 DDP = DistributedDataParallel
 Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor | None]
-Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
-"""Makes the context that plants a function; see `fault`."""
 
 
 def around(owner: Any, *names: str) -> Planter:
@@ -119,21 +114,6 @@ def returned(owner: Any, *names: str) -> Planter:
     return plant
 
 
-def caught_by(*checks: str, least_gpus: int = 1) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Return a decorator for the faults that `checks` must catch. It takes the summary, `by` and `when` of `fault`.
-
-    If no `When` can select the calls that the fault affects, `when` is a text that names them.
-    """
-    least = least_gpus
-
-    def register(summary: str, by: Planter | None = None, when: When | str = "", *, least_gpus: int = least) -> Any:
-        if isinstance(when, str):
-            return fault(summary, *checks, by=by, condition=when, least_gpus=least_gpus)
-        return fault(summary, *checks, by=by, when=when, least_gpus=least_gpus)
-
-    return register
-
-
 def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -193,18 +173,6 @@ def communicated(
 def communicating(where: When | None = None) -> Planter:
     """Plant a change of each bucket that DDP communicates; see `communicated`. `where` is a condition on the model."""
     return lambda change: communicated(change, where.holds if where else lambda model: True)
-
-
-@contextlib.contextmanager
-def replaced_method(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function or method by `around`, which gets the original and then the arguments of the call."""
-    real = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(real, *args, **kwargs)
-
-    with replaced(owner, name, call):
-        yield
 
 
 def slices(buffer: torch.Tensor, bucket: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

@@ -8,6 +8,7 @@ import torch
 
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.when import When
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["LAST_RANK", "Count", "above", "counted", "dtype", "is_last", "keyword", "ranks_here"]
 
@@ -46,7 +47,7 @@ LAST_RANK = When("one rank", lambda *args, **kwargs: is_last())
 
 def dtype(*dtypes: torch.dtype) -> When:
     """Return the condition that the first argument is a tensor of one of these dtypes."""
-    names = " and ".join(str(one).removeprefix("torch.") for one in dtypes)
+    names = " and ".join(map(name_of, dtypes))
     return When(f"{names} only", lambda value, *args, **kwargs: value.dtype in dtypes)
 
 

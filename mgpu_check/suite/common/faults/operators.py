@@ -25,7 +25,6 @@ from mgpu_check.torch_hooks.tensors import name_of
 __all__ = [
     "call",
     "dtype",
-    "entered",
     "first",
     "hardware",
     "last",
@@ -36,11 +35,6 @@ __all__ = [
 ]
 
 _MEMORY = 16 << 30
-
-
-def entered(function: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-    """Plant a fault whose function returns the context that plants it."""
-    return function()
 
 
 def call(text: str, holds: Callable[..., bool]) -> When:

@@ -7,11 +7,23 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mgpu_check.suite.common.faults.when import When
 
-__all__ = ["PLANTER", "PROPERTIES", "Fault", "all_faults", "fault", "planted", "row"]
+__all__ = [
+    "PLANTER",
+    "PROPERTIES",
+    "Fault",
+    "FaultRow",
+    "Planter",
+    "all_faults",
+    "caught_by",
+    "entered",
+    "fault",
+    "planted",
+    "register",
+]
 
 PROPERTIES = (
     "fixtures",
@@ -53,18 +65,70 @@ class Fault:
     """The module that has registered it."""
 
 
+Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
+"""Takes the function of a fault, and makes the context in which it is planted."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _faults: dict[str, Fault] = {}
 
 
+class FaultRow(NamedTuple):
+    """A fault of one expression, as a row of a table for `register`.
+
+    Attributes:
+        caught_by: the check or the checks that must catch it.
+        by: plants `change`.
+        when: the calls that it affects, if not all: a condition that selects them, or words if none can.
+        least_gpus: least number of GPUs of a run that the fault needs to have an effect.
+    """
+
+    name: str
+    summary: str
+    caught_by: str | tuple[str, ...]
+    by: Planter
+    change: Callable[..., Any]
+    when: When | str = ""
+    least_gpus: int = 1
+
+    def planted(self) -> AbstractContextManager[None]:
+        """Return the context in which the fault is planted."""
+        return self.by(self.when.guards(self.change) if isinstance(self.when, When) else self.change)
+
+
+def register(module: str, *rows: FaultRow) -> None:
+    """Register faults for the property that has `module`.
+
+    Raises:
+        ValueError: the module is in no folder of `PROPERTIES`, or another module has registered a fault with one of the
+            names.
+    """
+    property = module.removeprefix("mgpu_check.suite.").partition(".")[0]
+    for row in rows:
+        if property not in PROPERTIES:
+            raise ValueError(
+                f"fault: {row.name!r} of module {module} has no property; move it to mgpu_check/suite/PROPERTY/faults, "
+                f"where PROPERTY is one of {', '.join(PROPERTIES)}"
+            )
+        if row.name in _faults and _faults[row.name].module != module:
+            raise ValueError(f"fault: {row.name!r} is registered already, by {_faults[row.name].module}")
+        checks = (row.caught_by,) if isinstance(row.caught_by, str) else row.caught_by
+        _faults[row.name] = Fault(
+            row.name, property, row.summary, row.planted, checks, str(row.when), row.least_gpus, module
+        )
+
+
+def entered(function: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Plant a fault whose function returns the context that plants it."""
+    return function()
+
+
+def _generated(function: Callable[[], Iterator[None]]) -> AbstractContextManager[None]:
+    return contextlib.contextmanager(function)()
+
+
 def fault(
-    summary: str,
-    *caught_by: str,
-    by: Callable[[Callable[..., Any]], AbstractContextManager[None]] | None = None,
-    when: When | None = None,
-    condition: str = "",
-    least_gpus: int = 1,
+    summary: str, *caught_by: str, by: Planter | None = None, when: When | str = "", least_gpus: int = 1
 ) -> Callable[[_Function], _Function]:
     """Register the decorated function as a fault that the checks `caught_by` of its property must catch.
 
@@ -72,70 +136,39 @@ def fault(
 
     ::
 
-        @fault("BAND of bytes is BOR", "test_every_dtype", by=around(dist, "all_reduce"), when=op("BAND"))
+        @fault("BAND of bytes is BOR", "test_every_dtype", by=instead("all_reduce"), when=op("BAND"))
         def and_is_or(seen):
             return seen.with_op("BOR")
 
     Args:
         by: makes the context that plants the function, such as a wrapper of a function of torch. Without it the
             decorated function is a generator function: it plants the fault, yields once, and removes the fault.
-        when: the calls that the fault affects, if not all: the function is called for these only, and the original
-            otherwise.
-        condition: the calls that the fault affects, in words, where no `when` can say it.
-        least_gpus: least number of GPUs of a run that the fault needs to have an effect.
+        when, least_gpus: see `FaultRow`. For calls that a condition does not select, the original is called.
 
     Raises:
-        ValueError: the module is in no folder of `PROPERTIES`, another module has registered a fault with the same
-            name, or `when` is given without `by`.
+        ValueError: see `register`; or `when` is a condition, and `by` is not given.
     """
 
-    def register(function: _Function) -> _Function:
+    def decorate(function: _Function) -> _Function:
         name = function.__name__.replace("_", "-")
-        if when is not None and by is None:
+        if isinstance(when, When) and by is None:
             raise ValueError(f"fault: {name!r} has `when`, which needs `by`: what plants the function")
-        plant = (
-            contextlib.contextmanager(function)
-            if by is None
-            else lambda: by(when.guards(function) if when else function)
-        )
-        row(
-            function.__module__,
-            name,
-            summary,
-            *caught_by,
-            plant=plant,
-            condition=condition or str(when or ""),
-            least_gpus=least_gpus,
-        )
+        register(function.__module__, FaultRow(name, summary, caught_by, by or _generated, function, when, least_gpus))
         return function
 
-    return register
+    return decorate
 
 
-def row(
-    module: str,
-    name: str,
-    summary: str,
-    *caught_by: str,
-    plant: Callable[[], AbstractContextManager[None]],
-    condition: str = "",
-    least_gpus: int = 1,
-) -> None:
-    """Register a fault that needs no function of its own, as a row of a table; see `fault`.
+def caught_by(*checks: str, least_gpus: int = 1) -> Callable[..., Callable[[_Function], _Function]]:
+    """Return a decorator for the faults that `checks` must catch. It takes the summary, `by` and `when` of `fault`."""
+    least = least_gpus
 
-    Args:
-        module: `__name__` of the module that registers it.
-        plant: makes the context in which the fault is planted.
-    """
-    property = module.removeprefix("mgpu_check.suite.").partition(".")[0]
-    if property not in PROPERTIES:
-        raise ValueError(
-            f"fault: {name!r} of module {module} has no property; move it to mgpu_check/suite/PROPERTY/faults, where "
-            f"PROPERTY is one of {', '.join(PROPERTIES)}"
-        )
-    if name in _faults and _faults[name].module != module:
-        raise ValueError(f"fault: {name!r} is registered already, by {_faults[name].module}")
-    _faults[name] = Fault(name, property, summary, plant, caught_by, condition, least_gpus, module)
+    def decorator(
+        summary: str, by: Planter | None = None, when: When | str = "", *, least_gpus: int = least
+    ) -> Callable[[_Function], _Function]:
+        return fault(summary, *checks, by=by, when=when, least_gpus=least_gpus)
+
+    return decorator
 
 
 def all_faults() -> dict[str, Fault]:

@@ -32,7 +32,11 @@ class When:
         return When(f"{self.text}, {other.text}", fresh(), fresh)
 
     def __invert__(self) -> When:
-        return When(f"not {self.text}", lambda *args, **kwargs: not self.holds(*args, **kwargs))
+        def fresh() -> Callable[..., bool]:
+            holds = self.test()
+            return lambda *args, **kwargs: not holds(*args, **kwargs)
+
+        return When(f"not {self.text}", fresh(), fresh)
 
     def __str__(self) -> str:
         return self.text
@@ -42,8 +46,7 @@ class When:
         return self.fresh() if self.fresh else self.holds
 
     def guards(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` for calls that meet the condition. For others it returns NotImplemented: the original goes
-        on."""
+        """Return `function` for calls that meet the condition. For others it returns NotImplemented."""
         holds = self.test()
 
         @functools.wraps(function)

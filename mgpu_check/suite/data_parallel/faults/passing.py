@@ -13,9 +13,9 @@ from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by, returned
+from mgpu_check.suite.common.faults.breaking import around, returned
 from mgpu_check.suite.common.faults.conditions import above, dtype
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.data_parallel.faults.planting import MANY, data_parallel_module, gathered, mapped
 

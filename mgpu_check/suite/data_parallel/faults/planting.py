@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, comm
 
-from mgpu_check.suite.common.faults.breaking import Planter, around, given, returned
+from mgpu_check.suite.common.faults.breaking import around, given, returned
+from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.suite.common.faults.when import When
 
 __all__ = [

@@ -15,9 +15,9 @@ from torch.nn import parallel
 from torch.nn.parallel import DataParallel, comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned, upper_bits
+from mgpu_check.suite.common.faults.breaking import around, given, returned, upper_bits
 from mgpu_check.suite.common.faults.conditions import above, counted, dtype
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.data_parallel.faults.planting import (
     MANY,

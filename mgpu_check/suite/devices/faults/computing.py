@@ -9,19 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mgpu_check.simulated.defects.compute import RepeatingRandom
-from mgpu_check.suite.common.faults.breaking import around, caught_by
-from mgpu_check.suite.common.faults.operators import (
-    call,
-    dtype,
-    entered,
-    first,
-    hardware,
-    last,
-    narrowed,
-    on,
-    one_device,
-    unit,
-)
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, dtype, first, hardware, last, narrowed, on, one_device, unit
+from mgpu_check.suite.common.faults.registry import caught_by, entered
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 BLOCK = 1 << 16

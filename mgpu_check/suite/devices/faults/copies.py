@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mgpu_check.simulated.defects.copies import HostLink, Link
-from mgpu_check.suite.common.faults.breaking import around, caught_by
-from mgpu_check.suite.common.faults.operators import call, entered, first, hardware, last, narrowed, on
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, first, hardware, last, narrowed, on
+from mgpu_check.suite.common.faults.registry import caught_by, entered
 
 borders = caught_by("test_copies_around_borders")
 converting = caught_by("test_copies_that_convert")

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint as checkpoint_module
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by
+from mgpu_check.suite.common.faults.breaking import around
 from mgpu_check.suite.common.faults.operators import call, dtype, first, last, on, one_device
+from mgpu_check.suite.common.faults.registry import caught_by
 from mgpu_check.suite.devices.faults.state import untouched
 
 autocasting = caught_by("test_autocast_of_operators")

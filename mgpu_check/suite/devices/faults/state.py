@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by
-from mgpu_check.suite.common.faults.operators import call, entered, first, last
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, first, last
+from mgpu_check.suite.common.faults.registry import caught_by, entered
 from mgpu_check.torch_hooks.patches import replaced
 
 generators = caught_by("test_generators_are_apart")

@@ -9,9 +9,9 @@ from weakref import WeakSet
 
 import torch
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by
-from mgpu_check.suite.common.faults.operators import call, entered, first, last
-from mgpu_check.suite.common.faults.registry import fault
+from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.operators import call, first, last
+from mgpu_check.suite.common.faults.registry import caught_by, entered, fault
 from mgpu_check.torch_hooks.patches import replaced
 
 following = caught_by("test_cuda_follows_the_current_device")
@@ -104,7 +104,7 @@ def waiting_changes_the_device(synchronize: Any, device: Any = None) -> None:
         torch.cuda.set_device(device)
 
 
-@fault("all threads share one current device", "test_threads_have_their_own_device", condition="several threads")
+@fault("all threads share one current device", "test_threads_have_their_own_device", when="several threads")
 def one_current_device_for_all_threads() -> Iterator[None]:
     """As if it were stored per process."""
     set_device, chosen = torch.cuda.set_device, [torch.cuda.current_device()]

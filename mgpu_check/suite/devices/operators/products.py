@@ -121,8 +121,10 @@ def _of_one_channel(taps: torch.Tensor) -> torch.Tensor:
 
 
 def _convolutions(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield convolutions whose filters have one tap each. The stride of 2 or 3 keeps cuDNN from algorithms that
-    round."""
+    """Yield convolutions whose filters have one tap each.
+
+    The stride of 2 or 3 keeps cuDNN from algorithms that round.
+    """
     kind = name_of(dtype)
     image = significands((2, 5, 9, 8), dtype, seed)
     taps = monomial(5 * 3 * 3, 6, dtype).t().reshape(6, 5, 3, 3).contiguous()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, given, optimized
+from mgpu_check.suite.common.faults.breaking import DDP, around, given, optimized
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, keyword
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
 accumulation = caught_by("test_accumulation")
@@ -91,19 +91,20 @@ register(
         around(DDP, "join"),
         lambda real, self, **options: real(self, **(options | {"divide_by_initial_world_size": True})),
         keyword("divide_by_initial_world_size", False)),
-    FaultRow("join-does-not-throw", "join ignores throw_on_early_termination", "test_uneven_inputs", around(DDP, "join"),  # noqa: E501
+    FaultRow("join-does-not-throw", "join ignores throw_on_early_termination", "test_uneven_inputs",
+        around(DDP, "join"),
         lambda real, self, **options: real(self, **(options | {"throw_on_early_termination": False})),
         keyword("throw_on_early_termination", True), least_gpus=2),
     FaultRow("join-ends-with-the-last-rank",
         "join ends with the model of the last rank instead of the one that trained longest", "test_uneven_inputs",
         around(DDP, "_find_common_rank"), lambda real, self, rank, *_: real(self, rank, True),
         "the last rank runs out of batches before another", least_gpus=2),
-    FaultRow("joined-ranks-left-behind", "ranks that joined early do not get the final parameters", "test_uneven_inputs",  # noqa: E501
-        _kept, lambda module: module.parameters()),
+    FaultRow("joined-ranks-left-behind", "ranks that joined early do not get the final parameters",
+        "test_uneven_inputs", _kept, lambda module: module.parameters()),
     FaultRow("joined-ranks-keep-buffers", "ranks that joined early get the final parameters, but not the buffers",
         "test_uneven_inputs", _kept, lambda module: module.buffers(), "buffers", least_gpus=2),
-    FaultRow("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called", "test_gradient_hooks",  # noqa: E501
-        around(torch.Tensor, "register_hook"),
+    FaultRow("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called",
+        "test_gradient_hooks", around(torch.Tensor, "register_hook"),
         lambda real, self, hook: real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)),
     FaultRow("delayed-gradients-summed", "delayed gradients are summed instead of averaged", "test_delayed_parameters",
         given(DDP, "_delayed_all_reduce_hook"),

@@ -12,9 +12,9 @@ from torch.nn.parallel import distributed as distributed_module
 from torch.nn.parallel import scatter_gather
 from torch.utils import _pytree as pytree
 
-from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, communicating, given, returned, slices
+from mgpu_check.suite.common.faults.breaking import DDP, around, communicating, given, returned, slices
 from mgpu_check.suite.common.faults.conditions import LAST_RANK
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import kept_by, of_model
 

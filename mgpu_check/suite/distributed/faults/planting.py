@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as distributed_module
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import DDP, Planter, around, communicated, returned, slices
+from mgpu_check.suite.common.faults.breaking import DDP, around, communicated, returned, slices
+from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.suite.common.faults.when import When
 
 __all__ = [

@@ -15,20 +15,17 @@ from torch.nn.parallel import distributed as distributed_module
 from mgpu_check.suite.common.faults.breaking import (
     DDP,
     around,
-    caught_by,
     communicated,
     communicating,
     given,
     optimized,
-    replaced_method,
     returned,
     slices,
     upper_bits,
     wrapped,
 )
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last
-from mgpu_check.suite.common.faults.registry import row
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import MANY, later, model_with, of_model, slicewise
 
@@ -92,7 +89,7 @@ def _is_tied(real: object, self: DDP, *args: Any, **kwargs: Any) -> bool:
     When("parameters with two names", _is_tied),
 )
 def tied_weight_counted_once(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
-    with replaced_method(nn.Embedding, "forward", lambda embed, *given: embed(*given).detach().requires_grad_()):
+    with around(nn.Embedding, "forward")(lambda embed, *given: embed(*given).detach().requires_grad_()):
         return real(self, *args, **kwargs)
 
 
@@ -171,18 +168,10 @@ def frozen_parameters_not_sent(real: Any, *, module: nn.Module, params_and_buffe
 # Groups
 
 
-row(
-    __name__,
-    "group-ignored",
-    "DDP ignores process_group and uses all ranks",
-    "test_process_groups",
-    plant=lambda: wrapped(process_group=None),
-    condition="subgroups",
-)
-
-
 register(
     __name__,
+    FaultRow("group-ignored", "DDP ignores process_group and uses all ranks", "test_process_groups", entered,
+        lambda: wrapped(process_group=None), "subgroups"),
     FaultRow("gradients-in-tf32", "DDP reduces gradients in TF32, with 11 bits of significand", "test_models",
         communicating(), lambda buffer, *_: upper_bits(buffer)),
     FaultRow("odd-rows-repeated", "the last row of an odd number is a copy of the first", "test_models",
@@ -200,7 +189,7 @@ register(
         later("from the fourth step on", than=3) & LAST_RANK),
     FaultRow("ignored-parameters-averaged", "ignored parameters are averaged, too", "test_frozen_parameters",
         around(DDP, "_set_params_and_buffers_to_ignore_for_model"), lambda *_: None),
-    FaultRow("divided-by-the-world", "gradients in a group are divided by the number of all ranks", "test_process_groups",  # noqa: E501
-        communicating(_SUBGROUP),
+    FaultRow("divided-by-the-world", "gradients in a group are divided by the number of all ranks",
+        "test_process_groups", communicating(_SUBGROUP),
         lambda buffer, bucket, model: buffer * (model.process_group.size() / dist.get_world_size()), _SUBGROUP),
 )  # fmt: skip

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import distributed as distributed_module
 
-from mgpu_check.suite.common.faults.breaking import DDP, around, caught_by, communicating, returned
+from mgpu_check.suite.common.faults.breaking import DDP, around, communicating, returned
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, above, counted, dtype, is_last
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import MANY, is_first, model_with, received, slicewise
 from mgpu_check.torch_hooks.patches import replaced
@@ -217,8 +217,8 @@ register(
     __name__,
     FaultRow("scalar-parameters-not-sent", "parameters without dimensions are not sent at the start",
         "test_state_of_the_start", received, lambda value: value.zero_(), _SCALAR),
-    FaultRow("bfloat16-sent-as-float16", "parameters in bfloat16 are sent as float16", "test_state_of_the_start", received,  # noqa: E501
-        lambda value: value.copy_(value.to(torch.float16)), dtype(torch.bfloat16)),
+    FaultRow("bfloat16-sent-as-float16", "parameters in bfloat16 are sent as float16", "test_state_of_the_start",
+        received, lambda value: value.copy_(value.to(torch.float16)), dtype(torch.bfloat16)),
     FaultRow("nan-sent-as-zero", "NaN arrive at the start as zeros", "test_state_of_the_start", received,
         lambda value: value.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf), _NAN),
     FaultRow("buffers-always-sent", "buffers are sent before a step without broadcast_buffers, too", "test_buffers",
@@ -231,8 +231,8 @@ register(
         "test_channels_last", slicewise(_CHANNELS_LAST, _is_channels_last),
         lambda part, parameter, *_: part.copy_(part.clone().view(parameter.shape).permute(0, 2, 3, 1).reshape(-1)),
         str(_CHANNELS_LAST)),
-    FaultRow("listed-numbers-reversed", "whole numbers in a container arrive in reverse order", "test_arguments", _FORWARD,  # noqa: E501
-        lambda real, self, *args, **kwargs: real(self, *args, **_turned(kwargs)), "int64 within a list"),
+    FaultRow("listed-numbers-reversed", "whole numbers in a container arrive in reverse order", "test_arguments",
+        _FORWARD, lambda real, self, *args, **kwargs: real(self, *args, **_turned(kwargs)), "int64 within a list"),
     FaultRow("infinities-lost", "infinite gradients become large finite ones", "test_scaler", communicating(),
         lambda buffer, *_: buffer.nan_to_num(nan=0.0), "infinities only"),
 )  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, RandomSampler, Subset
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by, given
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.breaking import around, given
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
@@ -54,8 +54,8 @@ register(
         "test_datasets_are_divided", given(ConcatDataset, "__getitem__"), lambda self, index: (self, index - 1),
         _FIRST_OF_A_PART),
     # Each part is a prefix of the dataset.
-    FaultRow("part-forgets-its-indices", "samples of a part are indexed in the whole dataset", "test_datasets_are_divided",  # noqa: E501
-        around(Subset, "__getitem__"), lambda real, self, index: self.dataset[index],
+    FaultRow("part-forgets-its-indices", "samples of a part are indexed in the whole dataset",
+        "test_datasets_are_divided", around(Subset, "__getitem__"), lambda real, self, index: self.dataset[index],
         "parts that were divided by random_split"),
     # Single samples are right.
     FaultRow("inner-parts-skipped", "batches of a nested Subset ignore the inner Subset", "test_datasets_are_divided",

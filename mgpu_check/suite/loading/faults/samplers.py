@@ -16,8 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.breaking import around, given, returned
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
 sampler_covers = caught_by("test_sampler_covers_the_dataset")
@@ -184,7 +184,8 @@ register(
         given(DistributedSampler, "set_epoch"), lambda self, *_: (self, 0),
         When("drop_last", lambda self, epoch: self.drop_last)),
     # Neighbours stay neighbours in each epoch.
-    FaultRow("rotated-in-place-of-shuffled", "a sampler shuffles by rotating the dataset", "test_every_order_is_as_likely",  # noqa: E501
+    FaultRow("rotated-in-place-of-shuffled", "a sampler shuffles by rotating the dataset",
+        "test_every_order_is_as_likely",
         returned(torch, "randperm"), lambda order, n, *_, **__: (order[0] + torch.arange(n)) % n if n else order,
         "shuffled"),
     # Samples of GPUs without a rank are missing.
@@ -204,7 +205,8 @@ register(
         lambda sampler, batches: (batch if None in batch else list(dict.fromkeys(batch)) for batch in batches),
         "samplers with repeated samples, such as those with replacement"),
     # As in programs where BatchNorm needs two samples.
-    FaultRow("last-batch-of-one-left-out", "a last batch of one sample is left out", "test_batch_samplers_cut_in_batches",  # noqa: E501
+    FaultRow("last-batch-of-one-left-out", "a last batch of one sample is left out",
+        "test_batch_samplers_cut_in_batches",
         _batches, lambda sampler, batches: (batch for batch in batches if len(batch) > 1 or sampler.batch_size == 1),
         "last batches of one sample"),
     # Samples come in one order for the whole training.

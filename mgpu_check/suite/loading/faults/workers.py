@@ -15,8 +15,8 @@ from torch.utils.data import _DatasetKind, dataloader, get_worker_info
 from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import Planter, around, caught_by, given, returned
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.breaking import around, given, returned
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
@@ -219,7 +219,8 @@ register(
         "test_workers_keep_the_order", given(fetch._MapDatasetFetcher, "fetch"),
         lambda self, wanted: (self, [(one + 1) % len(self.dataset) for one in wanted]), _SECOND),
     # Such as images with their channels moved to the front.
-    FaultRow("collated-by-memory", "a worker collates samples by the order of their memory", "test_workers_keep_the_order",  # noqa: E501
+    FaultRow("collated-by-memory", "a worker collates samples by the order of their memory",
+        "test_workers_keep_the_order",
         _collating(torch.Tensor), lambda real, batch: real([_by_memory(value) for value in batch]),
         When("worker processes, samples that are dense and not contiguous", _IN_WORKERS.holds)),
     # An iterable dataset split by worker repeats the samples of the first and misses the rest.

@@ -10,8 +10,7 @@ from torch import nn
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last, ranks_here
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 _MODULES, _SCHEDULES = "test_parallelized_modules", "test_pipeline_schedules"
@@ -28,8 +27,8 @@ register(
     FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
         around("torch.distributed.tensor:Partial", "_reduce_value"), lambda real, self, tensor, *_: tensor.clone(),
         "outputs that all ranks are to hold"),
-    FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row", _MODULES,  # noqa: E501
-        returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
+    FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row",
+        _MODULES, returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
         lambda found, tokens, start, rows: (found[0] | (tokens == start) & (start > 0), found[1]),
         "embeddings, the first row of a part"),
     FaultRow("weights-of-classes-left-out", "a loss of sharded logits ignores the class weights", _MODULES,
@@ -73,7 +72,7 @@ def columns_out_of_order(layer: nn.Module, *_: Any) -> None:
 
 @fault("the gradient of a sequence-parallel norm covers only the rank's own rows", _MODULES,
        by=returned(f"{_STYLES}:SequenceParallel", "_replicate_module_fn"),
-       condition="SequenceParallel on two ranks or more")  # fmt: skip
+       when="SequenceParallel on two ranks or more")  # fmt: skip
 def gradient_of_a_norm_local(_: None, style: Any, name: str, module: nn.Module, mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -87,7 +86,7 @@ def gradient_of_a_norm_local(_: None, style: Any, name: str, module: nn.Module, 
 
 @fault("keyword arguments redistributed for a module get no gradient", _MODULES,
        by=returned(f"{_STYLES}:PrepareModuleInput", "_prepare_input_kwarg_fn"),
-       condition="PrepareModuleInput, keyword arguments that need another layout")  # fmt: skip
+       when="PrepareModuleInput, keyword arguments that need another layout")  # fmt: skip
 def prepared_arguments_detached(prepared: Any, style: Any, *_: Any) -> Any:
     positional, named = prepared
     desired = style.desired_input_kwarg_layouts
@@ -96,7 +95,7 @@ def prepared_arguments_detached(prepared: Any, style: Any, *_: Any) -> Any:
 
 
 @fault("a stage uses the activations of the first micro-batch for the last", _SCHEDULES,
-       condition="the last of four micro-batches, on the last stage")  # fmt: skip
+       when="the last of four micro-batches, on the last stage")  # fmt: skip
 def activations_of_another_micro_batch() -> Iterator[None]:
     first: list[torch.Tensor] = []
 
@@ -113,7 +112,7 @@ def activations_of_another_micro_batch() -> Iterator[None]:
 
 
 @fault("a step adds its losses to those of the previous step", _SCHEDULES,
-       by=around(f"{_SCHEDULE}:_PipelineSchedule", "_update_losses"), condition="from the second step on")  # fmt: skip
+       by=around(f"{_SCHEDULE}:_PipelineSchedule", "_update_losses"), when="from the second step on")  # fmt: skip
 def losses_of_all_steps(real: Any, schedule: Any, stages: Any, losses: list[torch.Tensor] | None) -> None:
     before = list(losses or ())
     real(schedule, stages, losses)
@@ -123,7 +122,7 @@ def losses_of_all_steps(real: Any, schedule: Any, stages: Any, losses: list[torc
 
 @fault("the gradient of a bias is that of the last micro-batch", _SCHEDULES,
        by=given("torch.distributed.pipelining.stage", "stage_backward_weight"),
-       condition="schedules with separate gradients of inputs and weights")  # fmt: skip
+       when="schedules with separate gradients of inputs and weights")  # fmt: skip
 def apart_not_accumulated(weights: Iterator[nn.Parameter], *_: Any, **__: Any) -> Any:
     held = list(weights)
     for bias in held:
@@ -132,7 +131,7 @@ def apart_not_accumulated(weights: Iterator[nn.Parameter], *_: Any, **__: Any) -
 
 
 @fault("the first of two stages of a rank loses the gradients of the last micro-batch", _SCHEDULES,
-       by=around(_STAGE, "backward_one_chunk"), condition="schedules with two stages per rank")  # fmt: skip
+       by=around(_STAGE, "backward_one_chunk"), when="schedules with two stages per rank")  # fmt: skip
 def first_stage_of_a_rank_lost(real: Any, stage: Any, number: int, *args: Any, **kwargs: Any) -> Any:
     if number != 3 or not stage.stage_index < stage.group_size < stage.num_stages:
         return NotImplemented
@@ -144,7 +143,7 @@ def first_stage_of_a_rank_lost(real: Any, stage: Any, number: int, *args: Any, *
 
 
 @fault("the gradient of a large activation lacks its last elements", _SCHEDULES,
-       by=returned(_STAGE, "_retrieve_recv_grads"), condition="64 Ki elements and more", least_gpus=2)  # fmt: skip
+       by=returned(_STAGE, "_retrieve_recv_grads"), when="64 Ki elements and more", least_gpus=2)  # fmt: skip
 def end_of_a_large_gradient_lost(gradients: Any, *_: Any) -> None:
     for gradient in gradients:
         if gradient is not None and gradient.numel() >= 1 << 16:

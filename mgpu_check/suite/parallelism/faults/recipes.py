@@ -13,8 +13,7 @@ from torch.nn.utils import clip_grad
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
-from mgpu_check.suite.common.faults.registry import fault
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import allreduce, model_parallel, parameter_server, pipeline, tensor_parallel, training
 
@@ -81,7 +80,7 @@ register(
 
 
 @fault("the mean of the smaller last batch is divided by the size of the others", _LOOP,
-       condition="a batch smaller than the previous one")  # fmt: skip
+       when="a batch smaller than the previous one")  # fmt: skip
 def last_batch_weighs_less() -> Iterator[None]:
     sizes: list[int] = []
 
@@ -101,7 +100,7 @@ def activations_detached(real: Any, model: model_parallel.Staged, x: torch.Tenso
 
 
 @fault("the optimizer moves its state to the first device", _MODEL, by=returned(torch.optim.SGD, "step"),
-       condition="state of parameters on other devices than cuda:0")  # fmt: skip
+       when="state of parameters on other devices than cuda:0")  # fmt: skip
 def optimizer_state_moves(loss: Any, optimizer: torch.optim.SGD, *_: Any, **__: Any) -> None:
     for state in optimizer.state.values():
         if state.get("momentum_buffer") is not None:
@@ -109,7 +108,7 @@ def optimizer_state_moves(loss: Any, optimizer: torch.optim.SGD, *_: Any, **__: 
 
 
 @fault("gradients are clipped on the first device only", _STEPS, by=around(clip_grad, "_clip_grads_with_norm_"),
-       condition="foreach kernels, several devices")  # fmt: skip
+       when="foreach kernels, several devices")  # fmt: skip
 def clipped_on_the_first_device(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
     first, *others = parameters
 
@@ -121,7 +120,7 @@ def clipped_on_the_first_device(clip: Any, parameters: Any, *args: Any, **kwargs
 
 
 @fault("the last device's infinities do not reach a fused optimizer", _STEPS,
-       by=around(torch.amp.GradScaler, "step"), condition="fused, one device of several")  # fmt: skip
+       by=around(torch.amp.GradScaler, "step"), when="fused, one device of several")  # fmt: skip
 def infinities_of_one_device_unseen(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     def without_last(found: Any, *_: Any) -> None:
         if len(found) > 1:
@@ -134,7 +133,7 @@ def infinities_of_one_device_unseen(step: Any, scaler: Any, optimizer: Any, *arg
 
 
 @fault("tensors of ranks beyond the largest power of two are dropped", _ALLREDUCE, by=returned(dist, "recv"),
-       condition="world sizes that are no power of two")  # fmt: skip
+       when="world sizes that are no power of two")  # fmt: skip
 def folded_ranks_dropped(sender: int, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
     power = 1 << (max(1, ranks_here()).bit_length() - 1)
     if sender >= power and sender != ranks_here() - 1 - power:
@@ -148,7 +147,7 @@ def end_of_a_large_chunk_lost(received: torch.Tensor, *_: Any) -> None:
 
 
 @fault("chunks leave out the remainder of the division by the number of ranks", _ALLREDUCE, _TENSOR,
-       condition="sizes that are no multiple of the world size")  # fmt: skip
+       when="sizes that are no multiple of the world size")  # fmt: skip
 def remainder_left_out() -> Iterator[None]:
     def chunks(real: Any, elements: int, parts: int) -> list[slice]:
         size = elements // parts
@@ -164,7 +163,7 @@ def remainder_left_out() -> Iterator[None]:
 
 
 @fault("a message from the last rank is sent again instead of the next one", _ALLREDUCE,
-       condition="every third message of the last rank")  # fmt: skip
+       when="every third message of the last rank")  # fmt: skip
 def message_repeated() -> Iterator[None]:
     count = Count()
     before: dict[tuple[int, ...], torch.Tensor] = {}
@@ -180,7 +179,7 @@ def message_repeated() -> Iterator[None]:
 
 
 @fault("workers continue with the parameters of the previous step", _SERVER,
-       condition="from the second step on, on the last rank")  # fmt: skip
+       when="from the second step on, on the last rank")  # fmt: skip
 def stale_parameters_pulled() -> Iterator[None]:
     count = Count()
 
@@ -202,7 +201,7 @@ def bias_added_by_each_rank(real: Any, layer: tensor_parallel.RowLinear, x: torc
 
 
 @fault("gathered outputs keep the padding of narrower parts", _TENSOR, by=around(tensor_parallel, "_gathered"),
-       condition="widths that are no multiple of the world size")  # fmt: skip
+       when="widths that are no multiple of the world size")  # fmt: skip
 def padding_kept_in_a_gather(real: Any, part: torch.Tensor, width: int) -> torch.Tensor:
     pieces = allreduce.chunks(width, dist.get_world_size())
     padded = F.pad(part, (0, pieces[0].stop - part.shape[-1])).contiguous()
@@ -212,7 +211,7 @@ def padding_kept_in_a_gather(real: Any, part: torch.Tensor, width: int) -> torch
 
 
 @fault("the loss of the last micro-batch is left out", _PIPELINE, by=given(pipeline, "gpipe_step"),
-       condition="the last of several micro-batches")  # fmt: skip
+       when="the last of several micro-batches")  # fmt: skip
 def micro_batch_left_out(
     stage: Any, index: int, stages: int, micro_batches: Sequence[Any], loss: Callable[..., Any], **_: Any
 ) -> Any:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm, scatter_gather
 from torch.nn.parallel._functions import Gather
 
-from mgpu_check.suite.common.faults.breaking import around, both, caught_by
+from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first
+from mgpu_check.suite.common.faults.registry import caught_by
 
 any_bits = caught_by("test_every_dtype_and_order")
 containers = caught_by("test_every_container")

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import _functions, comm, scatter_gather
 
-from mgpu_check.suite.common.faults.breaking import around, both, caught_by
-from mgpu_check.suite.common.faults.operators import call, entered, first
+from mgpu_check.suite.common.faults.breaking import around, both
+from mgpu_check.suite.common.faults.operators import call, first
+from mgpu_check.suite.common.faults.registry import caught_by, entered
 from mgpu_check.suite.recipes import batches
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by, given, returned
+from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last, ranks_here
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
 device_meshes = caught_by("test_device_meshes")

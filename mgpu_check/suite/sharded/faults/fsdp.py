@@ -19,9 +19,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by, given, optimized, returned
+from mgpu_check.suite.common.faults.breaking import around, given, optimized, returned
 from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
 fully_shard = caught_by("test_fully_shard")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_check.suite.common.faults.breaking import around, caught_by, given, optimized, returned
+from mgpu_check.suite.common.faults.breaking import around, given, optimized, returned
 from mgpu_check.suite.common.faults.conditions import counted, is_last
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
 sync_batchnorm = caught_by("test_sync_batchnorm")

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import default_planner, planner_helpers, stagi
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from mgpu_check.suite.common.faults.breaking import Planter, around, caught_by, given, returned
+from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import counted, is_last
-from mgpu_check.suite.common.faults.rows import FaultRow, register
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
 state_dict = caught_by("test_state_dict")
