@@ -32,8 +32,10 @@ SHOWN = 3000
 
 
 def wrong_one(number: int, seed: int, ways: tuple[str, ...]) -> Draw:
-    """A program with one mistake. Mistakes that fewer of the programs can have are drawn as often as the others
-    there."""
+    """A program with one mistake.
+
+    Mistakes that fewer of the programs can have are drawn as often as the others there.
+    """
     for attempt in range(20):
         program = drawn(number + attempt * 1000 * len(ways), seed, ways)
         if mistakes := planted(program, seed):

@@ -1,5 +1,7 @@
-"""Measure the gate: ``python benchmarks/gate.py false-alarms|bit-flips|cost``. See benchmarks/README.md for what came
-of it."""
+"""Measure the gate: ``python benchmarks/gate.py false-alarms|bit-flips|cost``.
+
+See benchmarks/README.md for what came of it.
+"""
 
 from __future__ import annotations
 

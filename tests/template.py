@@ -138,8 +138,10 @@ def _become(environment: dict[str, str], directory: int, streams: Sequence[int],
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:
-    """Let /proc tell it, by which tests find the processes of a run. Nothing may use the variables of before any
-    more."""
+    """Let /proc tell it, by which tests find the processes of a run.
+
+    Nothing may use the variables of before any more.
+    """
     with open("/proc/self/stat") as file:
         start, end = (int(word) for word in file.read().rpartition(")")[2].split()[47:49])
     data = b"".join(f"{name}={value}".encode(errors="surrogateescape") + b"\0" for name, value in environment.items())

@@ -1,5 +1,7 @@
-"""The runner of the clients: that its table is whole, and that it calls a wrong verdict wrong. The clients run in tox's
-`clients`."""
+"""The runner of the clients: that its table is whole, and that it calls a wrong verdict wrong.
+
+The clients run in tox's `clients`.
+"""
 
 from __future__ import annotations
 

@@ -181,8 +181,7 @@ def _schema_of_number(kind: Any) -> dict[str, Any]:
     return {"anyOf": [{"type": "number"}, {"enum": list(_NOT_FINITE)}]}
 
 
-# --- messages: msgspec names a type for a value that does not fit; users need the value and the valid values as well
-# ---
+# Messages: msgspec names a type for a value that does not fit; users need the value and the valid values as well.
 
 
 def _misfit(kind: Any, value: Any, at: str) -> str:

@@ -106,8 +106,10 @@ class Planted:
 
 
 def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defect]:
-    """Return a function that makes the class `name` of `defects.<module>` from parameters and `given`. Its call imports
-    torch."""
+    """Return a function that makes the class `name` of `defects.<module>` from parameters and `given`.
+
+    Its call imports torch.
+    """
 
     def make(parameters: Parameters) -> Defect:
         found = importlib.import_module(f"mgpu_check.simulated.defects.{module}")

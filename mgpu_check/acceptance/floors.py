@@ -13,8 +13,10 @@ from mgpu_check.option_values import LEVELS
 __all__ = ["check_runs", "floors"]
 
 _SHARE_OF_MEMORY = 0.75
-"""Share of the requested memory that must be tested. Other programs may have allocated some of it since it was
-counted."""
+"""Share of the requested memory that must be tested.
+
+Other programs may have allocated some of it since it was counted.
+"""
 
 _PASSES = (1, 2, 8)
 

@@ -10,8 +10,10 @@ from mgpu_check.settings import active
 __all__ = ["SEEDS", "drawn", "seconds_for_a_call"]
 
 SEEDS = st.integers(0, 2**16).filter(bool)
-"""Seeds of data, except 0. Hypothesis tries the simplest value first, so a property with one example would always draw
-0."""
+"""Seeds of data, except 0.
+
+Hypothesis tries the simplest value first, so a property with one example would always draw 0.
+"""
 
 _SECONDS = {"quick": 20.0, "standard": 120.0, "long": 600.0}
 

@@ -22,8 +22,10 @@ heard_by = _facts.heard_by
 
 
 def covered(**facts: Any) -> None:
-    """Report facts about the enumerated cases: each is a word, a number, or a list of them. On ranks, only the first
-    counts."""
+    """Report facts about the enumerated cases: each is a word, a number, or a list of them.
+
+    On ranks, only the first counts.
+    """
     _facts.tell(
         {name: sorted(value) if isinstance(value, (set, frozenset)) else value for name, value in facts.items()}
     )

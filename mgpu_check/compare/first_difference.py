@@ -65,8 +65,10 @@ class FirstDifference:
 
     @property
     def others_seen(self) -> bool:
-        """True if the ranks saw other samples than one device. Hidden samples that led to correct gradients count as
-        the same."""
+        """True if the ranks saw other samples than one device.
+
+        Hidden samples that led to correct gradients count as the same.
+        """
         samples = self.samples
         right = self.kind in ("parameter", "state")
         return samples.known and (not samples.same or self.kind is None) and not (right and samples.hidden)

@@ -19,8 +19,10 @@ _RANKS = 16  # more curves of single ranks would not be readable
 
 
 def write_page(path: Path, done: ScriptComparison) -> None:
-    """Write the verdict, its likely causes, the curves and the compared tensors. Requires the extra, see
-    `pages.require`."""
+    """Write the verdict, its likely causes, the curves and the compared tensors.
+
+    Requires the extra, see `pages.require`.
+    """
     report = done.verdict.report
     page = pages.render(
         _TEMPLATE,

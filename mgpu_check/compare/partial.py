@@ -65,8 +65,10 @@ def _is_mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> bool:
 
 
 def _mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> TensorSummary:
-    """Return the mean of partial statistics; its norm is not a number, since it is unknown. Equal parts are the mean
-    themselves."""
+    """Return the mean of partial statistics; its norm is not a number, since it is unknown.
+
+    Equal parts are the mean themselves.
+    """
     first = parts[0][1]
     if not _is_mean(parts):
         return first

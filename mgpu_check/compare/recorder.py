@@ -272,8 +272,10 @@ class ScriptRecorder:
         return watched
 
     def _take_gradients(self, optimizer: Any) -> None:
-        """Perturb the gradients, and record the first ones of the step. Not earlier: the model may not have been
-        called."""
+        """Perturb the gradients, and record the first ones of the step.
+
+        Not earlier: the model may not have been called.
+        """
         with torch.no_grad():
             parts = self.known.parts(optimizer, self._number_of(optimizer))
             if id(optimizer) not in self._optimizers:

@@ -19,8 +19,10 @@ __all__ = [
 ]
 
 _REDRAWS = 32
-"""Most draws of lengths. Two samples with four possible lengths tie in a quarter of the draws, so 32 draws hardly all
-tie."""
+"""Most draws of lengths.
+
+Two samples with four possible lengths tie in a quarter of the draws, so 32 draws hardly all tie.
+"""
 _IGNORED = -100
 """The label that torch's losses ignore by default."""
 
@@ -34,8 +36,10 @@ def make_batches(
     factor: float,
     seed: int,
 ) -> list[Any]:
-    """Return the global batch of each step. Equal arguments give equal batches if the user's function is
-    deterministic."""
+    """Return the global batch of each step.
+
+    Equal arguments give equal batches if the user's function is deterministic.
+    """
     batches = []
     for step in range(steps):
         seed_everything(1000 * seed + step)

@@ -63,8 +63,10 @@ class Program:
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:
-    """Return a function to call for each batch. A class, or a partial of a class, is called with (model, rank)
-    first."""
+    """Return a function to call for each batch.
+
+    A class, or a partial of a class, is called with (model, rank) first.
+    """
     made = step(model, rank) if isinstance(_innermost(step), type) else step
     return lambda batch: made(model, batch, rank)
 

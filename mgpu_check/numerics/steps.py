@@ -55,8 +55,10 @@ Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 It must compute in the dtype of its arguments, depend on nothing else, and use no randomness."""
 
 PAIRS = 3
-"""Pairs of perturbations. Three pairs miss a ReLU or maximum within rounding errors of a tie about once in a
-thousand."""
+"""Pairs of perturbations.
+
+Three pairs miss a ReLU or maximum within rounding errors of a tie about once in a thousand.
+"""
 
 _SURE = 0.8
 """Fraction of the movement in float64 that one pair of perturbations in the dtype of the step is sure to show."""

@@ -1,5 +1,7 @@
-"""Read the requirements of a test from its marks and fixtures. Must be cheap: it runs for every test of every
-repository."""
+"""Read the requirements of a test from its marks and fixtures.
+
+Must be cheap: it runs for every test of every repository.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Signals and exit codes that the pytest process and ranks agree on. The worker is no place for them: it imports
-torch."""
+"""Signals and exit codes that the pytest process and ranks agree on.
+
+The worker is no place for them: it imports torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Helpers for comparisons of tensors: copies on the CPU, bits, checksums. They do not use NumPy, which torch does not
-need."""
+"""Helpers for comparisons of tensors: copies on the CPU, bits, checksums.
+
+They do not use NumPy, which torch does not need.
+"""
 
 from __future__ import annotations
 

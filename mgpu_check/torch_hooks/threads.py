@@ -16,8 +16,10 @@ _MOST = 16
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[int]:
-    """Compute with one thread, because small steps on a shared machine do not profit from more. Yield the former
-    number."""
+    """Compute with one thread, because small steps on a shared machine do not profit from more.
+
+    Yield the former number.
+    """
     before = torch.get_num_threads()
     with _threads(1):
         yield before

@@ -38,8 +38,10 @@ sys.stdout.buffer.write(pickle.dumps(done))
 
 @pytest.fixture
 def record(tmp_path, python):
-    """Run `script` in `world` processes, and give what became of them. Not in this process, which would adopt
-    theirs."""
+    """Run `script` in `world` processes, and give what became of them.
+
+    Not in this process, which would adopt theirs.
+    """
 
     def record(script: str, world: int = 1):
         tmp_path.joinpath("train.py").write_text(script)

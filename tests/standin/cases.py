@@ -1,5 +1,7 @@
-"""Rank tests for machines that the stand-in imitates. Their names say how they end: ``test_green_…`` or
-``test_red_…``."""
+"""Rank tests for machines that the stand-in imitates.
+
+Their names say how they end: ``test_green_…`` or ``test_red_…``.
+"""
 
 from __future__ import annotations
 

@@ -77,8 +77,10 @@ def _repeated() -> list[str]:
 @drawn(quick=1, standard=1, long=3)
 @given(seed=SEEDS)
 def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
-    """An operation that is repeated many times gives the same bits each time. Operands are small to allow many
-    repeats."""
+    """An operation that is repeated many times gives the same bits each time.
+
+    Operands are small to allow many repeats.
+    """
     repeats, seconds = _MANY[node.level]
     share = _REPEATED[operation]
     side = max(32, min(512, _side(node) // 4))

@@ -62,8 +62,10 @@ THROTTLED = {
     "power brake": "look at the power supplies of the machine, and at what caps the power of the rack",
     "reliability": "look at the power supply of the GPU; if it stays, exchange the GPU",
 }
-"""Reason for low clocks that a healthy machine does not have -> advice. The power limit is a normal reason, so it is
-absent."""
+"""Reason for low clocks that a healthy machine does not have -> advice.
+
+The power limit is a normal reason, so it is absent.
+"""
 
 _SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
 _BIT_ERRORS = 1e-12  # the rate per bit and lane that PCIe allows

@@ -77,8 +77,10 @@ def worst(kinds: Iterable[Kind]) -> Kind:
 
 
 def _unknown(report: RunReport, with_partial: bool) -> list[str]:
-    """Return the lines on checks that could not be done on a node. With `with_partial`, also list a partial
-    selection."""
+    """Return the lines on checks that could not be done on a node.
+
+    With `with_partial`, also list a partial selection.
+    """
     partial = report.verdict.partial if with_partial else ()
     return [*report.verdict.unknown, *([f"{_name(report)}: only {', '.join(partial)} ran"] if partial else [])]
 

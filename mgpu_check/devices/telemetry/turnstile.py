@@ -55,8 +55,10 @@ class Turnstile:
             self._changed.notify_all()
 
     def tick(self) -> tuple[Query, Literal["hang", "blocked"]] | None:
-        """Count one more tick of the current query. Return it when it exceeds its deadline, with the kind of
-        trouble."""
+        """Count one more tick of the current query.
+
+        Return it when it exceeds its deadline, with the kind of trouble.
+        """
         with self._changed:
             query = self._holder
             if query is None or query.hung:

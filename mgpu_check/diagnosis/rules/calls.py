@@ -1,5 +1,7 @@
-"""Detect mistakes that keep ranks from returning: the ranks hang, raise or die. The evidence is the collectives they
-entered."""
+"""Detect mistakes that keep ranks from returning: the ranks hang, raise or die.
+
+The evidence is the collectives they entered.
+"""
 
 from __future__ import annotations
 
