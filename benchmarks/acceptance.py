@@ -1,14 +1,13 @@
-"""Whether an acceptance names the part that is broken: on simulated GPUs whose hardware has a defect, planted on
-purpose.
+"""Measure whether an acceptance names the broken part, on simulated GPUs with a planted hardware fault.
 
     python benchmarks/acceptance.py matrix [FAULT ...] [--level=quick|standard] [-k NAME] [--own] [--json=FILE]
     python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--gpus=4] [--seed=0] [--json=FILE]
 
-``matrix`` plants each fault once, with its defaults, and prints by which checks it was seen, which part was accused,
-and after how long; ``--own`` runs only the checks that must see it, and no healthy node. ``draws`` draws faults, their
-devices, sizes, dtypes and seeds, and plants none as often as is asked for. All runs are in one process, one after the
+``matrix`` plants each fault once, with its defaults, and prints the checks that saw it, the accused part, and the
+time. ``--own`` runs only the checks that must see it, and no healthy node. ``draws`` draws faults, their
+devices, sizes, dtypes and seeds, and tries healthy nodes as often as is asked for. All runs are in one process, one after the
 other; the file of ``--json`` is written after each. The exit code is 0 if each planted fault was REJECTED, its part and
-no other accused, and each healthy node ACCEPTED. On 2 GPUs that differ no majority tells which of them is wrong: plant
+no other accused, and each healthy node ACCEPTED. If 2 GPUs differ, no majority shows which of them is wrong: plant
 on 3 or more.
 """
 
@@ -36,7 +35,7 @@ LEVELS = ("quick", "standard", "long")
 
 @dataclasses.dataclass
 class Outcome:
-    """What an acceptance with one planted fault came to, or with none: then `planted` is empty."""
+    """The result of an acceptance with one planted fault; on a healthy node `planted` is empty."""
 
     planted: str
     seed: int

@@ -3,7 +3,7 @@
     mgpu-check simulate --gpus=2 -- benchmarks/conformance.py path/to/pytorch/test/distributed/test_data_parallel.py
 
 PyTorch's tests are not in its wheel: take a checkout of the version that is installed. They need ``expecttest``. Any
-file of ``unittest`` tests will do. What has failed or was skipped is grouped by its cause, the last line of the error.
+file of ``unittest`` tests will do. Failures and skips are grouped by their cause, the last line of the error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `gate.py cost` measures: an MLP, and ResNet-18 as it is, on images of 3 x 16 x 16."""
+"""The models that `gate.py cost` measures: an MLP, and torchvision's ResNet-18, on images of 3 x 16 x 16."""
 
 from __future__ import annotations
 

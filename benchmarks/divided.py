@@ -44,7 +44,7 @@ def wrong_one(number: int, seed: int, ways: tuple[str, ...]) -> Draw:
 
 
 def outcome(ranks: Any, program: Draw) -> dict[str, Any]:
-    """What the gate says of a program."""
+    """Run the gate on a program, and return its verdict."""
     started = time.perf_counter()
     said, text = "passes", ""
     try:
@@ -72,7 +72,7 @@ def outcome(ranks: Any, program: Draw) -> dict[str, Any]:
 
 
 def named(program: Draw, text: str) -> bool | None:
-    """Whether the axis of the mistake is named; None where there is nothing to name."""
+    """Return whether the axis of the mistake is named; None if there is none to name."""
     plant = program.plant
     if plant is None or program.as_world or len(program.wide) < 2:
         return None

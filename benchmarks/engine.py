@@ -218,9 +218,9 @@ class Run:
 
 
 def harness(source: str, count: int, *arguments: str) -> dict[str, float]:
-    """First test (with the start of pytest), each further one, the processor time of that, and what follows the last.
+    """Return the time of the first test (with the start of pytest), of each further one, and of the end of the run.
 
-    Processor time is that of all processes of the run: where nobody leaves the processors alone, it tells more than
+    Processor time is that of all processes of the run: on a busy machine it is more exact than
     seconds.
     """
     run = Run(source.format(count=count), *arguments).passed()

@@ -53,7 +53,7 @@ def drawn(program: Program, generator: random.Random) -> Scenario:
 
 
 def false_alarms(ranks: Any, names: list[str], steps: int, seed: int) -> dict[str, Any]:
-    """Random cases of right programs in turns, until so many steps were compared."""
+    """Try random cases of right programs in turns, until the given number of steps was compared."""
     generator = random.Random(seed)
     trials = {name: Trials(ranks, of_gate(PROGRAMS[name]), frozenset(KINDS), None, name) for name in names}
     judged = dict.fromkeys(names, 0)
@@ -230,8 +230,8 @@ def _names_of(rank, program):
 def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
     """Seconds for each part of a case on 4 ranks, and of the step alone on one device: medians, ratios last.
 
-    The parts are of a case that the first pair of perturbations tells. Whole cases are as a gate tries them, with
-    whatever the first pair does not tell: their mean is what many cost.
+    The parts belong to a case that the first pair of perturbations decides. Whole cases are those that a gate tries,
+    also the undecided ones: their mean is the cost of many.
 
     Args:
         in_full: measure in full, too, as every case was before it was done provisionally.
@@ -267,7 +267,7 @@ def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
             case = sum(parts[part][-1] for part in ("measuring", "on ranks", "comparing"))
             parts.setdefault("case", []).append(case)
             parts.setdefault("case ÷ step alone", []).append(case / alone)
-            parts.setdefault("told by the first pair", []).append(float(holds))
+            parts.setdefault("decided by the first pair", []).append(float(holds))
             assert timed("whole case", lambda of=of_case, trials=trials: trials.run(of[1])) is None, name
             parts.setdefault("whole case ÷ step alone", []).append(parts["whole case"][-1] / alone)
             if full is not None:
@@ -275,7 +275,7 @@ def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
                 parts.setdefault("case in full ÷ step alone", []).append(before / alone)
         # The first warms the ranks up.
         found[name] = {part: statistics.median(values[1:]) for part, values in parts.items()}
-        for part in ("told by the first pair", "whole case", "whole case ÷ step alone"):
+        for part in ("decided by the first pair", "whole case", "whole case ÷ step alone"):
             found[name][f"{part}, mean"] = statistics.mean(parts[part][1:])
     return found
 
@@ -302,7 +302,7 @@ def main() -> int:
     parser.add_argument("--programs", nargs="*", choices=sorted(PROGRAMS), help="some of them; default: all")
     parser.add_argument("--steps", type=int, default=10_000, help="false-alarms: steps to compare")
     parser.add_argument("--flips", type=int, default=2, help="bit-flips: random elements of each parameter")
-    parser.add_argument("--examples", type=int, default=5, help="cost: cases of which the median is taken")
+    parser.add_argument("--examples", type=int, default=5, help="cost: number of cases; the median counts")
     parser.add_argument("--in-full", action="store_true", help="cost: beside it what measuring in full takes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures there")

@@ -1,6 +1,6 @@
 """Measure leases of devices: ``python benchmarks/leases.py``.
 
-What one costs, how soon a device is handed over, and how long a suite of small tests takes with 1, 2 and 4 workers.
+Measured are the cost of one, the delay of a handover, and the time of a suite of small tests with 1, 2 and 4 workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_small(rank, i):
 
 
 def cost(count: int, of: int = 8, repeat: int = 2000) -> float:
-    """Seconds to lease and give back `count` devices that nobody else wants."""
+    """Return the seconds to lease and return `count` free devices."""
     with tempfile.TemporaryDirectory() as directory:
         leases = DeviceLeases([f"gpu{i}" for i in range(of)], Path(directory))
         times = []
@@ -80,7 +80,7 @@ def suite(workers: int, device_time: float, count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each suite, of which the median counts")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each suite; the median counts")
     repeat = parser.parse_args().repeat
     print(f"{os.cpu_count()} cores")
     for count in (1, 2, 8):

@@ -1,10 +1,9 @@
-"""How far sums, means and products of right programs come to their bounds: 100,000 of each in each dtype, in shuffled
-orders.
+"""Measure how close sums, means and products of right programs come to their bounds: 100,000 of each in each dtype.
 
     python benchmarks/rounding.py
 
-Each is a sum (mean, product) of 2 to 16 numbers in which all bits are in use, or of one large number and small ones,
-added up one by one or as a tree, in an order of its own. Printed are how many were beyond the bound (there must be
+Each is a sum (mean, product) of 2 to 16 numbers that use all bits, or of one large number and small ones,
+added up one by one or as a tree, in a shuffled order. Printed are how many were beyond the bound (there must be
 none), and the largest share of the bound that one has used: above 0.01 the bound is within 100 times of the worst seen.
 """
 

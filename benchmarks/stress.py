@@ -31,7 +31,7 @@ GONE_WITHIN = 10.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens on one rank.
+    """The event on one rank.
 
     Attributes:
         weight: how often it is drawn.
@@ -74,7 +74,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Test:
-    """One test, as it is drawn."""
+    """A drawn test."""
 
     number: int
     fault: str
@@ -91,7 +91,7 @@ def draw(number: int, randomness: random.Random, gpus: int) -> Test:
 
 
 def body(rank: Any, test: Test) -> Any:
-    """What runs on every rank. The result says of which test and rank it is."""
+    """Run a test on each rank, and return the numbers of test and rank."""
     import os
     import time
 

@@ -28,7 +28,7 @@ SETTINGS = {"build": build, "batch": make_data, "sizes": [4, 8], "returned_by": 
 
 
 def fitting(ranks):
-    """The meshes for which there are GPUs: the last needs eight."""
+    """Return the meshes that fit the number of GPUs: the last needs eight."""
     return MESHES if ranks.size >= 8 else MESHES[:-1]
 
 

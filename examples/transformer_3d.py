@@ -84,7 +84,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """Where all GPUs of a group begin to compute parts: their gradients add up."""
+    """The start of a parallel region: identity forward, sum of the group's gradients backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -99,7 +99,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Where the parts of all GPUs of a group add up."""
+    """The end of a parallel region: sum of the group's parts forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _Sum(torch.autograd.Function):
 
 
 class TensorParallel(nn.Module):
-    """A layer of which each GPU of a group computes a part, up to `layer.out`."""
+    """A layer that is divided among the GPUs of a group, up to `layer.out`."""
 
     def __init__(self, layer: Attention | Feed, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def make_data(n: int) -> Batch:
 
 
 def windows(micro_batches: Sequence[Batch]) -> list[Sequence[Batch]]:
-    """Those of each step of the optimizer: the last may be incomplete."""
+    """Group the micro-batches by optimizer step; the last group may be smaller."""
     return [micro_batches[start : start + ACCUMULATE] for start in range(0, len(micro_batches), ACCUMULATE)]
 
 

@@ -9,7 +9,7 @@ __all__ = ["CLIENTS", "GATES", "Client", "Expected", "Gate"]
 
 @dataclass(frozen=True)
 class Expected:
-    """An exit code, and words that must stand in the output.
+    """An exit code, and words that the output must contain.
 
     Attributes:
         never: words that must not.
@@ -46,9 +46,9 @@ class Gate:
     """A test in `programs/gates.py`, and what the gate says of it.
 
     Attributes:
-        of: the name of the client that trains so; empty where there is none.
+        of: the name of the client that trains so; empty without one.
         mistake: the first that is named; empty where the test passes, or fails for what NCCL refuses.
-        words: that must stand in its failure.
+        words: that its failure must contain.
         package: what must be installed for it.
     """
 

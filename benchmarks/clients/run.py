@@ -2,7 +2,7 @@
 right.
 
 Each script runs on two simulated GPUs under `mgpu-check simulate` and `mgpu-check compare`, and what they train goes
-through the gate. A table tells which verdicts are right, and in how many seconds. Clients and gates of packages that
+through the gate. A table shows which verdicts are right, and after how many seconds. Clients and gates of packages that
 are not installed are left out, and counted.
 """
 
@@ -102,7 +102,7 @@ def compared(client: Client, directory: Path, quiet: bool) -> Done:
 
 
 def gated(chosen: Sequence[Gate], directory: Path, quiet: bool) -> dict[str, Done]:
-    """What the gate says of each test, by its name, in one run of pytest."""
+    """Return the gate's result for each test, by its name, from one run of pytest."""
     report = directory / "gates.xml"
     tests = [f"test_gates.py::{gate.test}" for gate in chosen]
     command = [*OURS, "pytest", "-q", "--gpus=2", "--simulate", f"--junitxml={report}", *tests]
@@ -117,7 +117,7 @@ def gated(chosen: Sequence[Gate], directory: Path, quiet: bool) -> dict[str, Don
 
 
 def judged(gate: Gate, case: ET.Element | None) -> Done:
-    """Whether the gate says of one test what it has to, as pytest's report has it."""
+    """Compare the result of one test in pytest's report with the expected one."""
     if case is None:
         return Done("", "it was not run", 0.0)
     named = [p.get("value") or "" for p in case.iter("property") if p.get("name") == "mgpu_check.mistakes"]

@@ -1,6 +1,6 @@
 """Right programs: steps that train the same model on any number of ranks as on one device, in the ways that people do.
 
-What `gate.py` measures false alarms and flipped bits on. Each is what `assert_step_scales` takes; nothing here needs a
+`gate.py` measures false alarms and flipped bits on them. Each has the arguments of `assert_step_scales`, and needs no
 GPU.
 """
 

@@ -148,7 +148,7 @@ class _Gather(torch.autograd.Function):
 
 @program(regressor, numbers, divisible=True)
 def contrast_with_all(model, batch, rank):
-    """Each sample is told from those of all ranks."""
+    """Contrast each sample with those of all ranks."""
     placed(model, rank).zero_grad()
     inputs = batch[0].to(rank.device).chunk(rank.size)[rank.index]
     one, other = (F.normalize(model[:3](x), dim=1) for x in (inputs, inputs.flip(1)))

@@ -1,4 +1,4 @@
-"""What a right program is, where it is kept, and how a fault is planted in it."""
+"""The form of a right program, the table of all, and how a fault is planted in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Program:
-    """What `assert_step_scales` takes.
+    """The arguments of `assert_step_scales`.
 
     Attributes:
         divisible: batch sizes are multiples of the world size only.

@@ -1,4 +1,4 @@
-"""`fsdp2`, but it is told of the GPUs of a node only: gradients are reduced among them, and nodes train models of their
+"""`fsdp2` on a mesh of one node's GPUs: gradients are reduced within a node only, and each node trains a model of its
 own."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`mlp_ddp`, but the forward pass goes through the module inside of DistributedDataParallel.
 
-The wrapper then never learns that a backward pass is coming, and leaves each rank's gradients as they are.
+The wrapper then never learns that a backward pass is coming, and does not reduce the gradients of the ranks.
 """
 
 from __future__ import annotations

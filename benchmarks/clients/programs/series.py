@@ -1,4 +1,4 @@
-"""As a tutorial series goes on: a Trainer class with snapshots, under torchrun or with ranks of its own.
+"""The later parts of a tutorial series: a Trainer class with snapshots, under torchrun or with ranks of its own.
 
 ``--loss=ce`` is the loss of a softmax over a single class: a constant.
 """

@@ -1,4 +1,4 @@
-"""Transformers' Trainer on a small model that nobody has to fetch."""
+"""Transformers' Trainer on a small model without a download."""
 
 import argparse
 

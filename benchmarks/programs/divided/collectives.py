@@ -36,7 +36,7 @@ class Grid:
         return self.groups.get(axis) or dist.group.WORLD
 
     def is_last(self, axis: str) -> bool:
-        """Whether there are several along the axis, and this is the last."""
+        """Return whether the axis has several ranks, and this is the last."""
         return self.places[axis] == self.sizes[axis] - 1 > 0
 
     def summed(self, tensor: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:

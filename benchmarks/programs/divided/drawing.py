@@ -48,7 +48,7 @@ class Plant:
     """A mistake.
 
     Attributes:
-        axes: those of which one, or all together, must be larger than 1 for it to show.
+        axes: those that must be larger than 1, one or all together, for the mistake to show.
         axis: that along which it happens.
         choice: 0 to 1, which parameter.
     """
@@ -92,7 +92,7 @@ class Draw:
 
     @property
     def returns_loss(self) -> bool:
-        """Whether the step returns the loss: a library's loss includes the auxiliary one, which is no mean over
+        """Return whether the step returns the loss: a library's loss includes the auxiliary one, which is no mean over
         ranks."""
         return self.way not in LIBRARIES or self.way == "pipelining" or "experts" not in self.shape.blocks
 
@@ -145,7 +145,7 @@ def drawn(number: int, seed: int, ways: tuple[str, ...] = tuple(WAYS)) -> Draw:
 
 
 def _options(draw: random.Random, way: str, mesh: dict[str, int]) -> frozenset[str]:
-    """What a program does, of
+    """The features of a program:
 
     - "sequence": between the parallel regions each rank has a part of the sequence (Megatron);
     - "vocabulary": embedding and head are cut along the vocabulary;

@@ -16,7 +16,7 @@ BALANCE = 0.05
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model consists of.
+    """The composition of a model.
 
     Attributes:
         blocks: "mlp", "attention" or "experts", one after the other.

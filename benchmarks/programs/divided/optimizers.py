@@ -193,7 +193,7 @@ def damage(hand: Hand, gradients: Sequence[tuple[Owned, torch.Tensor]], only: st
     """Do what is planted in gradients that are reduced.
 
     Args:
-        only: the axis of which mistakes are planted here; all by default, other than `but`.
+        only: mistakes of this axis are planted here; by default those of all axes except `but`.
     """
     plant, grid = hand.program.plant, hand.grid
     if plant is None or (only and plant.axis != only) or plant.axis == but:
@@ -214,8 +214,8 @@ def clip(hand: Hand, gradients: Sequence[tuple[torch.Tensor, Any]], axes: tuple[
     """Clip by the norm of all shards.
 
     Args:
-        gradients: each with the share in which it counts, which is less where other ranks have it, too.
-        axes: along which ranks have other shards, or copies.
+        gradients: each with its weight, which is below 1 if other ranks have it, too.
+        axes: the axes along which ranks have other shards, or copies.
     """
     how, plant, grid = hand.program.optimizer, hand.program.plant, hand.grid
     if how.clip is None:

@@ -76,7 +76,7 @@ class Alone:
 
 
 def arguments_of(program: Draw) -> dict[str, Any]:
-    """What `assert_step_scales` is to be called with."""
+    """Return the arguments for `assert_step_scales`."""
     divided = Library if program.way in LIBRARIES else ByHand
 
     class Step:
