@@ -22,7 +22,7 @@ HEADINGS = ("case", "verdict", "seconds", "next test", "left", "told")
 
 
 def processes_with(variable: str, value: str) -> dict[int, str]:
-    """Processes that were started with `value` in `variable`, whatever has become of their environment; pid -> name."""
+    """Processes that were started with `value` in `variable`, even if they have changed their environment; pid -> name."""
     from tests.warm import STANDBY
 
     found = {}
@@ -134,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Shells start background jobs with SIGINT ignored, which the processes that tests interrupt would inherit.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Tests with the fixture `ranks` have simulated devices, four of which each of two workers can lease. Not in the ini
+    # Tests with the fixture `ranks` have simulated devices, enough for two workers with four each. Not in the ini
     # file, which holds for the examples, too: those may run on real ones.
     if config.inipath == INI and config.option.gpus is None:
         config.option.gpus, config.option.simulate = "8", "cpu"

@@ -1,4 +1,4 @@
-"""What a process sees that sets `CUDA_VISIBLE_DEVICES` itself, before or after it has used CUDA, on a machine with four
+"""Cases of processes that set `CUDA_VISIBLE_DEVICES` themselves, before or after they use CUDA, on four
 devices.
 
 Run as a program, this file prints what torch does here, as JSON. The simulated node must do the same.
@@ -44,14 +44,14 @@ Enter = Callable[[], AbstractContextManager[None]]
 
 
 def answers(enter: Enter = contextlib.nullcontext) -> dict[str, object]:
-    """What each of the cases notes, in a process of its own, inside of what `enter` makes."""
+    """Return the notes of each case, run in a process of its own, within the context that `enter` makes."""
     import torch  # noqa: F401  # here, and not in each of the processes: it takes seconds
 
     return {code: in_child(code, enter) for code in CASES}
 
 
 def in_child(code: str, enter: Enter) -> object:
-    """What `code` notes in a fork of this process; the text of the error, if there is one."""
+    """Return the notes of `code`, run in a fork of this process; the text of the error, if there is one."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

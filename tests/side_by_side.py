@@ -1,6 +1,6 @@
 """Run command lines side by side: ``python tests/side_by_side.py "one && another" "a third"``.
 
-Each argument is a sequence of commands, of which each runs if those before it have succeeded. Their output is shown in
+Each argument is a sequence of commands; each runs if those before it have succeeded. Their output is shown in
 the order of the arguments: that of the first while it runs, that of the next when the first has ended. The exit code is
 1 if any has failed.
 """

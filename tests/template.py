@@ -50,7 +50,7 @@ _WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a 
 
 
 class Process:
-    """What is used of `subprocess.Popen`, whoever is the parent."""
+    """The used part of `subprocess.Popen`, for a process with any parent."""
 
     pid: int
 
@@ -138,7 +138,7 @@ def _become(environment: dict[str, str], directory: int, streams: Sequence[int],
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:
-    """Let /proc tell it, by which tests find the processes of a run.
+    """Set the variables that /proc shows: tests find the processes of a run by them.
 
     Nothing may use the variables of before any more.
     """
@@ -150,7 +150,7 @@ def _show_environment(environment: Mapping[str, str]) -> None:
 
 
 def _run(request: int, directory: int, *streams: int) -> None:
-    """What the template was asked for, up to and with the end of the interpreter."""
+    """Do what the template was asked for, and end the interpreter."""
     with open(request) as file:
         file.seek(0)
         asked = json.load(file)
@@ -428,7 +428,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]  # it is not generic w
 
 
 def _asked_of_standby(words: list[str], options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a standby is asked to be in place of ``python WORDS…``, and its outputs; None where it cannot be that."""
+    """Return the request to a standby in place of ``python WORDS…``, and its outputs; None if it cannot replace it."""
     if words[:2] == ["-P", "-c"] and "import forkserver" in words[2]:
         outputs = options["stdout"].fileno(), options["stderr"].fileno()
         return {"words": words[1:], "outputs": outputs, "kept": options["pass_fds"], "group": "session"}

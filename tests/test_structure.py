@@ -174,7 +174,7 @@ def test_ranks_know_nothing_of_hypothesis():
 
 
 def first_to_import(unwanted: str, *modules: str) -> str:
-    """Which of `modules`, imported one after the other, is the first with which `unwanted` comes; "" if none is."""
+    """Import `modules` one after the other, and return the first that imports `unwanted`; "" if none does."""
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[2:]:\n"

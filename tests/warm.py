@@ -1,9 +1,9 @@
 """Runs of pytest, and of scripts that are compared, from processes that have imported torch already.
 
-An inner run starts two interpreters that import torch: its own, for its test files, and its fork server's. That is four
-of the five seconds of processor time that it takes, and the same each time. `mgpu-check compare` starts six, and needs
-little more time itself. Here a *template* imports once; each run is forked from it. What happens there is in
-`template.py`; here is how tests ask for it.
+An inner run starts two interpreters that import torch: its own, for its test files, and its fork server's. The imports
+take four of its five seconds of processor time, and are the same each time. `mgpu-check compare` starts six, and needs
+little more time itself. Here a *template* imports once; each run is forked from it. `template.py` holds the
+template; this module is the side of the tests.
 
 To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
 standard streams, a session of its own, `__main__`, the end by `sys.exit`, and its exit code. Different are: torch and
@@ -77,7 +77,7 @@ class Template:
         return command[0] == sys.executable and bool(program_of(command)[0]) and self.has(environment)
 
     def has(self, environment: Mapping[str, str]) -> bool:
-        """Whether what is imported is in `environment` as it is here."""
+        """Return whether imports in `environment` give the same modules as here."""
         return all(
             environment.get(name) == self._environment.get(name)
             for name in {*environment, *self._environment}
@@ -151,7 +151,7 @@ class Template:
 
 
 def program_of(command: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """What the interpreter of `command` runs, and with which arguments; none if it has options of its own."""
+    """Return the script that the interpreter of `command` runs, and its arguments; none if it has own options."""
     first, *rest = [*command[1:], ""]
     if first in ("-m", "-c"):
         return (first, rest[0]), rest[1:-1]

@@ -231,7 +231,7 @@ def test_selftest_refuses_a_test_that_is_none_of_the_suite(command, tmp_path):
 
 
 def test_selftest_does_not_share_its_tests(command):
-    """The processes of pytest-xdist plant nothing: their checks pass, and say nothing of faults."""
+    """The processes of pytest-xdist plant no fault: their checks pass, and do not mention faults."""
     text = command("selftest", "-n", "2", code=4)
     assert "the command plants faults in one process, and cannot use several: leave out -n 2" in text
 

@@ -31,7 +31,7 @@ while os.path.exists(sys.argv[1]):
 
 
 class Journal:
-    """A file to which every process appends lines; their order is that in which things happened."""
+    """A file that all processes append lines to, in the order of events."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What is said of a machine whose accelerators cannot be used, and how its driver is told which ones are visible."""
+"""Messages on a machine whose accelerators cannot be used, and how its driver learns which ones are visible."""
 
 from __future__ import annotations
 

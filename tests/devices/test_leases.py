@@ -1,4 +1,4 @@
-"""Leases: never two holders of a device, nobody starves, and the dead hold nothing."""
+"""Leases: a device has one holder at most, every process gets its turn, and dead processes hold none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def play() -> Iterator[Play]:
 
 
 def shared_devices(journal: list[str]) -> list[str]:
-    """Where a process was given a device that another one had."""
+    """Return the places where a process got a device that another one had."""
     holders: dict[str, str] = {}
     wrong = []
     for line in journal:
@@ -68,7 +68,7 @@ def shared_devices(journal: list[str]) -> list[str]:
 
 
 def overtaken(journal: list[str]) -> list[str]:
-    """Where a process was served before one that had waited longer for any of the same devices."""
+    """Return the places where a process was served before one that had waited longer for any of the same devices."""
     queue: list[tuple[str, set[str]]] = []
     wrong = []
     for line in journal:
@@ -89,7 +89,7 @@ def overtaken(journal: list[str]) -> list[str]:
 
 @st.composite
 def processes(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Some that share devices, each of which sees its own part of them, in its own order, and may be killed."""
+    """Processes that share devices: each sees its own part of them, in its own order, and may be killed."""
     devices = draw(st.integers(1, 4))
     found = []
     for _ in range(draw(st.integers(2, 5))):

@@ -1,4 +1,4 @@
-"""What the README and the pages show is what happens."""
+"""The programs of the README and the pages give the results that are shown."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.P
 
 
 def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester) -> None:
-    """In one run: that of the tutorial as it is in the end, and those of all other pages."""
+    """Run the final program of the tutorial, and those of all other pages, in one run."""
     failing = {(WRITE_TESTS, "test_mean.py"), (COMPARE, "train.py")}  # the second runs in tests/compare
     tests = 0
     for page in sorted(DOCS.rglob("*.md")):

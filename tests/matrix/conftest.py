@@ -41,7 +41,7 @@ ARGUMENTS = {
 
 @dataclass
 class Row:
-    """What one fault has led to.
+    """The result of one fault.
 
     Attributes:
         phases: function of the inner module, and phase -> what was written down of it.

@@ -1,4 +1,4 @@
-"""The fault matrix: everything that can go wrong in a rank, in every situation, and what is told of it.
+"""The fault matrix: every kind of fault of a rank, in every situation, with the expected report.
 
 A row is a fault in a situation. What goes wrong is red, names the rank at fault, the cause and the place, in time; the
 next test is green, finds clean ranks, and nothing of the fault is alive any more. What only leaves something behind is
@@ -27,7 +27,7 @@ DEADLINE, TO_TELL = 2.0, 2.0
 
 @dataclass(frozen=True)
 class Told:
-    """What is said of a fault; "{name}" stands for the line of `faults.py` with that marker.
+    """The expected report of a fault; "{name}" is replaced by the line of `faults.py` with that marker.
 
     Attributes:
         cause: a regular expression for the line that names the rank and the cause.

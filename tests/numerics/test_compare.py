@@ -1,4 +1,4 @@
-"""Comparison: what differs, where, and by which bit."""
+"""Comparison: the elements that differ, their places, and the bits."""
 
 from __future__ import annotations
 

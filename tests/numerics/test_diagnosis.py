@@ -1,4 +1,4 @@
-"""Diagnosis: known patterns are told, with evidence, and nothing is said where nothing is known."""
+"""Diagnosis: known patterns are named, with evidence, and unknown ones are not."""
 
 from __future__ import annotations
 

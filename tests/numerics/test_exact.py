@@ -1,4 +1,4 @@
-"""Exact data: every order of a reduction gives the same bits, and checks can tell such data from others."""
+"""Exact data: every order of a reduction gives the same bits, and checks recognise such data."""
 
 from __future__ import annotations
 

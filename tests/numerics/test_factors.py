@@ -1,4 +1,4 @@
-"""One factor by which all is off: found where it is, and not where it only nearly is."""
+"""One common factor: found where all elements have it, and not where they only nearly do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Perturbed numbers: by which operators, on which devices, in which tensors."""
+"""Perturbed numbers: their operators, devices and tensors."""
 
 from __future__ import annotations
 

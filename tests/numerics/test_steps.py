@@ -52,7 +52,7 @@ def test_a_flipped_bit_in_one_of_four_ranks_is_caught(seed) -> None:
         element = int(value.abs().argmax())
         bits = value.clone().view(-1)
         bits.view(torch.int32)[element] ^= 1 << 12
-        # What such a flip in one rank's part does to the mean over four ranks.
+        # The effect of such a flip in one rank's part on the mean over four ranks.
         off = value + (bits.view_as(value) - value) / 4
         with pytest.raises(GradientMismatch, match=r"looks like a flipped bit|arithmetic in"):
             assert_gradients_agree(results | {name: off}, measured)
@@ -83,7 +83,7 @@ def test_the_tolerance_is_small() -> None:
 
 
 def test_a_decision_that_rounding_makes_is_left_open() -> None:
-    """At x = 1 + 1e-9, float32 cannot tell on which side of the kink the sum is: both gradients must pass."""
+    """At x = 1 + 1e-9, float32 cannot resolve the side of the kink that the sum is on: both gradients must pass."""
 
     def step(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         x = inputs["x"].clone().requires_grad_()

@@ -55,7 +55,7 @@ class Background:
 
     @property
     def output(self) -> str:
-        """What it has written to standard output and error until now."""
+        """The standard output and error so far."""
         return os.pread(self._file, 1 << 24, 0).decode()
 
 

@@ -1,4 +1,4 @@
-"""What ranks say besides results: warnings, and what they tell Hypothesis, arrive where those of other tests do."""
+"""Messages of ranks besides results: warnings and notes for Hypothesis arrive where those of other tests do."""
 
 from __future__ import annotations
 

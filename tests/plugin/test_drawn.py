@@ -1,4 +1,4 @@
-"""The closing table tells what the checks of the packaged suite were given, and what a skipped one was not."""
+"""The closing table shows the values that the checks of the packaged suite got, and why one was skipped."""
 
 from __future__ import annotations
 

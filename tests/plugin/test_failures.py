@@ -1,4 +1,4 @@
-"""What a failure in the ranks looks like, and that the run goes on."""
+"""A failure in the ranks has a clear report, and the run continues."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_teardown_that_raises_leaves_fresh_ranks(run, pytester):
 
 
 def test_two_bugs_in_one_property_are_told_apart(run, pytester):
-    """Hypothesis tells failures apart by where they were raised, which is in the rank."""
+    """Hypothesis distinguishes failures by the place that raised them, which is in the rank."""
     pytester.makepyfile(
         """
         import pytest
@@ -313,7 +313,7 @@ def test_no_process_survives_an_end_from_outside(pytester, in_background, number
         ), output
         assert "ranks 0-3 are in test_long (test_no_process_survives_an_end_from_outside.py:8)" in output
         assert code == pytest.ExitCode.INTERRUPTED
-    # What the ranks started ends with the fork server, which notices the end of pytest by itself.
+    # Processes of the ranks end with the fork server, which notices the end of pytest by itself.
     from_now = time.monotonic() + 60
     while alive(str(pytester.path)) and time.monotonic() < from_now:
         time.sleep(0.01)

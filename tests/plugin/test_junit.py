@@ -1,4 +1,4 @@
-"""JUnit files: one valid file with all that a reader of nothing else needs, whoever ran the tests."""
+"""JUnit files: one valid file with the full account of a run, from workers, ranks and hosts alike."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_case_says_ranks_sizes_seeds_devices_and_how_to_repeat_it(run, pyteste
     assert told["test_property"]["hypothesis_seed"] == "0"
     assert "--gpu-replay=" in told["test_property"]["replay"]
     assert "hypothesis_seed" not in told["test_fails"]
-    # What a rank has written is there, each in its own section, with what XML cannot hold made visible.
+    # The output of each rank is in a section of its own; characters that XML cannot hold are escaped.
     text = ET.tostring(cases["test_it::test_fails"], encoding="unicode")
     for words in ("bell #x07 null #x00 escape #x1B[31m", "latin \xe9 emoji ", "no text \ufffd\ufffd"):
         assert words in text, words
@@ -99,7 +99,7 @@ def test_a_case_says_ranks_sizes_seeds_devices_and_how_to_repeat_it(run, pyteste
 
 
 def comparable(path: Path) -> dict[str, str]:
-    """What a file says, without times."""
+    """Return the content of a file, without times."""
     return {
         name: re.sub(
             r" time=\"[^\"]*\"|\d+(\.\d+)? s later| of the last 0\.\d+ s", "", ET.tostring(case, encoding="unicode")

@@ -20,7 +20,7 @@ Run = Callable[..., pytest.RunResult]
 
 LIMIT = 120.0  # only what is broken lasts as long
 
-# What the tests of the inner runs share: a journal, whose order is that of time, and a way to wait for a line of it.
+# Shared by the inner runs: a journal in the order of time, and a way to wait for a line of it.
 SHARED = f"""
 import os, time
 import pytest
@@ -103,7 +103,7 @@ def shared(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def locks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, shared: Path) -> Path:
-    """Where the inner runs lease devices, which they take for real ones."""
+    """The directory of leases of the inner runs, for devices that they take for real ones."""
     path = pytester.path / "locks"
     monkeypatch.setenv("LOCKS", str(path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -113,7 +113,7 @@ def locks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, shared: Pa
 
 
 def overlaps(journal: Path) -> list[str]:
-    """Where a test has a device that another one has."""
+    """Return the places where two tests have the same device."""
     users: dict[str, str] = {}
     wrong = []
     for line in journal.read_text().splitlines():

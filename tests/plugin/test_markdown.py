@@ -1,4 +1,4 @@
-"""The summary in Markdown: what a CI job shows of a run, however the run has gone, and whoever ran the tests."""
+"""The summary in Markdown that a CI job shows of a run: for every end of a run, with workers and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pytest says of a test in its own process, it says of one on ranks: results, threads, finalizers, fixtures by
+"""Pytest reports the same of a test on ranks as of one in its own process: results, threads, finalizers, fixtures by
 name."""
 
 from __future__ import annotations

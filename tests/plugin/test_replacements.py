@@ -1,4 +1,4 @@
-"""What fixtures replace in modules that ranks import reaches the ranks, or it is said that it does not."""
+"""Replacements by fixtures in modules that ranks import reach the ranks, or a message says that they do not."""
 
 from __future__ import annotations
 

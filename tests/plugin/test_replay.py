@@ -31,7 +31,7 @@ def lines_of(output: str) -> list[str]:
 
 
 def shell(line: str, directory: Path) -> tuple[int, str]:
-    """What a user gets who pastes `line` into a shell in `directory`."""
+    """Return the result of `line`, pasted into a shell in `directory`."""
     ran = subprocess.run(line, shell=True, cwd=directory, capture_output=True, text=True, check=False)
     return ran.returncode, ran.stdout + ran.stderr
 
@@ -164,7 +164,7 @@ def test_every_failure_is_repeated_by_the_line_at_its_end(run, pytester, paralle
         assert [code for code, _ in outputs] == [pytest.ExitCode.TESTS_FAILED] * len(found), outputs
         for words in SEEN[name]:
             assert any(words in output for _, output in outputs), (name, words, outputs)
-    # What was drawn and not shrunk comes back as it was.
+    # An example that was not shrunk is drawn again.
     hung = re.search(r"HUNG AT (\d+)", result.stdout.str())
     assert hung is not None
     assert f"HUNG AT {hung[1]}" in repeat(pytester, names["test_hang"][0], below)[1]
@@ -173,7 +173,7 @@ def test_every_failure_is_repeated_by_the_line_at_its_end(run, pytester, paralle
 
 
 def test_options_that_decide_what_a_test_does_are_repeated(run, pytester, monkeypatch):
-    """Those of mgpu-check from wherever they come, others if they were typed; what the ini file says stays there."""
+    """The line has all options of mgpu-check, others only if they were typed, and none of the ini file."""
     monkeypatch.setenv("MGPU_CHECK_RANK_TIMEOUT", "9")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--gpus=2")
     pytester.path.joinpath("own.ini").write_text("[pytest]\nsimulate = true\naddopts = --needed-too\n")

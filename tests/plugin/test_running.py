@@ -1,4 +1,4 @@
-"""Where tests run, and what travels with them."""
+"""The process that runs a test, and the state that travels with it."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_every_import_mode(run, repo, mode):
         "import pytest\nfrom helpers import double\n"
         "@pytest.mark.ranks(2)\ndef test_it(rank, config): assert double(config.lr) == 1.0\n"
     )
-    # Beside another conftest, for which pytest takes the first one out of `sys.modules`; it cannot have it with append.
+    # Another conftest makes pytest remove the first one from `sys.modules`; with append it cannot have it.
     beside = repo.mkdir("beside")
     if mode != "append":
         beside.joinpath("conftest.py").touch()

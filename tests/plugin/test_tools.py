@@ -1,4 +1,4 @@
-"""What else a pytest user calls: debuggers, orders and selections, timeouts, coverage, captured output."""
+"""Other tools of pytest users: debuggers, orders and selections, timeouts, coverage, captured output."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_pytest_timeout_by_thread_ends_all_processes(pytester, warm, monkeypatch
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """What the fork server does when pytest is gone takes a moment."""
+    """Wait: the fork server needs a moment after the end of pytest."""
     deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What another user of the machine does: read the launcher's store, join as an agent, command agents as a driver.
+"""Attack a run as another user of the machine: read the launcher's store, join as an agent, command agents.
 
 Run as root, it becomes that user before it does anything: ``attacker.py join|command PORT …``. It prints what it got,
 as JSON.
@@ -54,7 +54,7 @@ def heard(connection: socket.socket) -> str:
 
 
 def guesses(said: str, variables: dict[str, str]) -> list[Key]:
-    """Keys out of all that stands in the store, as it is and for the run, and some that a sloppy program might have."""
+    """Keys from all entries of the store, raw and derived for the run, and some that a sloppy program might have."""
     secrets = [bytes.fromhex(found) for found in set(re.findall(r"(?:[0-9a-f]{2}){16,}", said))]
     secrets += [b"", bytes(32), said.encode(), json.loads(said)["said"].encode()]
     launched = launched_process_of(variables)
@@ -103,7 +103,7 @@ def command(port: int, marker: str, secret: str | None) -> dict[str, Any]:
     """Be the store, and the driver that is announced there, and have an agent do things.
 
     Args:
-        secret: a key that is put into the store, too; None where there is none.
+        secret: a key that is put into the store, too; None without one.
     """
     launched = LaunchedProcess("variables", 0, 2, None, None, None, "127.0.0.1", port)
     key = Key(new_secret(), "the attacker")

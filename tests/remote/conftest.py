@@ -1,4 +1,4 @@
-"""Runs beyond one machine, as a launcher starts them: several processes at once, of which none may survive."""
+"""Runs beyond one machine, as a launcher starts them: several processes at once; none may survive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REPLACED = re.compile(
 
 
 def processes_with(value: str) -> list[int]:
-    """Processes whose environment, as they were started, has `value` for the variable that marks a launch."""
+    """Processes that were started with `value` in the variable that marks a launch."""
     return list(started_with(MARK, value))
 
 
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a launch.
+    """The result of a launch.
 
     Attributes:
         codes: exit codes of what was launched.
@@ -164,10 +164,10 @@ PYTEST = ("-m", "mgpu_check", "pytest", "-p", "no:cacheprovider", "--hypothesis-
 
 @dataclass(frozen=True)
 class Node:
-    """Where one torchrun is started.
+    """The place of one torchrun.
 
     Attributes:
-        address: by which the other reaches it.
+        address: the one that the other uses to reach it.
         network: the name of the network namespace that it is in.
         options: what follows its command.
     """

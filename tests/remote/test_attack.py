@@ -56,7 +56,7 @@ def attack(what: str, **told: Any) -> subprocess.Popen[str]:
 
 
 def public(directory: Path) -> Path:
-    """A directory in which the attacker may leave the mark of success."""
+    """A directory for the mark that a successful attacker leaves."""
     directory.mkdir()
     directory.chmod(0o777)
     for one in directory.parents:
@@ -97,7 +97,7 @@ def test_nobody_joins_by_what_stands_in_the_store(tmp_path: Path, torchrun: Torc
 
 
 def listeners(said: str) -> list[str]:
-    """The addresses at which something listens on the port that is announced in the store."""
+    """Return the addresses with a listener on the port that is announced in the store."""
     port = json.loads(json.loads(said)["said"])["port"]
     with open("/proc/net/tcp") as v4, open("/proc/net/tcp6") as v6:
         lines = [line.split() for line in [*v4.readlines()[1:], *v6.readlines()[1:]]]

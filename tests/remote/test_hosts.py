@@ -72,7 +72,7 @@ def hosts() -> Iterator[tuple[Node, Node]]:
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine allows no network namespaces: {error.stderr.decode().strip()}")
         nodes = [
-            # Which of them has the rendezvous, torchrun tells by the name of the machine, and both have the same.
+            # Torchrun finds the host of the rendezvous by the machine's name, and both have the same name.
             Node(address, space, (f"--rdzv-conf=is_host={has}",), {"GLOO_SOCKET_IFNAME": end})
             for space, end, address, has in zip(spaces, ends, addresses, ("true", "false"), strict=True)
         ]

@@ -171,7 +171,7 @@ def test_a_directory_that_was_named_and_is_not_there_is_told(path: Path):
 
 @pytest.mark.parametrize("kind", ["modes", pytest.param("root", marks=AS_ROOT)])
 def test_a_share_that_keeps_no_secrets_is_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One that knows no modes; and NFS with `root_squash`, where files that root makes are nobody's."""
+    """A file system without modes; and NFS with `root_squash`, which gives files of root to the user nobody."""
     fchmod = os.fchmod
 
     def spoil(fd: int, mode: int) -> None:

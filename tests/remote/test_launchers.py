@@ -1,4 +1,4 @@
-"""What else launches: srun, and whoever sets the classic variables; and launches that cannot work."""
+"""Other launchers: srun, and all that set the classic variables; and launches that cannot work."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ranks_are_where_the_launcher_put_them(
         *options,
     )
     run = launch.wait()
-    # Whether the run has a key that only its user can read stands at its top, and in the line that repeats a failure.
+    # The top of the run, and the line that repeats a failure, say whether the run has a key that only its user can read.
     trusting = f"NETWORK TRUSTED: anyone who can reach 127.0.0.1:{port} can run code in this run (--trust-network)"
     assert (trusting in run.output) is bool(options)
     assert bool(re.search(r"mgpu_check pytest .*--trust-network", run.output)) is bool(options)

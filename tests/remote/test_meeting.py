@@ -1,4 +1,4 @@
-"""What stands in the launcher's store, to which everybody can write; and where the driver listens."""
+"""The entries of the launcher's store, which everybody can write; and the address of the driver."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_others_write_is_not_believed(meeting: Meeting):
     forged: dict[str, tuple[object, type[Exception]]] = {
         "another address": ({**true, "said": elsewhere}, WrongKey),
         "another key": ({"said": elsewhere, "proof": rogue.proof(b"driver", elsewhere.encode()).hex()}, WrongKey),
-        "a key that stands there": ({**true, "key": rogue.secret.hex()}, Stranger),
+        "a key in the entry": ({**true, "key": rogue.secret.hex()}, Stranger),
         "what is said of an end": (get_end(meeting, announced), WrongKey),
         "no proof": ({"said": elsewhere}, Stranger),
         "no text": ([1, 2], Stranger),
@@ -106,7 +106,7 @@ def test_an_end_is_believed_of_that_driver_only(meeting: Meeting):
     assert meeting.ended(second) is None
     meeting.end(second, None)
     assert meeting.ended(second) == End(None)
-    # Neither what was said of another driver, nor what nobody has proven.
+    # Refuse entries of another driver, and entries without a proof.
     green = json.dumps({"name": second.name, "code": 0})
     values: list[object] = [
         old,
@@ -200,7 +200,7 @@ class Ended:
 
 @pytest.mark.parametrize(("code", "end"), [(-9, End(None)), (4, End(4))])
 def test_a_driver_that_dies_before_anybody_joins_is_waited_for_by_nobody(code: int, end: End, monkeypatch):
-    """Neither by the agent that has started it, nor by the others, which that one tells."""
+    """Neither the agent that has started it, nor the others, which that one informs, wait for it."""
     port = free_port()
     monkeypatch.setattr("mgpu_check.engine.remote.joining.start_driver", lambda *_: Ended(code))
     first = JoinedRun(launched(0, port, final=True), USER, [], 600.0)
@@ -236,7 +236,7 @@ def test_where_the_processes_of_torchrun_meet(words: list[str], endpoint: str, h
 
 
 def own_address() -> str | None:
-    """An address of this machine by which others reach it."""
+    """An address of this machine that others can reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("203.0.113.1", 9))  # sends nothing

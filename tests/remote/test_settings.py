@@ -1,4 +1,4 @@
-"""What an agent, which is no pytest process, is asked for: by pytest's own rules."""
+"""The options of an agent, which is no pytest process, by pytest's own rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PYTEST = ("pytest", "test_it.py")
         (SUITE, {VARIABLE: "/b"}, "agent_key_file = /c\ntrust_network = yes", ("/b", False, None, 300.0)),
         ((*SUITE, "--trust-network", "--simulate"), {}, "", (None, True, "cpu", 300.0)),
         (("selftest", "--agent-key-file=/a"), {}, "", ("/a", False, None, 300.0)),
-        # What is wrong is told by the driver, once.
+        # The driver reports a wrong value, once.
         ((*PYTEST, "--rank-timeout=never"), {VARIABLE: "/b"}, "", (None, False, None, 300.0)),
         ((*PYTEST, "-p", "no_such_plugin"), {}, "", (None, False, None, 300.0)),
         ((*PYTEST, "--trust-network", "--agent-key-file=/a"), {}, "", (None, False, None, 300.0)),

@@ -1,4 +1,4 @@
-"""What the variables of launchers mean."""
+"""The meaning of launchers' variables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_torchrun_without_restarts_is_final():
 
 
 def test_runs_of_one_user_are_told_apart():
-    """What is shown to one run by the key of its user must mean nothing in another."""
+    """A proof made with the user's key for one run is invalid in another."""
     others = [{**TORCHRUN, "TORCHELASTIC_RUN_ID": "other"}, {**TORCHRUN, "MASTER_PORT": "29501"}, SLURM, CLASSIC]
     others += [{**SLURM, "SLURM_STEP_ID": "3", "MASTER_PORT": "29500"}, {**SLURM, "MASTER_PORT": "29500"}]
     runs = [launched_process_of(variables) for variables in (TORCHRUN, *others)]

@@ -1,4 +1,4 @@
-"""What is compiled runs eagerly on simulated devices, and that is said once."""
+"""Compiled functions run eagerly on simulated devices, with one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensor and what stands on it: tensor parallel training, and FSDP2 of a model that was built on 'meta'."""
+"""DTensor and its clients: tensor parallel training, and FSDP2 of a model that was built on 'meta'."""
 
 from __future__ import annotations
 

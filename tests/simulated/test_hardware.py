@@ -1,4 +1,4 @@
-"""The hardware below a simulated node: memory, virtual time, and what a defect is told of."""
+"""The hardware below a simulated node: memory, virtual time, and the calls of a defect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _node(request):
 
 
 class Told(Defect):
-    """Notes what it is told."""
+    """A defect that notes its calls."""
 
     def __init__(self):
         self.operations: list[Operation] = []
@@ -309,7 +309,7 @@ def test_collectives_go_over_links(on_ranks):
     found = on_ranks(body, 3)
     for rank in range(3):
         assert found[rank]["1"] == right, "the peer path is off, so its defect is"
-    # The link leads from 0 to 1: there and beyond arrives nothing of what began before it.
+    # The link leads from 0 to 1: messages from before it do not arrive there or beyond.
     assert found[0]["0"] == right
     assert found[1]["0"] == [
         [0.0, 0.0, 6.0, 6.0, 0.0, 0.0], [0, 0, 0, 2, 2, 2, 0, 0, 0], [0, 0], [0, 2, 3], [0], [0, 2, 0], [0]

@@ -1,4 +1,4 @@
-"""Every name that torch has for CUDA is simulated or refused: none reaches a real driver, whatever the build of
+"""Every name that torch has for CUDA is simulated or refused: none reaches a real driver, with any build of
 torch."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mgpu_check.simulated import autocast, native, runtime, simulated_node
 from mgpu_check.simulated.attention_choice import SINCE_2_14
 from mgpu_check.torch_hooks import precision
 
-# What a build with CUDA says without a driver, and one without CUDA, where a call has gone past the simulation.
+# Messages of a CUDA build without a driver, and of a CPU build, if a call has gone past the simulation.
 BEYOND = ("driver", "not compiled with CUDA", "Torch not compiled", "has no attribute '_", "CUDA backend")
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of simulated devices: each has a generator of its own, whatever draws, on whatever device computes."""
+"""Random numbers of simulated devices: each has a generator of its own, for every function and computing device."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Bench:
         self.log.append((op, told, self.seen()))
 
     def seen(self):
-        """All that can be told of the tensors: by name, with numbers in place of identities."""
+        """Return all facts of the tensors, by name, with numbers in place of identities."""
         objects, memory = {}, {}
 
         def number(numbers, key):

@@ -32,7 +32,7 @@ class CannotBuild(RuntimeError):
 
 
 def is_for_cpus() -> str | None:
-    """What to say where torch is no CUDA build, on which there is nothing to imitate CUDA for; None where it is one."""
+    """Return the message for a torch without CUDA, for which CUDA cannot be imitated; None for a CUDA build."""
     try:
         _site_packages()
     except CannotBuild as error:
@@ -86,11 +86,11 @@ def build(directory: Path | None = None) -> Path:
 
 
 def environment(gpus: int, machine: Path, library: Path | None = None, **settings: object) -> dict[str, str]:
-    """The variables by which a program, and all that it starts, is on an imitated machine.
+    """Return the variables that put a program, and all that it starts, on an imitated machine.
 
     Args:
         gpus: how many devices the machine has.
-        machine: a directory of its own, by which the processes of this machine know of each other.
+        machine: a directory of its own; the processes of this machine share their state there.
         settings: ``init_error=802`` is ``STANDIN_INIT_ERROR=802``; see the README beside this file.
     """
     library = build() if library is None else library
@@ -104,7 +104,7 @@ def environment(gpus: int, machine: Path, library: Path | None = None, **setting
 
 
 def preloaded(library: Path) -> dict[str, str]:
-    """Those of the variables by which a program finds `library` before CUDA's own."""
+    """Return the variables that let a program find `library` before CUDA's own."""
     return {
         "LD_PRELOAD": str(library / "libstandin.so"),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(library), os.environ.get("LD_LIBRARY_PATH", "")])),

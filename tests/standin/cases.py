@@ -43,11 +43,11 @@ def test_red_assert_in_a_kernel_of_the_node_process(gpus):
 def test_green_in_the_node_process_after_it(gpus):
     assert torch.ones(2).to(gpus[1]).cpu().tolist() == [1, 1]
 """
-"""An error of a kernel comes up late; it is told of its own example, and meets no other test."""
+"""An error of a kernel comes up late; the report names its own example, and no other test fails."""
 
 
 def assert_as_named(result: pytest.RunResult, cases: str, told: Mapping[str, str]) -> None:
-    """Hold that each case has run, and ended as it is called; the report of each red case in `told` matches its
+    """Hold that each case has run, with the result in its name; the report of each red case in `told` matches its
     pattern."""
     text = result.stdout.str()
     found = re.findall(r"^(PASSED|FAILED|ERROR) test_it\.py::(\w+)", text, re.M)

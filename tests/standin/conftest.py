@@ -34,7 +34,7 @@ def library() -> Path:
 
 @pytest.fixture(scope="session")
 def template_on_it(library: Path) -> Iterator[Template]:
-    """Has imported torch, and the stand-in with it, which looks at its variables when it is first used."""
+    """A template that has imported torch with the stand-in, which reads its variables at its first use."""
     template = Template({**ENVIRONMENT, **preloaded(library)})
     yield template
     template.close()
@@ -45,7 +45,7 @@ LIMIT = 150.0
 
 
 class Machine:
-    """An imitated machine, on which pytest runs.
+    """An imitated machine that runs pytest.
 
     Attributes:
         log: what its processes did with CUDA, a line each: the process, and what.
@@ -67,7 +67,7 @@ class Machine:
         return [text for line in self.log if re.search(pattern, text := line.partition(" ")[2])]
 
     def has(self, gpus: int, **settings: object) -> Machine:
-        """Have so many devices from now on; the settings of the stand-in, ``init_error=802`` for
+        """Set the number of devices, and settings of the stand-in: ``init_error=802`` is
         ``STANDIN_INIT_ERROR``."""
         for name in list(os.environ):
             if name.startswith("STANDIN_"):

@@ -1,4 +1,4 @@
-"""Machines as they are found: sick drivers, masks, broken devices, compute modes, too few GPUs."""
+"""Machines as users have them: sick drivers, masks, broken devices, compute modes, too few GPUs."""
 
 from __future__ import annotations
 

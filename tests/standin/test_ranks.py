@@ -139,7 +139,7 @@ TOLD = {
     "test_red_hang_of_who_entered_fewest": r"\nrank 1 of 3 did not finish",
     "test_red_send_that_nobody_receives": r"rank 0 is in send .*dst=1",
 }
-"""What the report of each red case says."""
+"""Pattern of the report of each red case."""
 
 
 def test_each_case_on_real_devices_is_green_or_red_as_its_name_says(machine: Machine) -> None:

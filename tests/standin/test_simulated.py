@@ -38,7 +38,7 @@ TOLD = {
     "test_red_assert_in_a_kernel_from_500_on": r"device-side assert triggered(.|\n)*error appeared when the devices(.|\n)*n=500,",
     "test_red_assert_in_a_kernel_of_the_node_process": r"device-side assert triggered(.|\n)*error appeared when the devices",
 }
-"""What the report of each red case says."""
+"""Pattern of the report of each red case."""
 
 
 def test_an_error_of_a_kernel_belongs_to_the_call_that_it_is_of(machine: Machine) -> None:
@@ -47,7 +47,7 @@ def test_an_error_of_a_kernel_belongs_to_the_call_that_it_is_of(machine: Machine
 
 
 def test_a_mask_counts_as_on_the_simulated_node(machine: Machine) -> None:
-    """What the simulated node is held to, by the same cases, is what torch does."""
+    """Torch passes the same cases that the simulated node must pass."""
     result = machine.has(4).python(masking.__file__)
     assert json.loads(result.stdout.str()) == masking.CASES
 

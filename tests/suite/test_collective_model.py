@@ -29,7 +29,7 @@ FOLD = {
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("values", ["borders", "special"])
 def test_every_order_gives_what_the_model_gives(values, count):
-    """What the model calls the one right result is that, in orders of a ring, of a tree and at random."""
+    """The model's only right result is right in the orders of a ring, of a tree and at random."""
     orders = [list(range(count)), list(reversed(range(count))), random.Random(count).sample(range(count), count)]
     for dtype, op in itertools.product(FLOATING, FOLD):
         kind = getattr(torch, dtype)
@@ -70,7 +70,7 @@ def test_no_right_program_exceeds_the_bound_and_it_is_no_hundred_times_too_wide(
 
 
 def test_extremes_tell_right_operations_from_near_ones():
-    """Signed for unsigned, a wrap, a saturated sum, a rank left out: each shows in the block itself, whatever the
+    """Signed for unsigned, a wrap, a saturated sum, a rank left out: each shows in the block itself, for every
     seed."""
     count = 4
     for seed in range(20):

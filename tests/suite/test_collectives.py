@@ -1,5 +1,5 @@
-"""The check of collectives: its data are exact, and what is wrong is seen in each operation, on whom the data point
-at."""
+"""The check of collectives: its data are exact, and a fault in each operation is seen, and located by the
+data."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_each_wrong_collective_is_seen_and_the_right_gpu_accused(ranks):
 
 
 def views(wrong, members=(0, 1, 2, 3), checked=4):
-    """What ranks have seen: rank -> sources of the wrong data."""
+    """Observations of ranks: rank -> sources of the wrong data."""
     seen = []
     for rank in members:
         found = tuple(WrongIteration(1, 5, 100, 7, "it holds zeros", tuple(wrong[rank])) for _ in range(rank in wrong))

@@ -1,4 +1,4 @@
-"""Exact training is exact: float32 gives the bits of float64, for whatever is drawn."""
+"""Exact training is exact: float32 gives the bits of float64, for every drawn case."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def zero(rank: Rank) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A check of which one rank sees something wrong, by itself, before the last collective.
+    """A check that fails on one rank, by itself, before the last collective.
 
     Attributes:
         check: in the ranks, with what is to be done before.

@@ -1,4 +1,4 @@
-"""What launched ranks tell, and which devices they see."""
+"""The reports of launched ranks, and the devices that they see."""
 
 from __future__ import annotations
 

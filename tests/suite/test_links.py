@@ -1,4 +1,4 @@
-"""The check of links sees each kind of broken copy, on which way, and says what arrived in place of what was sent."""
+"""The check of links sees each kind of broken copy, and reports the way, the sent data and the received data."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_what_is_written_is_what_the_host_knows(pattern):
 
 
 class Broken(Region):
-    """A region of which `defect(words, index)` spoils a chunk each time that something was written."""
+    """A region in which `defect(words, index)` spoils a chunk after each write."""
 
     def __init__(self, defect):
         super().__init__(CPU, WORDS, CHUNK)

@@ -17,7 +17,7 @@ from mgpu_check.suite.mismatch.cases import OPERATORS, OperatorCase
 from mgpu_check.suite.mismatch.operators import CALLS, Operands
 
 SAME = "Expected all tensors to be on the same device, but "
-# What CUDA builds of torch say, with the devices that it is about.
+# Messages of CUDA builds of torch, each with its devices.
 GENUINE = [
     (SAME + "found at least two devices, cuda:0 and cpu!", "cuda:0", "cpu"),
     (

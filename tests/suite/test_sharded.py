@@ -1,4 +1,4 @@
-"""What the checks of sharded tensors rest on: which part is whose, and numbers that low precision holds."""
+"""The basis of checks of sharded tensors: the owner of each part, and numbers that low precision holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of devices and places follow the number of devices of the run, as it is when an example is drawn."""
+"""Drawn numbers of devices and places follow the run's number of devices at the time of the draw."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Gives this process the settings of a run with so many devices."""
+    """Give this process the settings of a run with the given number of devices."""
 
     def activate(count: int) -> None:
         run = settings.resolve({"gpus": str(count)}, {}, {})

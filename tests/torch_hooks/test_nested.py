@@ -1,4 +1,4 @@
-"""Nested values are taken apart and put together again, whatever holds the tensors."""
+"""Nested values are taken apart and put together again, for every kind of container."""
 
 from __future__ import annotations
 

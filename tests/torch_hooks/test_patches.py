@@ -1,4 +1,4 @@
-"""What is replaced is there, under each of its names, and is put back exactly."""
+"""A patch replaces a function under each of its names, and is undone exactly."""
 
 from __future__ import annotations
 

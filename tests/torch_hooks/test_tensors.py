@@ -1,4 +1,4 @@
-"""Bits of tensors are told apart as they are, and however the tensor lies in memory."""
+"""Tensors are compared by their bits, in every memory layout."""
 
 from __future__ import annotations
 

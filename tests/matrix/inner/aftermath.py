@@ -55,7 +55,7 @@ def look(rank: Any) -> tuple[int, int, dict[str, Any]]:
 
 
 def check(ranks: Any, clean: list[dict[str, Any]], record_property: Any) -> None:
-    """The next test passes, sees nothing of the fault, and nothing of it survives."""
+    """The next test passes, does not notice the fault, and no part of the fault survives."""
     pids, servers, seen = zip(*ranks.run(look, size=faults.SIZE), strict=True)
     changed = {
         f"rank {rank}: {what}": (before[what], now[what])

@@ -6,7 +6,7 @@ import faults
 import pytest
 from aftermath import check
 
-# What is told is told as in a setup; that pytest goes on is another matter.
+# Reports are the same as in a setup; other tests show that pytest continues.
 NAMES = ["raises", "sys-exit", "unpicklable-result", "exit-0", "sigkill", "sleeps", "other-collective", "sigstop"]
 
 
@@ -19,7 +19,7 @@ def broken(ranks, name, warm, record_property):
 
 @pytest.fixture
 def beneath(name, record_property):
-    """Must be torn down, whatever happens to the other."""
+    """A fixture that must be torn down, also if the other fails."""
     yield
     record_property("torn down", True)
 

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each fault is followed by the test that looks at what it left, on the same worker."""
+    """Each fault is followed, on the same worker, by the test that finds what it left."""
     if (wanted := config.option.names) is not None:
         items[:] = [item for item in items if _fault_of(item) in wanted.split(",")]
     names = list(faults.FAULTS)

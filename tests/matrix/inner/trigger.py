@@ -30,7 +30,7 @@ def _strike(process: int) -> None:
 
 
 class Armed:
-    """Ranks in which a fault happens when `go` is called."""
+    """Ranks that have a fault when `go` is called."""
 
     def __init__(self, ranks: Any, name: str, pipe: str) -> None:
         self.fault = faults.FAULTS[name]
