@@ -72,8 +72,8 @@ class Template:
         self._environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
 
     def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether `command` is a program of this interpreter, in an environment that is no other for what is
-        imported."""
+        """Return whether `command` is a program of this interpreter, in an environment with the same
+        imports."""
         return command[0] == sys.executable and bool(program_of(command)[0]) and self.has(environment)
 
     def has(self, environment: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""What a check needs of the fixture `node`, with ranks in this process, one after the other."""
+"""The part of the fixture `node` that a check needs, with ranks in this process, one after the other."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def gpus(count: int, host: int = 0, first: int = 0) -> tuple[Gpu, ...]:
 
 
 def observations(numbers: tuple[int, ...]) -> list[Observation]:
-    """What all checks see of GPUs that are right."""
+    """The observations of all checks on GPUs that are right."""
     found = []
     for check, number in itertools.product(("inventory", "memory", "compute", "training", "health"), numbers):
         work = Work(bytes=60 << 30, operations=40, seconds=2.5) if check == "memory" else Work(operations=40)
@@ -106,7 +106,7 @@ def checks(seconds: float) -> tuple[CheckRun, ...]:
 
 
 def good(count: int = 8, seconds: float = 300.0) -> RunReport:
-    """A node on which all is right."""
+    """A healthy node."""
     numbers = tuple(range(count))
     accepted = Verdict("ACCEPTED")
     return RunReport(
@@ -312,7 +312,7 @@ def two_hosts() -> RunReport:
 
 
 def inconclusive() -> RunReport:
-    """Two checks of all, one of which did less than its floor."""
+    """Two checks of all; one did less than its floor."""
     verdict = Verdict("INCONCLUSIVE", (), ("compute: GPU 1: 3 operations of 40",), (), ("compute", "memory"))
     right = good(2, 20.0)
     runs = tuple(run for run in right.checks if run.name in verdict.partial)

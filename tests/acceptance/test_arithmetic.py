@@ -1,4 +1,4 @@
-"""What GPUs of one model compute differently is put to the vote, and located."""
+"""Results that differ between GPUs of one model are put to the vote, and the wrong GPU is located."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was recorded on a node that is right comes back as it was, and counts for what it was recorded of."""
+"""A baseline of a healthy node is read back unchanged, and counts for the part that it was recorded of."""
 
 from __future__ import annotations
 

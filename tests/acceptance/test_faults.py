@@ -31,7 +31,7 @@ def integers(device, *shape, dtype=torch.float32):
 
 
 def product(dtype=torch.float32, size=64, repeats=1):
-    """Whether products are what they are on the host, which computes them by the same kernels."""
+    """Return whether products equal those of the host, which computes them by the same kernels."""
 
     def look(device):
         a = integers(device, size, size, dtype=dtype)
@@ -53,7 +53,7 @@ def with_tf32(look):
 
 
 def computed(function, *inputs, repeats=1):
-    """Whether an operator gives the same on the device as on the host."""
+    """Return whether an operator gives the same on the device as on the host."""
 
     def look(device):
         wanted = function(*inputs)
@@ -68,7 +68,7 @@ def not_repeating(device):
 
 
 def memory(*patterns, repeats=1):
-    """Whether memory keeps what was written to it."""
+    """Return whether memory keeps the written data."""
 
     def look(device):
         held = torch.empty(14 * MIB, dtype=torch.uint8, device=device)
@@ -92,7 +92,7 @@ def address(size):
 
 
 def copied(size=4096, repeats=1, kernel=False, loaded=False, sources=("cuda:0",)):
-    """Whether copies to GPU 2 arrive."""
+    """Return whether copies to GPU 2 arrive."""
 
     def look(device):
         for _ in range(repeats):
@@ -214,7 +214,7 @@ LOOKS = {
     "slow-host-link": fast(lambda given: given.cpu(), 1e-4),
     "lost": alive,
 }
-"""Fault -> what tells whether the hardware is right, of device 1, or of copies to device 2."""
+"""Fault -> the function that finds whether the hardware of device 1, or copies to device 2, are right."""
 
 
 @pytest.mark.parametrize("text", LOOKS)

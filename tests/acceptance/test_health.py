@@ -1,4 +1,4 @@
-"""What is concluded from telemetry: which GPU is sick, which differs, what nobody knows."""
+"""Conclusions from telemetry: the GPU that is sick, the one that differs, and the unknown values."""
 
 from __future__ import annotations
 

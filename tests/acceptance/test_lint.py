@@ -23,7 +23,7 @@ PACKAGED = {sku["names"][0]: sku for sku in OWN["skus"]}
 
 
 def table(name: str = "NVIDIA H200", quantity: str = "", pcie: Any = None, **floor: Any) -> list[Remark]:
-    """What is found in our table, of one model, with changes to one floor."""
+    """Return the findings in our table for one model, with changes to one floor."""
     sku = copy.deepcopy(PACKAGED[name])
     sku["pcie"] = pcie or sku["pcie"]
     for entry in sku["floors"]:

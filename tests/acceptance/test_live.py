@@ -124,7 +124,7 @@ def test_a_log_has_a_line_for_each_check_and_one_a_minute():
 
 
 def test_what_stays_begins_in_the_first_column():
-    """What is written to erase the line leaves the cursor at its end."""
+    """The codes that erase the line leave the cursor at its end."""
     run = Run(isatty=True)
     run.live.phase("looks at the GPUs")
     run.live.heard([seen("failed")])

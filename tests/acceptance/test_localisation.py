@@ -1,4 +1,4 @@
-"""A fault that showed in a group of GPUs is looked at again until a pair or a GPU is left."""
+"""A fault in a group of GPUs is tried again in smaller groups until a pair or a GPU is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mgpu_check.devices.observations import Observation, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
 
 Rule = Callable[[tuple[int, ...], Mapping[str, str]], bool | int]
-"""Whether a collective on these GPUs fails; or the rank that the data point at."""
+"""Return whether a collective on these GPUs fails; or the rank that the data point at."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +31,7 @@ def own_settings() -> Any:
 
 
 class Pool:
-    """What a pool does for a node: calls a function for the GPUs that it is given."""
+    """The part of a pool that a node uses: it calls a function for the given GPUs."""
 
     def __init__(self, wrong: Rule, every: int = 1) -> None:
         self.wrong = wrong

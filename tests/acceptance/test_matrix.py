@@ -28,7 +28,7 @@ FAULTS = [
     "all-to-all-wrong",
     "lost",
 ]
-"""What is soon seen, of each theme."""
+"""Faults of each theme that are seen early."""
 
 
 def test_faults_are_found_and_their_parts_accused():

@@ -1,4 +1,4 @@
-"""The real binding, on a stand-in for NVIDIA's management library: what is read, what is unknown, what is an error."""
+"""The real binding, on an imitation of NVIDIA's management library: known values, unknown ones, and errors."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_where_no_xids_are_told_a_snapshot_says_so(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, of which one has a query that hangs."""
+    """Two GPUs; one has a query that hangs."""
     gpus = [{}, {"nvmlDeviceGetPowerUsage": {"hang": True}}]
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": gpus, "events": [{"gpu": 0, "xid": 63}]}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)

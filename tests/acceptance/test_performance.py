@@ -1,4 +1,4 @@
-"""What is too slow is found, and only that: against the others, against itself, and against floors."""
+"""Slow parts are found, and only those: against the others, against themselves, and against floors."""
 
 from __future__ import annotations
 

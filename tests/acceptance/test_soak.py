@@ -1,4 +1,4 @@
-"""A soak goes on for as long as was asked for, and sees what is wrong under load, or becomes so."""
+"""A soak lasts for the requested time, and sees faults under load, and faults that begin meanwhile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_gpu_that_becomes_slower_is_found(rates, failed):
 
 
 class Stub:
-    """What a soak needs of the fixture `node`; each round takes a second, and GPUs do what `answer` says.
+    """The part of the fixture `node` that a soak needs; each round takes a second, and `answer` gives the GPUs' results.
 
     `answer(gpu, case)` returns what differs in the answer of a GPU, or None where it does not answer.
     """

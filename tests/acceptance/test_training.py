@@ -182,7 +182,7 @@ def test_of_two_that_differ_by_the_lowest_bit_nobody_is_accused():
     ],
 )
 def test_what_ranks_disagree_on_is_of_their_group(monkeypatch, error, size, suspects):
-    """And of two that differ nobody knows which is right; of gradients nobody knows whose part is wrong."""
+    """Of two that differ, the right one is unknown; of gradients, the rank with the wrong part is unknown."""
 
     def wrong(training, rank):
         raise error

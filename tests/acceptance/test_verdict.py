@@ -18,7 +18,7 @@ ONE_HOST = (0,) * 16
 
 
 def subjects(count: int) -> Iterator[tuple[str, Subject]]:
-    """What a run looks at on a node with so many GPUs: (check, subject)."""
+    """The subjects of a run on a node with the given number of GPUs: (check, subject)."""
     for gpu in range(count):
         for check in ("memory", "compute", "training", "health"):
             yield check, Subject("gpu", (gpu,))
@@ -33,7 +33,7 @@ def subjects(count: int) -> Iterator[tuple[str, Subject]]:
 
 
 def run(count: int, *broken: tuple[str, Subject], suspects: tuple[int, ...] = ()) -> list[Observation]:
-    """The observations of a run in which some fail now and then: each was looked at three times, and failed once."""
+    """The observations of a run with intermittent failures: each was tried three times, and failed once."""
     seen = []
     for check, subject in subjects(count):
         wrong = (check, subject) in broken
@@ -133,7 +133,7 @@ def test_a_host_explains_its_own_gpus_only() -> None:
 
 @pytest.mark.parametrize("count", [3, 4, 8])
 def test_none_of_several_alike_is_accused(count: int) -> None:
-    """A collective of all GPUs fails, all smaller groups are right, and the data point at nobody."""
+    """A collective of all GPUs fails, all smaller groups are right, and the data point at no rank."""
     seen = run(count, ("collectives", Subject("group", tuple(range(count)))))
     found = explain(seen, ONE_HOST)
     assert found.parts == {}

@@ -44,14 +44,14 @@ def watching(pool: Any, *overrides: Override) -> Watch:
 
 
 def later(of: Watch) -> None:
-    """Let the time pass in which simulated counters grow between calls."""
+    """Let time pass, so that simulated counters grow between calls."""
     until = of.now() + 2 * LAG
     while of.now() < until:
         of.samples()
 
 
 def test_gpus_of_another_host_are_asked_in_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters go on growing from one call to the next; an Xid is told once."""
+    """Counters continue to grow from one call to the next; an Xid is reported once."""
     monkeypatch.setattr(watch, "_EVERY", 0.0)
     told = Override(2, "xid", 48), Override(3, "pcie_replays", 0, grows=50), Override(1, "nvlink_replay", 0, grows=1)
     of = watching(pool, *told)

@@ -1,5 +1,5 @@
-"""What telemetry says of four simulated GPUs in a run, without a process and without waiting: time goes when it is told
-to."""
+"""The telemetry of four simulated GPUs in a run, without a process and without waiting: tests move the
+time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPUS = (0, 1, 2, 3)
 
 @dataclass
 class Run:
-    """A run of which telemetry has said these things."""
+    """A run with these records of telemetry."""
 
     snapshots: list[tuple[str, Snapshot]] = field(default_factory=list)
     samples: list[TelemetrySample] = field(default_factory=list)

@@ -45,7 +45,7 @@ def script(name: str) -> str:
 class Outcome:
     code: int
     text: str
-    """What the command wrote to its terminal."""
+    """The text that the command wrote to its terminal."""
     json: dict[str, Any]
     html: str
     """The page; empty unless it was asked for."""
@@ -65,7 +65,7 @@ def surroundings(tmp_path_factory, monkeypatch):
     while (left := processes_with(MARK, str(temporary))) and time.monotonic() < deadline:
         time.sleep(0.02)  # the kernel takes a moment to end what it was told to
     assert left == {}
-    # What torch keeps there for later processes is the script's.
+    # Files that torch keeps there for later processes belong to the script.
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
@@ -83,7 +83,7 @@ class Process(Protocol):
 
 @pytest.fixture
 def begin(request, tmp_path, surroundings, template) -> Begin:
-    """What starts a Python: it and the processes of the script are forked from where torch is imported.
+    """Start a Python: it and the processes of the script are forked from a process that has imported torch.
 
     With the marker `cold`, or --cold, all of them are interpreters that import it themselves, as users have it.
     """

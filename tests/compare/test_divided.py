@@ -36,7 +36,7 @@ AXES = {
     "and differ along the groups of ranks 0-1 and of ranks 2-3",
     ("dtensor", "no-average"): "ranks differ along dp",
 }
-"""What is said of some mistakes: of one with groups, and of one with a mesh."""
+"""The reports of some mistakes: of one with groups, and of one with a mesh."""
 
 
 def compared(compare, kind, mistake, code):

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting, where nobody is in a collective."""
+"""The rank that keeps the others waiting, if no rank is in a collective."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand, changed):
-    """The script tells through a pipe that a rank is at work, and waits for its end."""
+    """The script reports through a pipe that a rank is at work, and waits for its end."""
     os.mkfifo(tmp_path / "at-work")
     wait = (
         "    if world > 1:\n        open('at-work', 'w').close()\n        dist.barrier(); import threading; "

@@ -1,4 +1,4 @@
-"""`mgpu-check compare` as a gate: scripts that are compared as they are, or refused with all that stands in the way."""
+"""`mgpu-check compare` as a gate: scripts are compared unchanged, or refused with all reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the trace of a script, and the numbers that stand in it."""
+"""The result of a run: the trace of a script, and its numbers."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_a_script_that_goes_on_where_an_earlier_run_has_stopped(compare, by_hand
 
 
 def test_a_script_that_diverges(compare, by_hand, changed):
-    """What goes wrong after its last numbers cannot be seen, and is not called equal."""
+    """A failure after the last numbers of a script cannot be compared, and is not called equal."""
     script = changed(
         by_hand,
         ("lr=0.05", "lr=1e25"),

@@ -91,7 +91,7 @@ def test_buffers_go_through_the_socket_where_no_file_can_be_sent(ends, monkeypat
 
 @contextlib.contextmanager
 def _room_for_files(count: int) -> Iterator[None]:
-    """Let this process open so many files more."""
+    """Let this process open the given number of files more."""
     free = [os.dup(0) for _ in range(count + 1)]
     for file in free:
         os.close(file)
@@ -232,7 +232,7 @@ def test_a_length_beyond_all_memory_is_no_message(ends):
 
 
 class Flood:
-    """A socket on which there is always more."""
+    """A socket with endless data."""
 
     def __init__(self, first: bytes) -> None:
         self.next = first
@@ -337,7 +337,7 @@ def test_a_rank_that_stops_in_the_middle_of_its_answer_is_a_hang(pool):
 
 @pytest.fixture
 def find():
-    """What finds, in a rank, the file descriptor by which it talks to the pytest process."""
+    """Return code that finds, in a rank, the file descriptor of its connection to the pytest process."""
 
     def connection_of_this_process():
         import os

@@ -23,7 +23,7 @@ def message(info: pytest.ExceptionInfo[BaseException]) -> list[str]:
 
 
 def test_every_collective_of_torch_is_recorded_and_simulated():
-    """A collective that a new version of torch has must be in the tables: CONTRIBUTING says in which."""
+    """A collective of a new version of torch must be in the tables that CONTRIBUTING lists."""
     from mgpu_check.simulated.parsing import PARSERS, parser_of
     from mgpu_check.torch_hooks.flows import FLOWS
     from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS

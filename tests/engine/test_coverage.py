@@ -1,4 +1,4 @@
-"""What a rank measures for coverage.py, where that measures its fork server too."""
+"""Ranks measure for coverage.py if it measures their fork server too."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import torch
 
 
 def faults_of_blocks(rank: Any) -> list[int]:
-    """Page faults of each of six rounds in which 12 blocks of 16 MiB, of 4,096 pages each, are written and then
-    freed."""
+    """Page faults of each of six rounds that write and free 12 blocks of 16 MiB, 4,096 pages
+    each."""
     counts = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
     for _ in range(6):
         blocks = [torch.ones(1 << 22) for _ in range(12)]

@@ -1,4 +1,4 @@
-"""What code under test may do to the engine, by accident or not: the verdict stays right, and comes in time."""
+"""Code under test that damages the engine, by accident or not: the verdict stays right, and comes in time."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_nothing_is_left_in_a_temporary_directory_of_any_name(tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     with own_pool() as pool:
         assert all(made.startswith(str(directory)) for made in pool.run(use_multiprocessing))
-        # What ranks have started ends with them also where the fork server is killed.
+        # Processes of the ranks end with them also if the fork server is killed.
         (server, _), started = pool.run(os.getppid), pool.run(start_a_child)
         os.kill(server, signal.SIGKILL)
         with pytest.raises(RankDied):
@@ -222,7 +222,7 @@ def test_another_program_in_the_place_of_a_rank(pool):
 
 
 class Sent:
-    """What a program would give to processes that it spawns."""
+    """An object that a program would give to processes that it spawns."""
 
     def __init__(self, number):
         self.number = number

@@ -26,7 +26,7 @@ def this_module_by_value():
 
 
 def await_gone(condition):
-    """What a process that was killed has left is removed a moment later."""
+    """Files of a killed process are removed a moment later."""
     deadline = time.monotonic() + 30
     while condition() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -68,7 +68,7 @@ def left_in(directory):
 
 
 def managers(directory):
-    """Those of torch's shared memory that belong to the ranks."""
+    """Return the files of torch's shared memory that belong to the ranks."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

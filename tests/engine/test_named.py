@@ -1,4 +1,4 @@
-"""What travels by its name: torch's modules of a class of their own, operators, switches."""
+"""Objects that are pickled by name: torch's modules of a class of their own, operators, switches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pauses in the middle of a call: what ranks have called until there is compared before any of them goes on."""
+"""Pauses in the middle of a call: the calls of the ranks so far are compared before any of them continues."""
 
 from __future__ import annotations
 

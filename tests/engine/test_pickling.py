@@ -17,7 +17,7 @@ from mgpu_check.processes.pickling import Pickler, dumps, loads
 
 @pytest.fixture(params=["as installed", "without names"])
 def reducer(request, monkeypatch):
-    """Let cloudpickle drop the names of files, as 3.1.3 does; or leave it as it is."""
+    """Let cloudpickle drop the names of files, as 3.1.3 does; or keep its behaviour."""
     kept = Pickler.dispatch_table
 
     def without_name(code: types.CodeType):

@@ -1,4 +1,4 @@
-"""How torch rounds float32: whatever was set by whichever interface is put back, and held at float32 meanwhile."""
+"""Torch's precision of float32: settings of each interface are restored, and held at float32 meanwhile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_whatever_is_set_is_put_back(seed):
             for name in drawn.choices(list(SETTINGS), k=drawn.randint(0, 3)):
                 SETTINGS[name]()
         after = precision.kept()
-        # What the older interface could not say, because the newer one had the last word, it need not say now.
+        # If the newer interface had the last word, the older one could not be read before, and need not be now.
         assert after[1:] == before[1:]
         assert all(was in (None, now) for was, now in zip(before[0], after[0], strict=True))
         precision.put_back(fresh)

@@ -1,4 +1,4 @@
-"""What is known of a process from outside."""
+"""Facts about a process, read from outside."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 from mgpu_check.processes.scratch import Scratch, sweep
 
-# A process that uses a directory of the kind and name that it is told, says which, and waits.
+# A process that uses a directory of the given kind and name, says which, and waits.
 USES = """
 import sys
 from mgpu_check.processes.scratch import Scratch
@@ -48,7 +48,7 @@ print(semaphore._semlock.name[1:], child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# Use one directory and leave it, many times, beside others: nobody loses it meanwhile.
+# Use one directory and leave it, many times, beside others: no process loses it meanwhile.
 IN_TURNS = """
 from mgpu_check.processes.scratch import Scratch
 for turn in range(100):

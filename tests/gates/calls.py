@@ -192,7 +192,7 @@ def sums(draw: st.DrawFn, size: int) -> list[RankTrace]:
 
 @st.composite
 def traces(draw: st.DrawFn, size: int) -> list[RankTrace]:
-    """What ranks have called: none of it known, or mostly the same on all."""
+    """The calls of ranks: unknown, or mostly the same on all."""
     if draw(st.integers(0, 5)) == 5:
         return []
     if draw(st.integers(0, 3)) == 3:

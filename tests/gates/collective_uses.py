@@ -1,4 +1,4 @@
-"""A right use of each collective of the table, in a step that is right whatever number comes out of it."""
+"""A right use of each collective of the table, in a step that is right for every result of it."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ USES["send"] = USES["recv"] = send_on
 
 
 def exchange(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    """Exchange rows with neighbours, each of which has another number of them."""
+    """Exchange rows with neighbours that have different numbers of them."""
     after, before = (rank.index + 1) % rank.size, (rank.index - 1) % rank.size
     given = x.mean(0).repeat(rank.index + 1, 1)
     taken = x.new_empty(before + 1, 4)

@@ -1,4 +1,4 @@
-"""Wrong programs in which each rank takes its own shard for the whole batch, each beside a right twin."""
+"""Wrong programs whose ranks take their own shard for the whole batch, each beside a right twin."""
 
 from __future__ import annotations
 

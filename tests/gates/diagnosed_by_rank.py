@@ -1,4 +1,4 @@
-"""Wrong programs in which ranks part before anything is wrong in the end: each says the line at which they do."""
+"""Wrong programs whose ranks part before the end of the step: the report gives the line where they part."""
 
 from __future__ import annotations
 

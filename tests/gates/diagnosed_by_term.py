@@ -1,4 +1,4 @@
-"""Wrong programs in which one term of the loss, or a part of the sequence, counts otherwise, each beside a right
+"""Wrong programs that weight one term of the loss, or a part of the sequence, differently, each beside a right
 twin."""
 
 from __future__ import annotations

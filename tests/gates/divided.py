@@ -108,7 +108,7 @@ class Step:
         return self.returned(loss / (count if self.averages else 1))
 
     def part(self) -> tuple[int, int]:
-        """Which part of the batch is this rank's, and of how many."""
+        """Return the number of this rank's part of the batch, and the number of parts."""
         index, count = 0, 1
         for axis in self.data:
             size = self.rank.mesh[axis].size()
@@ -132,7 +132,7 @@ class Step:
         return self.rank.mesh[axis].get_group()
 
     def divided(self) -> torch.Tensor:
-        """A parameter of which this rank has a slice."""
+        """A parameter that this rank has a slice of."""
         return next(self.parameters())
 
     def returned(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:

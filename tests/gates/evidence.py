@@ -1,4 +1,4 @@
-"""Strategies of evidence: whatever a gate may have recorded of a failure, mostly nothing that a right program
+"""Strategies of evidence: any record that a gate may have of a failure, mostly such as no right program
 leaves."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["calls", "loaders", "restored", "tensors"]
 
 @st.composite
 def like(draw: st.DrawFn, right: torch.Tensor) -> torch.Tensor | None:
-    """What a rank may have where one device has `right`; None for nothing."""
+    """A possible tensor of a rank for the tensor `right` of one device; None if it has none."""
     how = draw(st.sampled_from(("same", "times", "other", "rows", "another", "nothing")))
     if how == "same":
         return right.clone()
@@ -47,7 +47,7 @@ def like(draw: st.DrawFn, right: torch.Tensor) -> torch.Tensor | None:
 
 @st.composite
 def kept(draw: st.DrawFn, right: dict[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
-    """What a rank may have of all values of one device: each changed in a way of its own, or all times one number."""
+    """Possible tensors of a rank for all tensors of one device: each changed by itself, or all times one number."""
     if draw(st.booleans()):
         factor = draw(st.sampled_from((1.0, 2.0, 0.5, 4.0)))
         return {name: (value.double() * factor).to(value.dtype) for name, value in right.items()}
@@ -57,14 +57,14 @@ def kept(draw: st.DrawFn, right: dict[Result, torch.Tensor]) -> dict[Result, tor
 
 @st.composite
 def stages(draw: st.DrawFn, results: dict[Result, torch.Tensor]) -> list[dict[Result, torch.Tensor]]:
-    """What several steps of an optimizer leave."""
+    """The states after several steps of an optimizer."""
     of_model = {name: value for name, value in results.items() if name.kind in ("grads", "params")}
     return [draw(kept(of_model)) for _ in range(draw(st.integers(0, 3)))]
 
 
 @st.composite
 def ranks(draw: st.DrawFn, right: ObservedRun, size: int) -> list[ObservedRun]:
-    """What ranks have left: mostly the same."""
+    """The states that ranks leave: mostly the same."""
     common = ObservedRun(values=draw(kept(right.values)), initial=right.initial)
     if draw(st.booleans()):
         return [draw(observations(common, draw(st.booleans()))) for _ in range(size)]
@@ -73,7 +73,7 @@ def ranks(draw: st.DrawFn, right: ObservedRun, size: int) -> list[ObservedRun]:
 
 @st.composite
 def observations(draw: st.DrawFn, right: ObservedRun, equal: bool = False) -> ObservedRun:
-    """What a rank has left, where one device, or another rank, has left `right`.
+    """The state that a rank leaves, for the state `right` of one device or another rank.
 
     Args:
         equal: the values are the same.
@@ -110,7 +110,7 @@ def observations(draw: st.DrawFn, right: ObservedRun, equal: bool = False) -> Ob
 
 @st.composite
 def expectations(draw: st.DrawFn, of: dict[Result, torch.Tensor] | None = None) -> Expected:
-    """What one device gives.
+    """The results of one device.
 
     Args:
         of: what it gives in another case: mostly as many values.
@@ -201,7 +201,7 @@ def _hold(case: Tensors, how: str, factor: float) -> None:
 def cases(
     draw: st.DrawFn, size: int, of: dict[Result, torch.Tensor] | None = None, divisions: int | None = None
 ) -> Tensors:
-    """One case by itself; another one than that which has left `of`, and has so many divisions."""
+    """One case by itself, with the given number of divisions; a different one from the case of `of`."""
     expected = draw(expectations(of))
     seen = draw(ranks(expected.single, size))
     return Tensors(

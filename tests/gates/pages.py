@@ -21,8 +21,8 @@ from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
 from tests.docs.pages import MISTAKES, first_files
 
-# By what tells programs apart that they define: their gate, which function of theirs it judges, and what else of them
-# it is given.
+# The kinds of programs, by a name that they define: the gate, the function that it judges, and its other
+# arguments.
 GATES: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "make_loader": (assert_loader_covers, "make_loader", ()),
     "train": (assert_resume_continues, "train", ()),
@@ -38,7 +38,7 @@ def source(name: str, kind: str) -> str:
 
 
 def program_of(name: str, kind: str) -> tuple[types.ModuleType, str]:
-    """The program of a page as a module, and by which of `GATES` it is judged."""
+    """Return the program of a page as a module, and the entry of `GATES` that judges it."""
     text = source(name, kind)
     # No module that could be imported: so it travels to ranks by value, as a module of tests does.
     program = types.ModuleType(f"{name.replace('-', '_')}_{kind}")
@@ -66,7 +66,7 @@ def judge(ranks: RanksFixture, name: str, kind: str, max_examples: int | None) -
 
 
 def alarm(ranks: RanksFixture, name: str) -> object:
-    """What the gate has against the right program of a page; for a step in one case, which takes a tenth of the
+    """Return the gate's error for the right program of a page; a step is tried in one case, a tenth of the
     time."""
     program, known = program_of(name, "right")
     if known != "step":

@@ -1,11 +1,11 @@
-"""Modules whose texts are other ones than they were written with: whoever reads a message does not find it again.
+"""Modules with changed texts: code that parses a message does not find it again.
 
 `install` puts an import hook before Python's own. Of the modules that make messages about failures, and name mistakes,
 it rewords every text of more than one word, each occurrence by itself, and adds words where values are put in. So two
 texts that are written alike are not alike any more, and neither a regular expression nor a comparison finds in a
 message what another place has written into it.
 
-Left as they are: texts of torch, which it is asked for (names that end in `_OF_TORCH`), values of a `Literal`, which
+Unchanged: texts of torch (names that end in `_OF_TORCH`), values of a `Literal`, which
 are data, regular expressions and code.
 """
 
@@ -60,7 +60,7 @@ class Rewording(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(WORD.sub(self._other, node.value)), node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.JoinedStr:
-        # What parts values from each other changes, too: by punctuation a message can be read as well.
+        # Separators of values change, too: code can parse a message by its punctuation as well.
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
                 part.value = self.visit(part.value)
@@ -138,7 +138,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install(seed: int) -> None:
-    """Reword what is imported from now on, whatever other import hooks there are."""
+    """Reword all modules that are imported from now on, also beside other import hooks."""
     early = [name for name in sys.modules if name.startswith(("mgpu_check.gates", "mgpu_check.diagnosis"))]
     assert early == [], f"imported already: {early}"
     sys.meta_path.insert(0, _Finder(seed))

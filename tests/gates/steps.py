@@ -54,7 +54,7 @@ def tutorial(model: nn.Module, batch: Batch, rank: Rank) -> None:
 
 
 def total(model: nn.Module, batch: Batch, rank: Rank) -> dict[str, Any]:
-    """What every rank has of the whole batch, and no training."""
+    """Every rank's result for the whole batch, without training."""
     return {"sum": batch[0].sum()}
 
 

@@ -28,7 +28,7 @@ def test_a_seed_rules_all_generators(devices):
 
 
 def test_a_seed_leaves_nothing_behind_for_devices_that_are_not_there():
-    """What `torch.manual_seed` keeps for each of them, with the stack of the call, takes longer than a small step."""
+    """`torch.manual_seed` keeps a callback with the stack of each call, which takes longer than a small step."""
     kept = [module._queued_calls for module in (torch.cuda, torch.mtia, torch.xpu)]
     before = [len(calls) for calls in kept]
     seed_everything(1)

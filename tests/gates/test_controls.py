@@ -1,4 +1,4 @@
-"""What is right in a wrong step is not blamed: each innocent call beside a mistake of another kind."""
+"""Right calls in a wrong step are not blamed: each innocent call beside a mistake of another kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gate measures, and when: little for steps that are right, everything for those that may be wrong."""
+"""The measurements of a gate: few for steps that are right, all for those that may be wrong."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_right_steps_are_told_without_float64(ranks):
 
 
 class Narrow(Counted):
-    """Ranks of which what is measured first grants nothing, as if operators rounded much more than their results."""
+    """Ranks whose first measurement grants no tolerance, as if operators rounded much more than their results."""
 
     def run(self, fn: Any, /, *args: Any, **how: Any) -> list[Any]:
         found = super().run(fn, *args, **how)
@@ -128,7 +128,7 @@ def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
     assert not failed.expected.provisional
     assert failed.expected.exact[Result("grads", "0.bias")].dtype == torch.float64
     assert counted.ran["measure"] == counted.ran["measure_slightly_moved"] == 1
-    # It is not tried any longer where it told nothing several times.
+    # It is not tried any longer after several undecided cases.
     for seed in range(1, 4):
         trials.run(Scenario(2, 5, seed=seed))
     assert counted.ran["measure_provisionally"] == counted.ran["measure_slightly_moved"] == 2
@@ -136,7 +136,7 @@ def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
 
 
 def test_a_tolerance_of_the_user_is_not_widened(ranks):
-    """What differs by rounding is refuted where the user allows nothing, and not by half of what is granted for it."""
+    """A difference by rounding is refuted with a tolerance of 0, and passes with half of the measured tolerance."""
     for allowed, holds in ((1e-3, True), (1e-9, False)):
         trials, counted = _trials(ranks, right, allowed)
         assert (trials.run(Scenario(2, 6)) is None) is holds
@@ -240,7 +240,7 @@ def test_ranks_measure_large_steps_together(ranks):
 
 
 def test_ranks_do_a_large_step_once_whatever_has_to_be_measured(ranks):
-    """Where all ranks have the same, one of them sends it."""
+    """If all ranks have the same, one of them sends it."""
     narrow = Narrow(ranks)
     trials = Trials(narrow, Program(right, _large, batch), frozenset(KINDS), None, "step")
     trials._expectations._elements = 0  # one rank does all that is measured, which is what `Narrow` changes
@@ -269,7 +269,7 @@ def test_what_ranks_measure_together_is_what_one_measures(ranks):
     for name, value in alone.tolerance.items():
         assert torch.equal(together.exact[name], alone.exact[name])
         assert torch.allclose(together.tolerance[name], value, rtol=1e-3), name
-    # Without one of the runs nothing is told.
+    # Without one of the runs the case is undecided.
     assert of_parts(program, [*(part for parts in done[:2] for part in parts)], elements) is None
 
 
@@ -282,7 +282,7 @@ def test_wrong_large_steps_are_refuted(ranks):
 
 
 class Adaptive:
-    """A step with an optimizer that is not linear in the gradient: it is measured by more runs, each of which needs
+    """A step with an optimizer that is not linear in the gradient: it is measured by more runs, and each needs
     others."""
 
     def __call__(self, model: nn.Module, batch: Any, rank: Any) -> None:
@@ -320,7 +320,7 @@ def _dies(*arguments: Any) -> None:
 
 
 class Crowded(Counted):
-    """Ranks of which one dies where several compute apart, as where there is memory for one only."""
+    """Ranks of a machine with memory for one computation: one dies if several compute apart."""
 
     def _run_apart(self, fn: Any, arguments: Any) -> list[Any]:
         super()._run_apart(_dies, arguments[:1])

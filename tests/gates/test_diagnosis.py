@@ -31,7 +31,7 @@ def step_of(program: Diagnosed, *, wrong: bool):
     return functools.partial(program.step, wrong=wrong)
 
 
-# One of those that are told by the same rule.
+# One of those that the same rule names.
 LIKE_ANOTHER = (
     "gathers_what_is_detached",
     "writes_over_a_bucket",

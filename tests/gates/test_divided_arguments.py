@@ -1,4 +1,4 @@
-"""What is said of divided models: placements, meshes, returned values, and what is not compared."""
+"""The arguments for divided models: placements, meshes, returned values, and values that are not compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = {"build": steps.build, "batch": steps.batch, **FEW}
 
 
 class InDouble(divided.VocabularyParallel):
-    """Keeps its shard in another dtype, so that no values tell which slice it is."""
+    """Keeps its shard in another dtype, so that no values identify the slice."""
 
     def put(self, module, name, shard, dim, stride):
         setattr(module, name, nn.Parameter(shard.double() if self.rank.size > 1 else shard))
@@ -263,7 +263,7 @@ def test_replicas_of_a_slice_must_agree(ranks):
 
 
 class NotGathered(divided.FlatShards):
-    """Trains the chunks of a flat buffer, and leaves the model as it was."""
+    """Trains the chunks of a flat buffer, and does not update the model."""
 
     def returned(self, loss):
         return super().returned(loss) if self.rank.size == 1 else None

@@ -76,7 +76,7 @@ class WrongStagesOfSlices(StagesOfSlices):
 
 
 class FlatBiases:
-    """Ranks step their part of a flat buffer of all biases, whose values are zero, so that they tell no place."""
+    """Ranks step their part of a flat buffer of all biases, whose values are all zero, so that no place follows."""
 
     wrong = False
 

@@ -1,4 +1,4 @@
-"""Which operators draw random numbers."""
+"""The operators that draw random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers in float64 are those of float32, by whatever operator they are drawn."""
+"""Random numbers in float64 are those of float32, for every operator that draws."""
 
 from __future__ import annotations
 

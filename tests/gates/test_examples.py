@@ -1,4 +1,4 @@
-"""The examples: all of them pass, and the gate says of each broken twin what stands in its report."""
+"""The examples: all pass, and the gate fails for each broken twin with the report in its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single calls of a wrong step are changed: the change with which it is right names the mistake and the line."""
+"""Single calls of a wrong step are changed: the change that makes it right names the mistake and the line."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def projection() -> nn.Module:
 
 
 def contrasts(model, batch, rank, wrong):
-    """Each sample is to find its own key among those of all samples; targets go on from rank to rank."""
+    """Each sample must find its own key among those of all samples; targets continue from rank to rank."""
     x, _ = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
     keys = [x[:, :3].contiguous(), x[:, 3:].contiguous()]
     candidates = []

@@ -1,4 +1,4 @@
-"""What is made of ranks that hang: by data of what they have entered, whatever the messages say."""
+"""The diagnosis of ranks that hang: from the calls that they have entered, not from messages."""
 
 from __future__ import annotations
 

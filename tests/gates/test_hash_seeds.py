@@ -62,7 +62,7 @@ def loader(rank: Any, *, ordered: bool) -> list[list[str]]:
 
 
 def resumed(rank: Any, directory: Any, start: int, stop: int, *, ordered: bool) -> dict[str, Any]:
-    """Save on rank 0 the position in an order, and go on from it on each rank."""
+    """Save on rank 0 the position in an order, and continue from it on each rank."""
     order = in_order(ordered)
     at = order.index(torch.load(directory / "name.pt")) if start else 0
     dist.barrier()

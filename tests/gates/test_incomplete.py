@@ -1,4 +1,4 @@
-"""No evidence, whatever it lacks, ends a diagnosis; and no error of a diagnosis ends a gate."""
+"""Incomplete evidence does not end a diagnosis; and no error of a diagnosis ends a gate."""
 
 from __future__ import annotations
 

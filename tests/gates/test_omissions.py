@@ -1,4 +1,4 @@
-"""What the gate must not pass in silence: nothing to compare, too little of it, or what only looks like it."""
+"""Steps that the gate must not pass: without values to compare, with too few, or with values that only look right."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_where_a_call_of_no_steps_fails(ranks):
 def noisy(size, clock=False):
     def train(rank, directory, start, stop):
         state = torch.load(directory / "it.pt") if start else {"x": torch.ones(8, dtype=torch.float64), "steps": 0}
-        dist.barrier()  # nobody saves before all have loaded
+        dist.barrier()  # no rank saves before all have loaded
         for _ in range(start, stop):
             # As kernels that add atomically: another order, another rounding. The generator is none that could be
             # seeded.

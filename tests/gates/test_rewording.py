@@ -28,7 +28,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
             module.install({seed})
         """
     )
-    # Pytest's own import hook, which rewrites the assertions of plugins, stands before that by now.
+    # Pytest's own import hook, which rewrites the assertions of plugins, comes before that by now.
     pytester.makeconftest(f"import _rewording\n_rewording.install({seed})\n")
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
@@ -38,7 +38,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 def test_no_verdict_and_no_mistake_depends_on_a_text(run, pytester):
     shutil.copy(Path(__file__).parent / "programs" / "reworded.py", pytester.path / "test_reworded.py")
-    # The tests say themselves what is to come of each program.
+    # The tests hold the expected result of each program.
     run("--gpus=4", "--simulate", "--rank-timeout=60", "--hypothesis-seed=0").assert_outcomes(passed=8)
 
 

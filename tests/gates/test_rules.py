@@ -1,4 +1,4 @@
-"""Rules judge evidence, whoever brings it; the list says which goes before which."""
+"""Rules judge evidence from any source, in the order of the list."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_parts_of_which_one_is_empty_may_add_up_to_the_batch():
 
 
 def epoch(*ranks: str, batches=(), **more) -> EpochSamples:
-    """What ranks were given of the samples a to f, a letter each; in as many batches each, if nothing else is said."""
+    """The samples a to f that ranks got, a letter each; by default each rank has the same number of batches."""
     counts: list[Counter[Hashable]] = [Counter(rank) for rank in ranks]
     return EpochSamples(Counter("abcdef"), counts, largest=2, batches=batches or [2] * len(ranks), **more)
 

@@ -1,4 +1,4 @@
-"""The gate for samplers: each way in which ranks get the wrong samples is refuted by its name, its right twin
+"""The gate for samplers: each way to give ranks the wrong samples is refuted by its name, its right twin
 passes."""
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Step:
     """One step of training; what a subclass does after it is what the tests are about."""
 
     odd = False
-    """Whether rank 1 does more, or less, than the others."""
+    """Return whether rank 1 does more, or less, than the others."""
 
     def __init__(self, model: nn.Module, rank: Any) -> None:
         self.model = self.wrapped(model.to(rank.device))
@@ -90,7 +90,7 @@ class Dtensor(Step):
 
 
 class Subgroups(Step):
-    """Each group has its own number of collectives, ranks 2 and 3 have none in one group, and a work is waited for
+    """Each group has its own number of collectives, one group gets none from ranks 2 and 3, and a wait comes
     late."""
 
     def __init__(self, model: nn.Module, rank: Any) -> None:

@@ -35,7 +35,7 @@ def local(tensor):
 
 
 def groups():
-    """Make the group of the ranks that have the other parts, and that of those which have the same part."""
+    """Make the group of ranks with the other parts, and the group of ranks with the same part."""
     lists = [range(first, first + PARTS) for first in range(0, world, PARTS)]
     lists += [range(first, world, PARTS) for first in range(PARTS)]
     made = [dist.new_group(list(ranks)) for ranks in lists]
@@ -203,7 +203,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Experts, of which each rank computes its own; it keeps the others, or not."""
+    """Experts: each rank computes its own, and keeps the others or not."""
 
     def __init__(self, alone):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train two weights, of which each rank holds rows or columns, with an optimizer of other states: ``train.py KIND``."""
+"""Train two weights, divided by rows or columns among ranks, with an optimizer of other states: ``train.py KIND``."""
 
 import os
 import sys

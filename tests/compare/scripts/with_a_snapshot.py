@@ -1,4 +1,4 @@
-"""Save the model, and go on from there; batch size and dropout come from the command line."""
+"""Save the model, and continue from there; batch size and dropout come from the command line."""
 
 import os
 import sys
