@@ -45,11 +45,36 @@ def test_an_unknown_option_is_refused_in_the_name_of_the_command(command):
 def test_one_property_from_anywhere(command, tmp_path):
     text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial")
     assert "SIMULATED node of 3 GPUs on cpu" in text
-    assert "[1/1] passed       scatter: " in text
-    assert "1 checks of 1 properties, " in text
+    assert re.search(r"^\[1/1\] scatter: 1 passed \(\d+ examples, ", text, re.MULTILINE)
+    assert re.search(
+        r"^property +checks +examples +seconds +result\nscatter +1 +\d+ +[\d.]+ +1 passed$", text, re.MULTILINE
+    )
+    assert "1 checks of 1 properties, " in text and "-v shows each check" in text
     assert "1 passed" in text.splitlines()[-1]
     assert "3 SIMULATED GPUs" in text.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []  # an acceptance run leaves nothing where it was started
+
+
+def test_verbose_shows_each_check_and_its_data(command):
+    text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial", "-v")
+    assert "[1/1] passed       scatter: The model inside DataParallel" in text
+    assert re.search(r"^scatter +The model inside .*\n(.*\n)+? +drawn: size \d", text, re.MULTILINE)
+    assert "-v shows each check" not in text
+
+
+def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "breaks.py").write_text(
+        "import pytest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_runtest_call(item):\n"
+        "    assert 'try_gpu' not in item.name, 'planted'\n"
+    )
+    text = command(
+        "--gpus=2", "--simulate", "-k", "test_try_gpu or test_try_all_gpus or tutorial", "-p", "breaks", code=1
+    )
+    assert re.search(r"^\[1/3\] FAILED       fixtures: .*\n\[2/3\] fixtures: 1 FAILED, 1 passed ", text, re.MULTILINE)
+    assert re.search(r"^fixtures +2 +\d+ +[\d.]+ +1 FAILED, 1 passed\n +FAILED: `try_gpu", text, re.MULTILINE)
 
 
 def test_what_torch_says_of_its_own_names_is_not_shown(command):
@@ -342,7 +367,9 @@ def test_a_log_has_a_line_about_a_check_that_takes_long():
     session = GpuSession(resolve({"gpus": "1", "simulate": "cpu"}, {}, {}))
     manager = SimpleNamespace(get_plugin=lambda name: terminal)
     progress = Progress(lambda: now[0])
-    progress.pytest_configure(SimpleNamespace(pluginmanager=manager, stash={SESSION: session}))
+    config = SimpleNamespace(pluginmanager=manager, stash={SESSION: session}, get_verbosity=lambda: 0)
+    config.invocation_params = SimpleNamespace(args=[])
+    progress.pytest_configure(config)
     progress.pytest_runtest_logstart("test_slow.py::test_slow")
     seen = []
     for seconds in (29, 1, 29, 2):

@@ -54,7 +54,7 @@ def test_what_a_check_goes_through_itself_counts_as_no_example():
 
 def test_a_run_tells_what_was_drawn_and_a_skipped_check_has_drawn_nothing(run, pytester):
     result = run(
-        *("--gpus=1", "--simulate", "--gpu-level=quick", "--junitxml=out.xml", "--pyargs", "mgpu_check.suite"),
+        *("-v", "--gpus=1", "--simulate", "--gpu-level=quick", "--junitxml=out.xml", "--pyargs", "mgpu_check.suite"),
         *(
             "-k",
             "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes or (devices "

@@ -1,14 +1,15 @@
-"""Show the progress of `mgpu-check`: a live line on a terminal, or a line per check in a log."""
+"""Show the progress of `mgpu-check`: a live line on a terminal, or a line per property in a log."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import pytest
 
-from mgpu_check.plugin.report.table import row_of, told_level
+from mgpu_check.plugin.report.table import Row, counted, is_detailed, is_failure, row_of, told_level
 from mgpu_check.plugin.session import GpuSession
 
 __all__ = ["LiveLine", "Progress"]
@@ -81,6 +82,8 @@ class LiveLine:
 class Progress:
     """A pytest plugin that replaces pytest's dots.
 
+    A log gets a line per property, when its last check has ended, and a line per failure; with ``-v`` a line per check.
+
     Args:
         clock: returns seconds from any fixed time.
     """
@@ -90,6 +93,9 @@ class Progress:
         self._terminal: pytest.TerminalReporter | None = None
         self._session: GpuSession | None = None
         self._total = 0
+        self._detailed = False
+        self._left: Counter[str] = Counter()  # checks by file
+        self._rows: dict[str, list[Row]] = {}  # by file
         self._done = 0
         self._failed = 0
         self._examples = 0
@@ -104,6 +110,7 @@ class Progress:
 
         self._terminal = config.pluginmanager.get_plugin("terminalreporter")
         self._line = LiveLine(self._terminal, self._clock)
+        self._detailed = is_detailed(config)
         self._session = config.stash[SESSION]
         self._session.on_example = self._count
 
@@ -117,13 +124,17 @@ class Progress:
         self._tell(told_level(self._session.settings.gpu_level))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._total = len(session.items)
+        self._expect([item.nodeid for item in session.items])
         if self._total and not session.config.option.collectonly:
             self._tell(f"{self._total} checks; the first waits until the ranks have imported torch")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._expect(ids)
+
+    def _expect(self, ids: Sequence[str]) -> None:
         self._total = len(ids)
+        self._left = Counter(map(_file, ids))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._current = nodeid.rpartition("::")[2]
@@ -138,14 +149,19 @@ class Progress:
         self._examples += row.examples
         self._running = False
         self._failed += row.result not in _CATEGORIES.keys() - {"FAILED"}
-        if not self._terminal.isatty:
-            self._tell(
-                f"[{self._done:>{len(str(self._total))}}/{self._total}] {row.result:<12} {row.property}: {row.check} "
-                f"({row.examples} examples, {row.seconds:.1f} s)"
-            )
-        elif row.result.startswith(("FAILED", "ERROR")):
+        self._rows.setdefault(_file(report.nodeid), []).append(row)
+        if not self._terminal.isatty and (self._detailed or is_failure(row)):
+            self._tell(f"{self._count_of_done()} {row.result:<12} {row.property}: {row.check} {_work(row)}")
+        elif is_failure(row):
             self._line.stay(f"{row.result} {row.property}: {row.check}", red=True)
         self._show(now=True)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        file = _file(nodeid)
+        self._left[file] -= 1
+        rows = self._rows.get(file, [])
+        if rows and self._left[file] == 0 and not (self._detailed or self._line.lives):
+            self._tell(f"{self._count_of_done()} {rows[0].property}: {counted(rows)} {_work(*rows)}")
 
     def pytest_sessionfinish(self) -> None:
         self._line.clear()
@@ -164,6 +180,9 @@ class Progress:
         if not self._line.lives and self._clock() - self._written >= _SILENCE:
             self._tell(self._text())
 
+    def _count_of_done(self) -> str:
+        return f"[{self._done:>{len(str(self._total))}}/{self._total}]"
+
     def _tell(self, text: str) -> None:
         self._written = self._clock()
         self._line.stay(text)
@@ -178,3 +197,12 @@ class Progress:
             f"[{self._done}/{self._total}{failed}] {self._clock() - self._started:.0f} s, "
             f"{self._examples + running} examples: {self._current}"
         )
+
+
+def _file(nodeid: str) -> str:
+    """Return the file of a test: all checks of a property are in one file."""
+    return nodeid.partition("::")[0]
+
+
+def _work(*rows: Row) -> str:
+    return f"({sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s)"

@@ -1,9 +1,11 @@
-"""Print the closing table of the packaged suite: property, check, examples, world sizes, result, seconds, drawn
-values."""
+"""Print the closing table of the packaged suite: a row per property, or with ``-v`` a row per check."""
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +14,17 @@ from mgpu_check.asserts.known_defects import KNOWN_DEFECTS
 from mgpu_check.plugin.report.properties import defects_met
 from mgpu_check.version import torch_version
 
-__all__ = ["Row", "print_to", "row_of", "told", "told_level", "told_unseen"]
+__all__ = [
+    "Row",
+    "counted",
+    "is_detailed",
+    "is_failure",
+    "print_to",
+    "row_of",
+    "told",
+    "told_level",
+    "told_unseen",
+]
 
 _LEAST_TEXT = 40
 _NUMBERS = 25  # width of the columns "examples" and "seconds" and of all gaps
@@ -104,6 +116,26 @@ def told_level(level: str) -> str:
     return f"level {level}: {_LEVELS[level]}"
 
 
+def is_detailed(config: pytest.Config) -> bool:
+    """Return whether the user wants a line per check: ``-v`` was given, on the command line or elsewhere.
+
+    `mgpu-check` itself gives ``-q``, so its verbosity is 0 with ``-v``.
+    """
+    typed = any(re.fullmatch(r"-v+|--verbose", str(word)) for word in config.invocation_params.args)
+    return typed or config.get_verbosity() > 0
+
+
+def is_failure(row: Row) -> bool:
+    """Return whether the check of a row failed, or its setup or teardown did."""
+    return row.result.startswith(("FAILED", "ERROR"))
+
+
+def counted(rows: Iterable[Row]) -> str:
+    """Count the results of rows, failures first: "1 FAILED, 10 passed, 1 KNOWN"."""
+    counts = Counter(row.result for row in sorted(rows, key=lambda row: not is_failure(row)))
+    return ", ".join(f"{count} {result}" for result, count in counts.items())
+
+
 def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
     """Print the table and a line about `level`, if checks of the packaged suite have run."""
     rows = [
@@ -115,11 +147,42 @@ def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
     if not rows:
         return
     rows.sort(key=lambda row: (row.property, row.line))
+    terminal.section("checks", sep="-")
+    detailed = is_detailed(terminal.config)
+    (_print_checks if detailed else _print_properties)(terminal, rows)
+    terminal.line(
+        f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
+        f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s"
+        + ("" if detailed else "; -v shows each check, and its data"),
+        bold=True,
+    )
+    terminal.line(told_level(level))
+
+
+def _print_properties(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> None:
+    """Print a row per property, and below it each check that did not simply pass."""
+    properties: dict[str, list[Row]] = {}
+    for row in rows:
+        properties.setdefault(row.property, []).append(row)
+    names = max(len("property"), *map(len, properties))
+    terminal.line(f"{'property':<{names}}  checks  examples  seconds  result", bold=True)
+    for name, checks in properties.items():
+        examples, seconds = sum(row.examples for row in checks), sum(row.seconds for row in checks)
+        terminal.write(f"{name:<{names}}  {len(checks):>6}  {examples:>8}  {seconds:7.1f}  ")
+        worst = min(checks, key=lambda row: (not is_failure(row), row.result == "passed"))
+        terminal.line(counted(checks), **_colour(worst))
+        for row in checks:
+            if row.result != "passed":
+                _below(terminal, names, f"{row.result}: {row.check}", "")
+                _below(terminal, names, row.reason, "- ")
+
+
+def _print_checks(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> None:
+    """Print a row per check, and below it its remarks and drawn values."""
     names = max(len("property"), *(len(row.property) for row in rows))
     sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
     results = max(len("result"), *(len(row.result) for row in rows))
     checks = max(_LEAST_TEXT, terminal._tw.fullwidth - names - sizes - results - _NUMBERS)
-    terminal.section("checks", sep="-")
     terminal.line(
         f"{'property':<{names}}  {'check':<{checks}}  examples  "
         f"{'world sizes':<{sizes}}  {'result':<{results}}  seconds",
@@ -137,12 +200,6 @@ def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
         _below(terminal, names, row.reason, "- ")
         _below(terminal, names, row.drawn, "  drawn: ")
         last = row.property
-    terminal.line(
-        f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
-        f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s",
-        bold=True,
-    )
-    terminal.line(told_level(level))
 
 
 def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str) -> None:
@@ -162,4 +219,4 @@ def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str
 def _colour(row: Row) -> dict[str, bool]:
     if row.result == "passed":
         return {"green": True}
-    return {"red": True} if row.result.startswith(("FAILED", "ERROR")) else {"yellow": True}
+    return {"red": True} if is_failure(row) else {"yellow": True}
