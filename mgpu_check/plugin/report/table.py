@@ -131,8 +131,8 @@ def is_failure(row: Row) -> bool:
 
 
 def counted(rows: Iterable[Row]) -> str:
-    """Count the results of rows, failures first: "1 FAILED, 10 passed, 1 KNOWN"."""
-    counts = Counter(row.result for row in sorted(rows, key=lambda row: not is_failure(row)))
+    """Count the results of rows: "1 FAILED, 10 passed, 1 KNOWN"."""
+    counts = Counter(row.result for row in sorted(rows, key=lambda row: (not is_failure(row), row.result != "passed")))
     return ", ".join(f"{count} {result}" for result, count in counts.items())
 
 
