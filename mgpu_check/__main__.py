@@ -17,12 +17,13 @@ _COMMANDS = {
     "accept": "accept or reject this node, and name the GPU or the link: accept --gpus=8 --report=node.html",
     "compare": "run a training script on one device and on ranks: compare --gpus=4 -- train.py --args",
     "devices": "list the GPUs that torch sees here",
+    "doctor": "say whether ranks can run on this machine, and what to change",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
     "selftest": "plant every known fault and show which checks catch it; --quick: a third of them",
     "simulate": "run a script as if this machine had GPUs: simulate --gpus=4 -- script.py --args",
 }
 
-_OF_ONE_PROCESS = ("compare", "devices", "simulate")
+_OF_ONE_PROCESS = ("compare", "devices", "doctor", "simulate")
 """They do the same in every process that a launcher launches."""
 
 _HELP = f"""\

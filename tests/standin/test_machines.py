@@ -138,3 +138,18 @@ def test_a_mask_that_the_driver_does_not_honour_is_found_out(machine: Machine) -
     result = machine.has(2, mask="ANOTHER_VARIABLE").run("--gpus=2", "-n2", code=ALONE)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*was given the GPUs 5a5a0002-*, and sees 5a5a0001-*does not honour*"])
+
+
+def test_the_doctor_adds_up_over_all_devices(machine: Machine) -> None:
+    result = machine.has(2).command("mgpu_check", "doctor")
+    assert result.ret == 0, result.stdout.str()
+    result.stdout.fnmatch_lines(
+        ["ok    GPUs * 2 x NVIDIA Stand-In; *", "ok    NCCL *", "ok    ranks * 2 ranks on GPUs *"]
+    )
+    assert machine.has(2).command("mgpu_check", "doctor", "--gpus=3").ret == 1
+
+
+def test_the_doctor_names_a_driver_that_does_not_start(machine: Machine) -> None:
+    result = machine.has(2, init_error=802).command("mgpu_check", "doctor")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["bad   GPUs *", "* fabric manager *"])
