@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.cli.codes import RIGHT, WRONG, Parser
-from mgpu_check.cli.doctor_facts import Devices, of_devices, of_host
-from mgpu_check.cli.doctor_probes import Remark, examine
+from mgpu_check.cli.doctor_facts import GpuFacts, of_devices, of_host
+from mgpu_check.cli.doctor_probes import Judgement, examine
 from mgpu_check.devices.inventory import Inventory
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.plugin.missing_devices import TooFewDevices
@@ -45,17 +45,21 @@ def main(argv: Sequence[str]) -> int:
     if facts.versions["torch"]:
         devices, tried = _try_ranks(options.gpus)
     else:
-        devices, tried = Devices(Inventory(())), []
-    remarks = [*examine(facts, devices, options.gpus or len(devices.inventory.devices) or _SIMULATED), *tried]
-    bad = any(remark.state == "bad" for remark in remarks)
+        devices, tried = GpuFacts(Inventory(())), []
+    judgements = [*examine(facts, devices, options.gpus or len(devices.inventory.devices) or _SIMULATED), *tried]
+    bad = any(judgement.state == "bad" for judgement in judgements)
     if options.json:
-        print(json.dumps({"works": not bad, "remarks": [dataclasses.asdict(remark) for remark in remarks]}, indent=2))
+        print(
+            json.dumps(
+                {"works": not bad, "judgements": [dataclasses.asdict(judgement) for judgement in judgements]}, indent=2
+            )
+        )
     else:
-        width = max(len(remark.subject) for remark in remarks)
-        for remark in remarks:
-            print(f"{remark.state:<4}  {remark.subject:<{width}}  {remark.fact}")
-            if remark.advice:
-                print(f"{'':<{width + 8}}{remark.advice}")
+        width = max(len(judgement.subject) for judgement in judgements)
+        for judgement in judgements:
+            print(f"{judgement.state:<4}  {judgement.subject:<{width}}  {judgement.fact}")
+            if judgement.advice:
+                print(f"{'':<{width + 8}}{judgement.advice}")
         print("ranks cannot run here: mend what is bad" if bad else "ranks can run here")
     return WRONG if bad else RIGHT
 
@@ -66,52 +70,54 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _try_ranks(gpus: int | None) -> tuple[Devices, list[Remark]]:
+def _try_ranks(gpus: int | None) -> tuple[GpuFacts, list[Judgement]]:
     """Look at the GPUs, and add up a tensor over two simulated ranks, and over one rank per GPU."""
-    devices, remarks = _look()
+    devices, judgements = _look()
     with contextlib.closing(_session(gpus="2", simulate="cpu")) as simulated:
-        remarks += _sum(simulated, "2 simulated ranks")
+        judgements += _sum(simulated, "2 simulated ranks")
     count = len(devices.inventory.devices)
     if gpus is not None and 0 < count < gpus:
-        remarks.append(Remark("bad", "GPUs", f"{count} of {gpus} are visible", f"use --gpus={count}, or --simulate"))
+        judgements.append(
+            Judgement("bad", "GPUs", f"{count} of {gpus} are visible", f"use --gpus={count}, or --simulate")
+        )
     if count:
         with contextlib.closing(_session(gpus=str(min(gpus or count, count)))) as real:
             try:
                 real.count_devices()
             except TooFewDevices as error:  # another process has taken or masked some meanwhile
-                remarks.append(Remark("bad", "ranks", *str(error).split("\n", 1)))
+                judgements.append(Judgement("bad", "ranks", *str(error).split("\n", 1)))
             else:
-                remarks += _sum(real, f"{real.settings.gpus} ranks on GPUs")
-    return devices, remarks
+                judgements += _sum(real, f"{real.settings.gpus} ranks on GPUs")
+    return devices, judgements
 
 
 def _session(**options: str) -> GpuSession:
     return GpuSession(resolve({**options, "rank_timeout": _TIMEOUT}, {}, {}))
 
 
-def _look() -> tuple[Devices, list[Remark]]:
+def _look() -> tuple[GpuFacts, list[Judgement]]:
     """Look at the GPUs in a process of its own, because a sick driver may hang or crash it."""
     with contextlib.closing(_session(gpus="1")) as session:
         try:
             return session.pool.in_fresh_process(of_devices), []
         except (RankFailure, RankHang) as error:
-            return Devices(Inventory(())), [Remark("bad", "GPUs", _first_line(error), "does nvidia-smi answer?")]
+            return GpuFacts(Inventory(())), [Judgement("bad", "GPUs", _first_line(error), "does nvidia-smi answer?")]
 
 
-def _sum(session: GpuSession, who: str) -> list[Remark]:
+def _sum(session: GpuSession, who: str) -> list[Judgement]:
     started = time.perf_counter()
     try:
         session.begin_test("mgpu-check doctor")
         found = session.pool.run(_all_reduce)
         session.end_test(failed=False)
     except (RankFailure, RankHang) as error:
-        return [Remark("bad", "ranks", f"{who}: {_first_line(error)}", "the whole report: mgpu-check -k fixtures")]
+        return [Judgement("bad", "ranks", f"{who}: {_first_line(error)}", "the whole report: mgpu-check -k fixtures")]
     seconds = time.perf_counter() - started
     size = len(found)
     expected = [float(size * (size + 1) // 2)] * size
     if found != expected:
-        return [Remark("bad", "ranks", f"{who} add up to {found}, and should to {expected}", "mgpu-check accept")]
-    return [Remark("ok", "ranks", f"{who} started, and added up a tensor, in {seconds:.1f} s")]
+        return [Judgement("bad", "ranks", f"{who} add up to {found}, and should to {expected}", "mgpu-check accept")]
+    return [Judgement("ok", "ranks", f"{who} started, and added up a tensor, in {seconds:.1f} s")]
 
 
 def _all_reduce(rank: Rank) -> float:

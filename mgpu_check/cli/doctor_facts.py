@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mgpu_check.devices.inventory import Inventory, take_inventory
 
-__all__ = ["PACKAGES", "Devices", "Facts", "of_devices", "of_host"]
+__all__ = ["PACKAGES", "GpuFacts", "HostFacts", "of_devices", "of_host"]
 
 PACKAGES = ("mgpu-check", "torch", "pytest", "pytest-xdist", "hypothesis")
 
@@ -23,7 +23,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Devices:
+class GpuFacts:
     """The GPUs, as one process sees them.
 
     Attributes:
@@ -40,7 +40,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """The facts about a host.
 
     Attributes:
@@ -72,10 +72,10 @@ class Facts:
     environment: Mapping[str, str] = field(repr=False)
 
 
-def of_host() -> Facts:
+def of_host() -> HostFacts:
     """Read the facts about this host. Does not import torch."""
     host = socket.gethostname()
-    return Facts(
+    return HostFacts(
         versions={name: _version(name) for name in PACKAGES},
         python=platform.python_version(),
         plugin=any(
@@ -94,7 +94,7 @@ def of_host() -> Facts:
     )
 
 
-def of_devices() -> Devices:
+def of_devices() -> GpuFacts:
     """Read the facts about the GPUs. Imports torch, and initializes the driver."""
     import torch
 
@@ -102,7 +102,7 @@ def of_devices() -> Devices:
     count = len(inventory.devices)
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return Devices(
+    return GpuFacts(
         inventory,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
         cuda=torch.version.cuda or torch.version.hip or "",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mgpu_check.cli.doctor_facts import PACKAGES, Devices, Facts
+from mgpu_check.cli.doctor_facts import PACKAGES, GpuFacts, HostFacts
 
-__all__ = ["PROBES", "Remark", "examine"]
+__all__ = ["PROBES", "Judgement", "examine"]
 
 _GIB, _MIB = 2**30, 2**20
 _LEAST_TORCH = (2, 11)
@@ -34,7 +34,7 @@ _HAZARDS = {
 
 
 @dataclass(frozen=True)
-class Remark:
+class Judgement:
     """The judgement of one fact.
 
     Attributes:
@@ -48,56 +48,56 @@ class Remark:
     advice: str = ""
 
 
-def _versions(facts: Facts, _devices: Devices, _gpus: int) -> Iterator[Remark]:
+def _versions(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     shown = ", ".join(f"{name} {facts.versions[name]}" for name in PACKAGES if facts.versions[name])
     torch = facts.versions["torch"]
     if not torch:
-        yield Remark("bad", "versions", f"torch is not installed ({shown})", "pip install torch")
+        yield Judgement("bad", "versions", f"torch is not installed ({shown})", "pip install torch")
     elif tuple(int(part) for part in torch.split("+")[0].split(".")[:2]) < _LEAST_TORCH:
-        yield Remark("bad", "versions", shown, "mgpu-check needs torch 2.11 or newer: pip install -U torch")
+        yield Judgement("bad", "versions", shown, "mgpu-check needs torch 2.11 or newer: pip install -U torch")
     else:
-        yield Remark("ok", "versions", f"Python {facts.python}, {shown}")
+        yield Judgement("ok", "versions", f"Python {facts.python}, {shown}")
 
 
-def _plugin(facts: Facts, _devices: Devices, _gpus: int) -> Iterator[Remark]:
+def _plugin(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     if facts.environment.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
-        yield Remark(
+        yield Judgement(
             "warn",
             "pytest",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, so pytest does not load the plugin",
             "pytest -p mgpu_check",
         )
     elif facts.plugin:
-        yield Remark("ok", "pytest", "loads the plugin")
+        yield Judgement("ok", "pytest", "loads the plugin")
     else:
-        yield Remark(
+        yield Judgement(
             "bad", "pytest", "the plugin has no entry point in this environment", "install mgpu-check again with pip"
         )
 
 
-def _gpus(facts: Facts, devices: Devices, _gpus: int) -> Iterator[Remark]:
+def _gpus(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     found, mask = devices.inventory, devices.inventory.mask
     masked = f", {mask}={facts.environment[mask]!r}" if mask in facts.environment else ""
     if found.trouble:
         fact, _, advice = found.trouble.partition("\n")
-        yield Remark("bad", "GPUs", fact + masked, advice.strip())
+        yield Judgement("bad", "GPUs", fact + masked, advice.strip())
     elif not found.devices:
         build = f"torch is built for CUDA {devices.cuda}" if devices.cuda else "torch is a CPU build"
-        yield Remark("ok", "GPUs", f"none is visible{masked}; {build}; --gpus=N --simulate works")
+        yield Judgement("ok", "GPUs", f"none is visible{masked}; {build}; --gpus=N --simulate works")
     else:
         names = ", ".join(sorted({device.name for device in found.devices}))
-        yield Remark("ok", "GPUs", f"{len(found.devices)} x {names}{masked}; torch is built for {devices.cuda}")
+        yield Judgement("ok", "GPUs", f"{len(found.devices)} x {names}{masked}; torch is built for {devices.cuda}")
         if not devices.nccl:
-            yield Remark("bad", "NCCL", "this build of torch has no NCCL", "install a CUDA build of torch from PyPI")
+            yield Judgement("bad", "NCCL", "this build of torch has no NCCL", "install a CUDA build of torch from PyPI")
         else:
-            yield Remark("ok", "NCCL", devices.nccl)
+            yield Judgement("ok", "NCCL", devices.nccl)
 
 
-def _peers(_facts: Facts, devices: Devices, _gpus: int) -> Iterator[Remark]:
+def _peers(_facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     if devices.apart:
         pairs = ", ".join(f"{one} to {other}" for one, other in devices.apart[:6])
         more = f" and {len(devices.apart) - 6} more" if len(devices.apart) > 6 else ""
-        yield Remark(
+        yield Judgement(
             "warn",
             "peer access",
             f"copies go through the host: {pairs}{more}",
@@ -106,12 +106,12 @@ def _peers(_facts: Facts, devices: Devices, _gpus: int) -> Iterator[Remark]:
         )
 
 
-def _memory(facts: Facts, _devices: Devices, gpus: int) -> Iterator[Remark]:
+def _memory(facts: HostFacts, _devices: GpuFacts, gpus: int) -> Iterator[Judgement]:
     if facts.memory is None:
         return
     needed = gpus * _MEMORY_OF_RANK
     state: State = "ok" if facts.memory >= needed else "warn"
-    yield Remark(
+    yield Judgement(
         state,
         "memory",
         f"{facts.memory / _GIB:.1f} GiB available; {gpus} ranks need about {needed / _GIB:.1f} GiB",
@@ -119,55 +119,55 @@ def _memory(facts: Facts, _devices: Devices, gpus: int) -> Iterator[Remark]:
     )
 
 
-def _shared_memory(facts: Facts, _devices: Devices, gpus: int) -> Iterator[Remark]:
+def _shared_memory(facts: HostFacts, _devices: GpuFacts, gpus: int) -> Iterator[Judgement]:
     needed = gpus * _SHARED_OF_RANK
     if facts.shared_memory is None:
-        yield Remark(
+        yield Judgement(
             "bad", "/dev/shm", "is missing, or cannot be written", "mount it, or run the container with --ipc=host"
         )
     elif facts.shared_memory < needed:
-        yield Remark(
+        yield Judgement(
             "warn",
             "/dev/shm",
             f"{facts.shared_memory / _MIB:.0f} MiB free; {gpus} ranks with loaders need about {needed / _MIB:.0f} MiB",
             "run the container with --shm-size=1g or --ipc=host",
         )
     else:
-        yield Remark("ok", "/dev/shm", f"{facts.shared_memory / _GIB:.1f} GiB free")
+        yield Judgement("ok", "/dev/shm", f"{facts.shared_memory / _GIB:.1f} GiB free")
 
 
-def _temporary(facts: Facts, _devices: Devices, _gpus: int) -> Iterator[Remark]:
+def _temporary(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     directory, free = facts.temporary
     if free is None:
-        yield Remark("bad", "temporary files", f"{directory} cannot be written", "set TMPDIR to another directory")
+        yield Judgement("bad", "temporary files", f"{directory} cannot be written", "set TMPDIR to another directory")
     elif free < 100 * _MIB:
-        yield Remark(
+        yield Judgement(
             "warn", "temporary files", f"{directory} has {free / _MIB:.0f} MiB free", "make room, or set TMPDIR"
         )
     else:
-        yield Remark("ok", "temporary files", f"{directory}, {free / _GIB:.1f} GiB free")
+        yield Judgement("ok", "temporary files", f"{directory}, {free / _GIB:.1f} GiB free")
 
 
-def _limits(facts: Facts, _devices: Devices, gpus: int) -> Iterator[Remark]:
+def _limits(facts: HostFacts, _devices: GpuFacts, gpus: int) -> Iterator[Judgement]:
     if facts.open_files is not None and facts.open_files < _FILES:
-        yield Remark("warn", "open files", f"at most {facts.open_files} per process", f"ulimit -n {_FILES}")
+        yield Judgement("warn", "open files", f"at most {facts.open_files} per process", f"ulimit -n {_FILES}")
     needed = gpus * _THREADS_OF_RANK
     if facts.processes is not None and facts.processes < needed:
-        yield Remark(
+        yield Judgement(
             "warn",
             "processes",
             f"at most {facts.processes} processes and threads; {gpus} ranks may need {needed}",
             "raise ulimit -u, or pids.max of the container (--pids-limit)",
         )
     if facts.cores < 2:
-        yield Remark("warn", "processors", "one processor: ranks run in turns, and timeouts may be reached early")
+        yield Judgement("warn", "processors", "one processor: ranks run in turns, and timeouts may be reached early")
     else:
-        yield Remark("ok", "processors", f"{facts.cores}")
+        yield Judgement("ok", "processors", f"{facts.cores}")
 
 
-def _network(facts: Facts, devices: Devices, _gpus: int) -> Iterator[Remark]:
+def _network(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     if not facts.address:
-        yield Remark(
+        yield Judgement(
             "warn",
             "network",
             f"the host name {facts.host!r} has no address, and gloo may not find one",
@@ -179,7 +179,7 @@ def _network(facts: Facts, devices: Devices, _gpus: int) -> Iterator[Remark]:
         # NCCL takes prefixes of names, and a port after a colon.
         missing = [name for name in wanted if not any(have.startswith(name.split(":")[0]) for have in facts.interfaces)]
         if missing:
-            yield Remark(
+            yield Judgement(
                 "bad",
                 "network",
                 f"{variable}={value}, but the interfaces are {', '.join(facts.interfaces)}",
@@ -187,13 +187,13 @@ def _network(facts: Facts, devices: Devices, _gpus: int) -> Iterator[Remark]:
             )
 
 
-def _variables(facts: Facts, _devices: Devices, _gpus: int) -> Iterator[Remark]:
+def _variables(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     for name, effect in _HAZARDS.items():
         if facts.environment.get(name, "") not in ("", "0"):
-            yield Remark("warn", "environment", f"{name}={facts.environment[name]}: {effect}", f"unset {name}")
+            yield Judgement("warn", "environment", f"{name}={facts.environment[name]}: {effect}", f"unset {name}")
 
 
-PROBES: tuple[Callable[[Facts, Devices, int], Iterator[Remark]], ...] = (
+PROBES: tuple[Callable[[HostFacts, GpuFacts, int], Iterator[Judgement]], ...] = (
     _versions,
     _plugin,
     _gpus,
@@ -207,6 +207,6 @@ PROBES: tuple[Callable[[Facts, Devices, int], Iterator[Remark]], ...] = (
 )
 
 
-def examine(facts: Facts, devices: Devices, gpus: int) -> list[Remark]:
+def examine(facts: HostFacts, devices: GpuFacts, gpus: int) -> list[Judgement]:
     """Judge the facts for a run on `gpus` GPUs, real or simulated."""
-    return [remark for probe in PROBES for remark in probe(facts, devices, gpus)]
+    return [judgement for probe in PROBES for judgement in probe(facts, devices, gpus)]

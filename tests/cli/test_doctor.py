@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from mgpu_check.cli.doctor_facts import PACKAGES, Devices, Facts, of_host
+from mgpu_check.cli.doctor_facts import PACKAGES, GpuFacts, HostFacts, of_host
 from mgpu_check.cli.doctor_probes import PROBES, examine
 from mgpu_check.devices.inventory import Device, Inventory
 
 GIB = 2**30
 
-HEALTHY = Facts(
+HEALTHY = HostFacts(
     versions=dict.fromkeys(PACKAGES, "2.13.0+cu130"),
     python="3.12.1",
     plugin=True,
@@ -28,10 +28,10 @@ HEALTHY = Facts(
     interfaces=("lo", "eth0"),
     environment={},
 )
-GPUS = Devices(
+GPUS = GpuFacts(
     Inventory(tuple(Device(index, "H100", 80 * GIB, (9, 0), "") for index in range(4))), nccl="2.28.9", cuda="13.0"
 )
-NO_GPU = Devices(Inventory(()))
+NO_GPU = GpuFacts(Inventory(()))
 
 
 def remarks(devices=GPUS, **changes):
@@ -67,7 +67,7 @@ def test_a_healthy_machine_has_no_remarks(devices):
         ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "warn", "environment", "races stay hidden"),
         ({"devices": dataclasses.replace(GPUS, nccl="")}, "bad", "NCCL", "no NCCL"),
         ({"devices": dataclasses.replace(GPUS, apart=((0, 2), (2, 0)))}, "warn", "peer access", "0 to 2, 2 to 0"),
-        ({"devices": Devices(Inventory((), "cannot be used: 802\n  start it"))}, "bad", "GPUs", "802; start it"),
+        ({"devices": GpuFacts(Inventory((), "cannot be used: 802\n  start it"))}, "bad", "GPUs", "802; start it"),
     ],
 )
 def test_a_fact_that_keeps_ranks_from_running_is_named(changes, state, subject, words):
@@ -105,7 +105,7 @@ def test_ranks_that_cannot_start_are_bad(command, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-net")
     found = json.loads(command("doctor", "--json", code=1))
-    bad = [remark["subject"] for remark in found["remarks"] if remark["state"] == "bad"]
+    bad = [remark["subject"] for remark in found["judgements"] if remark["state"] == "bad"]
     assert bad == ["network", "ranks"] and found["works"] is False
 
 
