@@ -41,7 +41,7 @@ PLANTER = "mgpu_check.acceptance.planting:hardware_planted"
 MEMORY = 16 << 20
 """Bytes of memory of a GPU with simulated hardware. Small, so that checks of all of it are fast."""
 
-MODULES = ("memory", "compute", "links", "collectives", "performance", "health")
+MODULES = ("memory", "compute", "links", "collectives", "performance", "health", "inventory")
 """`mgpu_check.acceptance.<module>.faults` holds the faults of each check."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {

@@ -20,9 +20,10 @@ from mgpu_check.acceptance.comparison import LEAST_REPEATS, UNUSABLE, amount
 from mgpu_check.acceptance.documents import read_document
 from mgpu_check.acceptance.performance.checks import judge
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.skus import Floor, Floors, Sku, packaged_floors
+from mgpu_check.acceptance.skus import Floor, Floors, Nominal, Sku, packaged_floors
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.devices.pcie import TRANSFERS, bytes_per_second
+from mgpu_check.devices.telemetry.fields import names
 
 __all__ = ["Remark", "lint", "lint_baseline", "lint_floors"]
 
@@ -154,11 +155,25 @@ def _of_sku(sku: Sku, table: Floors) -> Iterator[tuple[str, str]]:
         if known is not None and known.pcie is not None and sku.pcie != known.pcie:
             what = f"PCIe {sku.pcie}, but the data sheet says {known.pcie}"
             yield "generation", f"{what}: a link that was trained at less passes"
+    yield from _of_nominal(sku.nominal, known.nominal if known is not None else None, table)
     for quantity in sorted({floor.quantity for floor in (known.floors if known is not None else ())}):
         if quantity not in {floor.quantity for floor in sku.floors} | set(sku.absent):
             yield "missing", f"there is no floor for {quantity}; give one, or give the reason in absent"
     if not sku.floors:
         yield "missing", "the model has no floors, so none of its measurements is compared"
+
+
+def _of_nominal(nominal: Nominal | None, known: Nominal | None, table: Floors) -> Iterator[tuple[str, str]]:
+    facts = {**nominal.facts, **nominal.of_several} if nominal is not None else {}
+    if nominal is not None and nominal.source not in table.sources:
+        yield "source", f"source {nominal.source!r} of its facts is not among the sources"
+    for name in sorted(facts.keys() - names("fact")):
+        yield "fact", f"{name} is no fact of a GPU; give some of {', '.join(names('fact'))}"
+    for name, value in {**known.facts, **known.of_several}.items() if known is not None else ():
+        if name not in facts:
+            yield "missing", f"{name} has no value, and the data sheet says {value}"
+        elif facts[name] != value and (isinstance(value, str) or float(facts[name]) < float(value)):
+            yield "data sheet", f"{name} is {facts[name]}, and the data sheet says {value}"
 
 
 def _known(sku: Sku) -> Sku | None:

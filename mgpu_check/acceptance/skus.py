@@ -1,6 +1,6 @@
-"""The table of floors: the least speed of each known GPU model, with the source of every figure.
+"""The table of floors: the least speed and the facts of each known GPU model, with the source of every figure.
 
-The dataclasses `Floors`, `Sku`, `Pcie` and `Floor` are the format of the file.
+The dataclasses `Floors`, `Sku`, `Pcie`, `Nominal` and `Floor` are the format of the file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mgpu_check.acceptance.documents import Count, DocumentType, Positive, Text,
 from mgpu_check.acceptance.robust import shortfall
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
+from mgpu_check.devices.telemetry.fields import Value
 
-__all__ = ["FORM", "TABLE", "Floor", "Floors", "Pcie", "Sku", "packaged_floors", "read_floors"]
+__all__ = ["FORM", "TABLE", "Floor", "Floors", "Nominal", "Pcie", "Sku", "packaged_floors", "read_floors"]
 
 TABLE = "floors_of_skus.json"
 
@@ -68,6 +69,23 @@ class Pcie:
 
 
 @dataclass(frozen=True)
+class Nominal:
+    """The facts that each GPU of a model has on a host that is wired and set as the vendor intends.
+
+    Attributes:
+        facts: name of a telemetry fact -> its value, or the least value of facts that may be better.
+        of_several: the same, for hosts with several GPUs: a single one of a larger board has its NVLinks switched off.
+        counts: the numbers of GPUs that hosts have; empty for any number.
+        source: where the facts come from: a name in `Floors`.
+    """
+
+    source: Text = field(compare=False)
+    facts: Mapping[str, Value] = field(default_factory=dict)
+    of_several: Mapping[str, Value] = field(default_factory=dict)
+    counts: tuple[Positive, ...] = ()
+
+
+@dataclass(frozen=True)
 class Sku:
     """One GPU model with its floors.
 
@@ -76,6 +94,7 @@ class Sku:
         memory: nominal bytes; None for any. A part of a GPU (MIG) has less, and no floors.
         pcie: None for a device without PCIe.
         absent: quantity -> why the model has no floor for it.
+        nominal: facts besides the PCIe link; None for none.
     """
 
     names: Texts
@@ -83,6 +102,21 @@ class Sku:
     floors: tuple[Floor, ...]
     memory: Positive | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
+    nominal: Nominal | None = None
+
+    def facts(self, gpus: int) -> dict[str, Value]:
+        """Return the facts that each GPU has on a host with `gpus` GPUs of this model."""
+        found: dict[str, Value] = {}
+        if self.pcie is not None:
+            found |= {"pcie_generation_max": self.pcie.generation, "pcie_width_max": self.pcie.width}
+        if self.nominal is not None:
+            found |= {**self.nominal.facts, **(self.nominal.of_several if gpus > 1 else {})}
+        return found
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of GPUs that hosts have; empty for any number."""
+        return self.nominal.counts if self.nominal is not None else ()
 
     def why_not(self, gpu: Gpu) -> str | None:
         """Return None if `gpu` is of this model, "" if its name differs, or else the difference in memory."""
@@ -120,11 +154,6 @@ class Floors:
         if None in reasons:
             return ""
         return next((reason for reason in reasons if reason), f"{Path(self.file).name} does not have this model")
-
-    def pcie(self, gpu: Gpu) -> tuple[int, int] | None:
-        """Return the PCIe generation and width that this GPU should have under load; None if the table does not say."""
-        sku = self.sku(gpu)
-        return (sku.pcie.generation, sku.pcie.width) if sku is not None and sku.pcie is not None else None
 
     def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu]) -> list[Comparison]:
         """Compare a measurement with the lowest floor of its GPUs. Return an empty list if one of the GPUs has no

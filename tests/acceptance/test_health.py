@@ -9,7 +9,8 @@ import pytest
 
 from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.health.checks import allowed_growth, examine_growth, examine_health, examine_troubles
-from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie
+from mgpu_check.acceptance.inventory.checks import Reference, examine_inventory, examine_pcie
+from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
@@ -17,10 +18,13 @@ from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.devices.telemetry.values import Snapshot, Trouble
 from tests.acceptance.watching import GPUS, Run, watched
 
+SIMULATED = next(sku for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",))
+NOMINAL = Reference("the data sheet", SIMULATED.facts(len(GPUS)), nominal=True)
+
 
 def examined(run: Run) -> list[Observation]:
     return [
-        *examine_inventory(run.first),
+        *examine_inventory(run.first, references=[NOMINAL]),
         *examine_pcie(run.first, run.samples),
         *examine_health(run.snapshots, run.samples, run.troubles),
     ]
@@ -122,15 +126,60 @@ def test_what_the_baseline_has_otherwise_is_named(
     count: int,
     seen: list[tuple[str, str]],
 ) -> None:
-    entries = examine_inventory(watched(monkeypatch, overrides).first, expected=expected, count=count)
+    entries = examine_inventory(
+        watched(monkeypatch, overrides).first, references=[Reference("the baseline", expected, (count,))]
+    )
     found = [(entry[1], entry[2]) for entry in failed(entries)]
     assert all(any(subject == one and text in other for one, other in found) for subject, text in seen)
     assert {subject for subject, _ in found} == {subject for subject, _ in seen}
 
 
+@pytest.mark.parametrize(
+    ("wrong", "value", "blamed"),
+    [
+        ((0, 1, 2, 3), 12, ["host 0"]),
+        ((0, 1, 2), 12, ["GPU 0", "GPU 1", "GPU 2"]),  # the majority is wrong, and the right one is not accused
+        ((3,), 12, ["GPU 3"]),
+        ((0, 1, 2, 3), 18, []),
+        ((0, 1), 36, []),  # more than the data sheet
+        ((2,), None, ["GPU 2"]),  # the others report it
+        ((0, 1, 2, 3), None, []),
+    ],
+)
+def test_gpus_are_held_against_their_data_sheet(
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, ...], value: int | None, blamed: list[str]
+) -> None:
+    run = watched(monkeypatch, [Override(gpu, "nvlinks", value) for gpu in wrong])
+    found = failed(examine_inventory(run.first, references=[NOMINAL]))
+    assert [subject for _, subject, _ in found] == blamed
+    assert all("and the data sheet has 18" in seen for _, _, seen in found)
+
+
+def test_a_baseline_of_the_site_overrides_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = watched(monkeypatch, [Override(gpu, "ecc", "off") for gpu in GPUS])
+    site = Reference("the baseline", {"ecc": "off"}, (4,))
+    nominal = Reference("the data sheet", {"ecc": "on"}, (8,), nominal=True)
+    assert failed(examine_inventory(run.first, references=[site, nominal])) == []
+    texts = [seen for _, subject, seen in failed(examine_inventory(run.first, references=[nominal]))]
+    assert texts == [
+        "it has 4 GPUs, and the data sheet has 8",
+        "of its GPUs: ECC mode is off, and the data sheet has on",
+    ]
+
+
+@pytest.mark.parametrize("name", [sku.names[0] for sku in packaged_floors().skus])
+def test_a_single_gpu_of_a_larger_board_needs_no_links(name: str) -> None:
+    (sku,) = (sku for sku in packaged_floors().skus if sku.names[0] == name)
+    assert sku.pcie is None or sku.facts(1)["pcie_generation_max"] == sku.pcie.generation
+    assert ("nvlinks" in sku.facts(8)) == ("SXM" in name or name.startswith(("SIM", "NVIDIA GB", "NVIDIA B")) or
+                                           name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")) or "V100" in name  # fmt: skip
+    assert "nvlinks" not in sku.facts(1) or name.startswith("SIMULATED")
+    assert not sku.counts or ({1, 2, 4} <= set(sku.counts) and not {3, 7} & set(sku.counts))
+
+
 def test_what_the_baseline_has_and_a_gpu_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     run = watched(monkeypatch, [Override(gpu, "ecc", None) for gpu in GPUS])
-    entries = examine_inventory(run.first, expected={"ecc": "on"})
+    entries = examine_inventory(run.first, references=[Reference("the baseline", {"ecc": "on"})])
     assert [entry.outcome for entry in entries] == ["unknown"] * len(GPUS)
 
 

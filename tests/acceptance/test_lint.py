@@ -22,10 +22,13 @@ OWN: dict[str, Any] = json.loads(files("mgpu_check.acceptance").joinpath(TABLE).
 PACKAGED = {sku["names"][0]: sku for sku in OWN["skus"]}
 
 
-def table(name: str = "NVIDIA H200", quantity: str = "", pcie: Any = None, **floor: Any) -> list[Remark]:
+def table(
+    name: str = "NVIDIA H200", quantity: str = "", pcie: Any = None, nominal: Any = None, **floor: Any
+) -> list[Remark]:
     """Return the findings in our table for one model, with changes to one floor."""
     sku = copy.deepcopy(PACKAGED[name])
     sku["pcie"] = pcie or sku["pcie"]
+    sku["nominal"] = nominal or sku["nominal"]
     for entry in sku["floors"]:
         if entry["quantity"] == quantity:
             entry.update(floor)
@@ -36,7 +39,8 @@ def test_our_own_table_is_clean_and_each_source_and_reason_is_used():
     own = packaged_floors()
     assert lint_floors(own) == []
     floors = [floor for sku in own.skus for floor in sku.floors]
-    assert {floor.source for floor in floors} | {sku.pcie.source for sku in own.skus if sku.pcie} == set(own.sources)
+    others = [part for sku in own.skus for part in (sku.pcie, sku.nominal) if part is not None]
+    assert {part.source for part in (*floors, *others)} == set(own.sources)
     assert {floor.reason for floor in floors} == set(own.reasons)
     assert len(own.skus) >= 20
 
@@ -55,6 +59,9 @@ def test_a_link_one_generation_below_misses_each_floor_and_a_healthy_one_does_no
 
 def rules(remarks: list[Remark]) -> set[str]:
     return {remark.rule for remark in remarks}
+
+
+HOPPER = {"ecc": "on", "nvlinks": 18, "nvlink_speed": 25000}
 
 
 # What stands in the table of a tool that everybody runs, in its words: H200 `memory_bandwidth` 2333 where H100 has
@@ -88,6 +95,12 @@ def rules(remarks: list[Remark]) -> set[str]:
         ({"quantity": "memory bandwidth", "overhead": -1.0}, "number", "overhead"),
         ({"quantity": "memory bandwidth", "source": "my memory"}, "source", "say where the figure was read"),
         ({"quantity": "memory bandwidth", "reason": "so"}, "reason", "say why the fraction is 0.7"),
+        ({"nominal": {"source": "x", "facts": HOPPER}}, "source", "of its facts"),
+        ({"nominal": {"source": "nvlink", "facts": {**HOPPER, "links": 18}}}, "fact", "links is no fact of a GPU; give"),
+        ({"nominal": {"source": "nvlink", "facts": {**HOPPER, "nvlinks": 12}}}, "data sheet", "12, and the data sheet "
+                                                                                            "says 18"),
+        ({"nominal": {"source": "nvlink", "facts": {**HOPPER, "ecc": "off"}}}, "data sheet", "ecc is off, and the"),
+        ({"nominal": {"source": "nvlink", "facts": {"ecc": "on"}}}, "missing", "nvlinks has no value"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_table_are_found(change, rule, text):

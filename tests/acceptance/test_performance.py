@@ -305,7 +305,6 @@ def test_a_size_below_the_least_one_of_a_floor_does_not_count():
     gpu = Gpu(0, 0, 0, "NVIDIA H200", "u", 141 * 10**9)
     small = Measurement("x", Subject("gpu", (0,)), "memory bandwidth", "B/s", 1e9, 5, 1 << 20)
     assert floor.compare(small, {0: gpu}) == []
-    assert floor.pcie(gpu) == (5, 16) and floor.pcie(gpus(1)[0]) is None
 
 
 def test_the_floors_of_simulated_devices_are_those_of_their_rates():

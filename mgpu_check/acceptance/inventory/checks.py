@@ -1,20 +1,23 @@
-"""Compare the GPUs of a node with each other and with a baseline: they should be equal, with links at full speed.
+"""Compare the GPUs of a node with a baseline, with their data sheet, and with each other.
 
-A GPU that differs from the majority is at fault. If no value has a majority, the GPU with the lower capability is at
-fault, if the values have such an order. Otherwise the observation is about the host.
+A GPU that differs from the baseline or the data sheet is at fault; if all differ equally, the host is. A fact that
+neither has is compared among the GPUs. A GPU that differs from the majority is at fault. If no value has a majority,
+the GPU with the lower capability is at fault, if the values have such an order. Otherwise the observation is about the
+host.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, pair_field
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample
 
-__all__ = ["examine_inventory", "examine_pcie", "is_under_load"]
+__all__ = ["Reference", "examine_inventory", "examine_pcie", "is_under_load"]
 
 _CHECK = "inventory"
 
@@ -30,16 +33,38 @@ _CAPABILITIES = frozenset(
 _BUSY = 10  # percent of the time
 
 
-def examine_inventory(
-    snapshot: Snapshot, *, host: int = 0, expected: Mapping[str, Value] | None = None, count: int | None = None
-) -> list[Observation]:
-    """Compare the facts of the GPUs of one host with each other, and with those of a baseline.
+@dataclass(frozen=True)
+class Reference:
+    """The facts that each GPU of a host should have, from one origin.
+
+    Attributes:
+        origin: the origin in words, such as "the baseline".
+        facts: name of a fact -> its right value; facts of pairs have their name without the peer.
+        counts: the right numbers of GPUs of the host; empty for any number.
+        nominal: the facts come from a data sheet. A larger value is as good, if more is better, and a fact that the
+            driver does not report is no finding.
+    """
+
+    origin: str
+    facts: Mapping[str, Value] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
+    nominal: bool = False
+
+    def meets(self, name: str, value: Value) -> bool:
+        """Return whether the value of a fact is right."""
+        right = self.facts[name]
+        if self.nominal and name in _MORE_IS_BETTER:
+            return float(value) >= float(right)
+        return _same_as(name)(value, right)
+
+
+def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence[Reference] = ()) -> list[Observation]:
+    """Compare the facts of the GPUs of one host with references and with each other.
 
     Args:
         snapshot: a full snapshot of the GPUs of this host.
         host: the number of the host in the run.
-        expected: name of a fact -> its right value; facts of pairs have their name without the peer.
-        count: the number of GPUs that the host must have.
+        references: for each fact, the first reference that has it counts; so does the first that has counts.
 
     Returns:
         For each GPU one failed observation for each fact that differs, or a passed or unknown one. Differences that no
@@ -49,11 +74,13 @@ def examine_inventory(
         return [_unknown(gpu, snapshot.absent) for gpu in sorted(snapshot.missing)]
     found = [_unknown(gpu, why) for gpu, why in sorted(snapshot.missing.items())]
     here = len(snapshot.facts) + len(snapshot.missing)
-    if count is not None and count != here:
-        found.append(_of_host(host, f"it has {here} GPUs, and the baseline has {count}", "count", here, count))
-    found += _against_each_other(snapshot, host)
-    found += _against_a_baseline(snapshot, host, expected or {})
-    found += _pairs(snapshot, expected or {})
+    counted = next((reference for reference in references if reference.counts), None)
+    if counted is not None and here not in counted.counts:
+        right = ", ".join(map(str, counted.counts))
+        text = f"it has {here} GPUs, and {counted.origin} has {right}"
+        found.append(_of_host(host, text, "count", here, list(counted.counts)))
+    found += _facts(snapshot, host, references)
+    found += _pairs(snapshot, _reference("p2p", references))
     blamed = {observation.subject for observation in found}
     for gpu, facts in sorted(snapshot.facts.items()):
         subject = Subject("gpu", (gpu,))
@@ -137,70 +164,100 @@ _ADVICE = {
 }
 
 
+_ON_PURPOSE = "if the host is so on purpose, record a baseline"
+_ADVICE_FOR_HOST = {
+    "count": "look for a GPU that has fallen off the bus: dmesg (Xid 79), and lspci | grep -i nvidia; switch the host "
+    f"off and on; {_ON_PURPOSE}",
+    **dict.fromkeys(
+        ("nvlinks", "nvlink_speed"),
+        "look at systemctl status nvidia-fabricmanager, at NVSwitches in dmesg, and at nvidia-smi nvlink -s; "
+        f"{_ON_PURPOSE}",
+    ),
+    **dict.fromkeys(
+        ("pcie_generation_max", "pcie_width_max"),
+        f"look at the BIOS settings of the slots, and at risers and retimers; {_ON_PURPOSE}",
+    ),
+}
 _OTHERWISE = "bring the setting or the firmware to that of the other GPUs"
 
 
-def _against_each_other(snapshot: Snapshot, host: int) -> list[Observation]:
+def _reference(name: str, references: Sequence[Reference]) -> Reference | None:
+    return next((reference for reference in references if name in reference.facts), None)
+
+
+def _facts(snapshot: Snapshot, host: int, references: Sequence[Reference]) -> list[Observation]:
+    """Compare all facts: the model over all GPUs, all others over GPUs of one model."""
     models: dict[Value | None, list[int]] = {}
     for gpu, facts in sorted(snapshot.facts.items()):
         models.setdefault(facts["name"], []).append(gpu)
-    found = _compared(snapshot, "name", sorted(snapshot.facts), host)
-    for gpus in models.values():
-        for name in names("fact"):
-            if name != "name":
-                found += _compared(snapshot, name, gpus, host)
+    found = []
+    for name in names("fact"):
+        for gpus in [sorted(snapshot.facts)] if name == "name" else models.values():
+            reference = _reference(name, references)
+            if reference is None:
+                found += _among_each_other(snapshot, name, gpus, host)
+            else:
+                found += _against(reference, snapshot, name, gpus, host)
     return found
 
 
-def _compared(snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> list[Observation]:
-    """Compare one fact over GPUs of one model."""
+def _among_each_other(snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> list[Observation]:
+    """Compare one fact over GPUs."""
     values = {gpu: value for gpu in gpus if (value := snapshot.facts[gpu][name]) is not None}
     same = _same_as(name)
     usual = _majority(list(values.values()), same)
-    found = []
     if usual is None and values and name in _MORE_IS_BETTER:
         usual = max(values.values(), key=float)
     if usual is None:
-        if values:
-            parts = [
-                f"{_shown(name, v)} on GPUs {_list(g for g in values if values[g] == v)}" for v in _distinct(values)
-            ]
-            text = f"its GPUs differ in {field_of(name).text}: {'; '.join(parts)}"
-            found.append(_of_host(host, text, name, sorted(map(str, values.values())), None))
-        return found
-    for gpu in gpus:
-        if gpu in values and not same(values[gpu], usual):
-            text = f"{field_of(name).text} is {_shown(name, values[gpu])}, and that of the others {_shown(name, usual)}"
-            found.append(_differs(Subject("gpu", (gpu,)), text, name, values[gpu], usual))
-        elif gpu not in values and 2 * len(values) > len(gpus):
-            why = snapshot.unknown.get(gpu, {}).get(name, "not supported")
-            if not why.startswith("error"):  # an error has an observation of its own
-                text = f"{field_of(name).text} is {why}, and that of the others {_shown(name, usual)}"
-                found.append(_differs(Subject("gpu", (gpu,)), text, name, None, usual))
-    return found
+        if not values:
+            return []
+        parts = [f"{_shown(name, v)} on GPUs {_list(g for g in values if values[g] == v)}" for v in _distinct(values)]
+        text = f"its GPUs differ in {field_of(name).text}: {'; '.join(parts)}"
+        return [_of_host(host, text, name, sorted(map(str, values.values())), None)]
+    than = f"that of the others {_shown(name, usual)}"
+    found = [
+        _differs(
+            Subject("gpu", (gpu,)), f"{field_of(name).text} is {_shown(name, value)}, and {than}", name, value, usual
+        )
+        for gpu, value in values.items()
+        if not same(value, usual)
+    ]
+    return found + _silent(snapshot, name, gpus, usual, than)
 
 
-def _against_a_baseline(snapshot: Snapshot, host: int, expected: Mapping[str, Value]) -> list[Observation]:
+def _silent(snapshot: Snapshot, name: str, gpus: Sequence[int], usual: Value, than: str) -> list[Observation]:
+    """Return an observation for each GPU that does not report a fact that most GPUs report."""
+    silent = [gpu for gpu in gpus if snapshot.facts[gpu][name] is None]
     found = []
-    for name in (name for name in names("fact") if name in expected):
-        usual, same = expected[name], _same_as(name)
-        values = {gpu: facts[name] for gpu, facts in sorted(snapshot.facts.items())}
-        off = {gpu: value for gpu, value in values.items() if value is not None and not same(value, usual)}
-        silent = [gpu for gpu, value in values.items() if value is None]
-        text = f"{field_of(name).text} is {{}}, and the baseline has {_shown(name, usual)}"
-        if len(off) == len(values) > 1 and len(set(off.values())) == 1:
-            value = next(iter(off.values()))
-            of_all = "of its GPUs: " + text.format(_shown(name, value))
-            found.append(_of_host(host, of_all, name, value, usual))
-            continue
-        for gpu, value in off.items():
-            found.append(_differs(Subject("gpu", (gpu,)), text.format(_shown(name, value)), name, value, usual))
-        found += [_unknown(gpu, text.format("not known")) for gpu in silent]
+    for gpu in silent if 2 * len(silent) < len(gpus) else ():
+        why = snapshot.unknown.get(gpu, {}).get(name, "not supported")
+        if not why.startswith("error"):  # an error has an observation of its own
+            text = f"{field_of(name).text} is {why}, and {than}"
+            found.append(_differs(Subject("gpu", (gpu,)), text, name, None, usual))
     return found
 
 
-def _pairs(snapshot: Snapshot, expected: Mapping[str, Value]) -> list[Observation]:
-    """Compare the capabilities of pairs with the same topology and models, and with the baseline."""
+def _against(reference: Reference, snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> list[Observation]:
+    """Compare one fact of GPUs with a reference."""
+    right = reference.facts[name]
+    values = {gpu: snapshot.facts[gpu][name] for gpu in gpus}
+    off = {gpu: value for gpu, value in values.items() if value is not None and not reference.meets(name, value)}
+    than = f"{reference.origin} has {_shown(name, right)}"
+    text = f"{field_of(name).text} is {{}}, and {than}"
+    if len(off) == len(values) > 1 and len(set(off.values())) == 1:
+        value = next(iter(off.values()))
+        return [_of_host(host, "of its GPUs: " + text.format(_shown(name, value)), name, value, right)]
+    found = [
+        _differs(Subject("gpu", (gpu,)), text.format(_shown(name, value)), name, value, right)
+        for gpu, value in off.items()
+    ]
+    if reference.nominal:
+        return found + _silent(snapshot, name, gpus, right, than)
+    return found + [_unknown(gpu, text.format("not known")) for gpu, value in values.items() if value is None]
+
+
+def _pairs(snapshot: Snapshot, reference: Reference | None) -> list[Observation]:
+    """Compare the capabilities of pairs with the same topology and models, and with a reference."""
     alike: dict[tuple[Any, ...], dict[tuple[int, int], frozenset[str]]] = {}
     texts: dict[tuple[int, int], str] = {}
     for (gpu, peer), value in _of_pairs(snapshot, "p2p"):
@@ -217,12 +274,13 @@ def _pairs(snapshot: Snapshot, expected: Mapping[str, Value]) -> list[Observatio
                 others = "+".join(sorted(usual))
                 text = f"peer-to-peer capability is {texts[pair]}, and that of other pairs {others}"
                 found.append(_differs(Subject("copy", pair), text, "p2p", texts[pair], others))
-    wanted = frozenset(str(expected["p2p"]).split("+")) if "p2p" in expected else frozenset()
+    right = reference.facts["p2p"] if reference is not None else ""
+    wanted = frozenset(str(right).split("+")) - {""}
     blamed = {observation.subject for observation in found}
     for pair, text in texts.items():
-        if not wanted <= frozenset(text.split("+")) and Subject("copy", pair) not in blamed:
-            seen = f"peer-to-peer capability is {text}, and the baseline has {expected['p2p']}"
-            found.append(_differs(Subject("copy", pair), seen, "p2p", text, expected["p2p"]))
+        if reference is not None and not wanted <= frozenset(text.split("+")) and Subject("copy", pair) not in blamed:
+            seen = f"peer-to-peer capability is {text}, and {reference.origin} has {right}"
+            found.append(_differs(Subject("copy", pair), seen, "p2p", text, right))
     return found
 
 
@@ -276,7 +334,8 @@ def _differs(subject: Subject, text: str, name: str, value: Any, usual: Any) -> 
 
 
 def _of_host(host: int, text: str, name: str, value: Any, usual: Any) -> Observation:
-    evidence = {"field": name, "seen": value, "expected": usual, "advice": _ADVICE.get(name, _OTHERWISE)}
+    advice = {**_ADVICE, **_ADVICE_FOR_HOST}.get(name, _OTHERWISE)
+    evidence = {"field": name, "seen": value, "expected": usual, "advice": advice}
     return Observation(_CHECK, Subject("host", (host,)), "failed", text, "", Work(operations=1), evidence)
 
 

@@ -4,38 +4,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie
+from mgpu_check.acceptance.inventory.checks import Reference, examine_inventory, examine_pcie
+from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.devices.observations import Observation, Subject
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
-    from mgpu_check.devices.telemetry.fields import Value
 
 _SAMPLES = 3  # under load, of each GPU; the first may be of a link that is still asleep
 
 
-def _expected(node: Node, host: int) -> tuple[dict[str, Value], int | None, str]:
-    """Return the baseline's facts for a host, its number of GPUs, and why there are no facts ("" if there are).
+def _references(node: Node, host: int) -> tuple[list[Reference], list[str]]:
+    """Return what the facts of a host are compared with, and why some references are missing.
 
-    The number is None unless all GPUs of the host are in the run.
+    The number of GPUs is compared only if all GPUs of the host are in the run.
     """
     baseline, gpus = node.plan.baseline, [gpu for gpu in node.gpus if gpu.host == host]
-    if baseline is None:
-        return {}, None, ""
-    facts, why = baseline.expected(gpus, node.hosts_of_run[host].software)
-    return facts, baseline.count(gpus) if len(gpus) == node.visible.get(host) else None, why
+    all_of_host = len(gpus) == node.visible.get(host)
+    found, missing = [], []
+    if baseline is not None:
+        facts, why = baseline.expected(gpus, node.hosts_of_run[host].software)
+        count = baseline.count(gpus)
+        found.append(Reference("the baseline", facts, (count,) if count is not None and all_of_host else ()))
+        missing += [why] if why else []
+    floors = packaged_floors()
+    models = {sku.names: sku for gpu in gpus if (sku := floors.sku(gpu)) is not None}
+    if len(models) == 1:
+        (sku,) = models.values()
+        counts = sku.counts if all_of_host else ()
+        found.append(Reference(f"the data sheet of {gpus[0].name}", sku.facts(len(gpus)), counts, nominal=True))
+    if baseline is None or missing:
+        missing += sorted({f"no facts of {gpu.name} are known: {why}" for gpu in gpus if (why := floors.about(gpu))})
+    return found, missing
 
 
 def test_gpus_are_equal(node: Node) -> None:
-    """The GPUs agree with each other and with the baseline in model, memory, driver, VBIOS, modes, clocks, limits and
-    links."""
+    """The GPUs agree with the baseline, the data sheet and each other in model, memory, driver, VBIOS, modes, limits
+    and links."""
     if node.telemetry is None or not node.boundaries:
         return
     for host, gpus in node.telemetry.hosts.items():
-        facts, count, why = _expected(node, host)
-        node.record([Observation("inventory", Subject("host", (host,)), "unknown", why)] if why else [])
+        references, missing = _references(node, host)
+        node.record([Observation("inventory", Subject("host", (host,)), "unknown", why) for why in missing])
         taken = node.boundaries[0].snapshot.only(gpus)
-        node.record(examine_inventory(taken, host=host, expected=facts, count=count))
+        node.record(examine_inventory(taken, host=host, references=references))
 
 
 def test_pcie_is_trained_under_load(node: Node) -> None:
