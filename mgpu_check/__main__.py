@@ -85,6 +85,8 @@ def _command(name: str, arguments: Sequence[str]) -> int:
     command = importlib.import_module(f"mgpu_check.cli.{name}")
     try:
         return int(command.main(arguments))
+    except SystemExit as stop:  # of an argument parser
+        return int(stop.code or 0)
     except Exception:
         # Python would exit with 1, which says that what was looked at is wrong.
         traceback.print_exc()

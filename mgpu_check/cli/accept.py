@@ -26,6 +26,8 @@ _OWN = {
 }
 """Options of this command that the plugin calls ``--accept-...``, each with an example value."""
 
+_LIST = ("--accept-plant", "list")
+
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
                          [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml] [-k NAME]
@@ -66,18 +68,19 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0
-    if refused := misuse(arguments) or _without_value(arguments):
+    if refused := misuse(arguments, _OWN):
         print(f"mgpu-check accept: {refused}", file=sys.stderr)
         return WRONG_USAGE
     typed = arguments = in_pytests_words(arguments)
-    if "--accept-plant=list" in arguments:
+    if "=".join(_LIST) in arguments or _LIST in itertools.pairwise(arguments):
         return _list_faults()
     arguments = at_standard(on_all_gpus(arguments))
     if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
-        arguments.append(f"--hypothesis-seed={secrets.randbelow(2**32)}")  # one seed repeats the whole run
+        # One seed repeats the whole run. It goes first: options of the user may end with "--".
+        arguments = [f"--hypothesis-seed={secrets.randbelow(2**32)}", *arguments]
     ending = _Ending()
     line = command_line(("accept",), arguments, typed, "--accept-")
-    code = run([*arguments, "-rN"], [ending, line], mgpu_check.acceptance)
+    code = run(["-rN", *arguments], [ending, line], mgpu_check.acceptance)
     if ending.interrupted:
         return INTERRUPTED
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -116,14 +119,6 @@ def _list_faults() -> int:
         parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())
         print(f"{name}{':' if parameters else ''}{parameters}\n    {fault.summary}")
     return RIGHT
-
-
-def _without_value(arguments: Sequence[str]) -> str:
-    """Return an error message if an option of this command lacks its value; otherwise ""."""
-    for argument, following in itertools.pairwise([*arguments, "--"]):
-        if argument in _OWN and following.startswith("-"):
-            return f"{argument} needs a value, such as {argument}={_OWN[argument]}"
-    return ""
 
 
 def in_pytests_words(arguments: Sequence[str]) -> list[str]:

@@ -24,9 +24,15 @@ The report names nodes that are slower than others with the same GPU model. This
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Join the reports of `argv`, print the verdict, write the reports, and return the exit code of the worst
-    verdict."""
+def _report(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError(
+            f"'' is not a file; give one that ends in {', '.join(ACCEPTANCE_SUFFIXES)}, or leave the option out"
+        )
+    return Path(text)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check accept merge",
         usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.md|.xml]",
@@ -42,11 +48,18 @@ def main(argv: Sequence[str]) -> int:
         "--report",
         action="append",
         default=[],
-        type=Path,
+        type=_report,
         metavar="FILE",
         help=f"write a report of all nodes; the suffix is the format: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given "
         "several times",
     )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Join the reports of `argv`, print the verdict, write the reports, and return the exit code of the worst
+    verdict."""
+    parser = _parser()
     try:
         given = parser.parse_args(list(argv))
         try:

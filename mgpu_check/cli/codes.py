@@ -17,7 +17,19 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that exits with `WRONG_USAGE` on an error; argparse exits with 2."""
+    """An `ArgumentParser` that exits with `WRONG_USAGE` on an error, and says which value a bare option needs.
+
+    argparse exits with 2, and says "expected one argument".
+    """
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            if action.nargs is None and action.option_strings:
+                flag = action.option_strings[0]
+                raise argparse.ArgumentError(action, f"needs a value: {flag}={action.metavar}") from None
+            raise
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(None)

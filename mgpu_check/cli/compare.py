@@ -76,6 +76,8 @@ def _accepted(text: str) -> tuple[str, str]:
 
 def _writable(text: str) -> Path:
     path = Path(text)
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file; give the name of the file to write, or leave it out")
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent} for {path.name}")
     return path

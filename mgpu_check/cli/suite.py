@@ -7,7 +7,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,13 +80,38 @@ def _gives(name: str, arguments: Sequence[str]) -> bool:
     return given or option.variable in os.environ
 
 
-def misuse(arguments: Sequence[str]) -> str:
-    """Return an error message if an option lacks its value, or ``--simulate`` the number of GPUs; otherwise ""."""
-    for argument, following in itertools.pairwise([*arguments, "--"]):
-        option = OPTIONS.get(argument.removeprefix("--").replace("-", "_"))
-        valued = option is not None and "metavar" in option.command_line and "nargs" not in option.command_line
-        if option is not None and argument == option.flag and valued and following.startswith("-"):
-            return f"{argument} needs a value: {argument}={option.command_line['metavar']}"
+_VALUED = {
+    "-k": ", such as -k memory",
+    **{
+        option.flag: f": {option.flag}={option.command_line['metavar']}"
+        for option in OPTIONS.values()
+        if "metavar" in option.command_line and "nargs" not in option.command_line
+    },
+}
+"""Options that need a value, each with the end of the message that asks for it."""
+
+_SWITCHES = {option.flag for option in OPTIONS.values() if "metavar" not in option.command_line}
+
+
+def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None) -> str:
+    """Return an error message if an option lacks its value, has an empty or needless one, or if ``--simulate`` lacks
+    the number of GPUs; otherwise "".
+
+    An empty value is most often that of a variable of the shell that is not set: to ignore it would run another test
+    than the one that was asked for.
+
+    Args:
+        own: options of the command itself that need a value -> an example of the value.
+    """
+    asking = {**_VALUED, **{flag: f", such as {flag}={example}" for flag, example in (own or {}).items()}}
+    for argument, following in itertools.pairwise([*itertools.takewhile(lambda word: word != "--", arguments), "--"]):
+        flag, equals, value = argument.partition("=")
+        if flag in asking and not equals and following.startswith("-"):
+            return f"{flag} needs a value{asking[flag]}"
+        if flag in asking and not (value if equals else following) and flag != "-k":  # pytest reads -k '' as no -k
+            return f"{flag} has an empty value; give one{asking[flag].removeprefix(',')}, or leave the option out"
+        if flag in _SWITCHES and equals:
+            return f"{flag} takes no value, and has {value!r}; give {flag} alone"
     simulated = any(argument.partition("=")[0] == "--simulate" for argument in arguments)
     if simulated and not asks_for_gpus(arguments) and current.driver() is None:
         return "--simulate needs the number of GPUs, such as --gpus=4 --simulate"
