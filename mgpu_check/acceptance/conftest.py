@@ -16,17 +16,29 @@ from mgpu_check.acceptance.report.live import Live
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
+from mgpu_check.acceptance.verdict.localisation import SECONDS
 from mgpu_check.devices.observations import Observation
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.stash import INVOCATION, SESSION
+from mgpu_check.processes.signals import EndOnRequest
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 REPORT: pytest.StashKey[RunReport] = pytest.StashKey()
 SEEN: pytest.StashKey[str] = pytest.StashKey()
 
+ENDING = EndOnRequest()
+
 _HERE = Path(__file__).parent
 _MOST_LINES = 8
 _TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
+
+
+def pytest_configure() -> None:
+    ENDING.begin()
+
+
+def pytest_unconfigure() -> None:
+    ENDING.end()
 
 
 def _check_of(item: pytest.Item) -> str:
@@ -81,12 +93,15 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
             result = yield
         except session.Failed as failed:  # -x or --maxfail: second looks at the failures run all the same
             stopped = failed
-        live.phase("second looks at failures")
+        if run.log.any_failed():
+            live.phase("second looks at failures", SECONDS[run.plan.level])
         run.look_again()
     except BaseException:
         run.interrupted = True
+        run.ended_by = ENDING.by
         raise
     finally:
+        ENDING.hold_off()
         live.end()
         run.end()
     if stopped is not None:

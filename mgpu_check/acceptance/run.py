@@ -48,6 +48,7 @@ class Run:
         seed: seed of Hypothesis; None if it is not a number.
 
     Attributes:
+        ended_by: the signal that interrupted the run; "" for Ctrl-C.
         broken: names of tests that ended with an error of their own.
 
     Raises:
@@ -68,6 +69,7 @@ class Run:
         self.log = RunLog()
         self.selected: set[str] = set()
         self.interrupted = False
+        self.ended_by = ""
         self.broken: list[str] = []
         self.node: Node | None = None
         self.looks: list[Look] = []
@@ -187,7 +189,8 @@ class Run:
         """Repeat the cases that failed in groups, to find the parts at fault."""
         assert self.node is not None
         with self.leased("acceptance: second looks"):
-            self.looks = look_again(self.node, self.log)
+            for look in look_again(self.node, self.log):
+                self.looks.append(look)  # each when it is done, so that an interrupted run keeps it
 
     def report(self) -> RunReport:
         """Return the report of the run up to now."""
@@ -232,7 +235,7 @@ class Run:
         unknown = [work.why for work in done.values() if work.outcome == "unknown"]
         unknown += [f"{test} could not run: the check itself raised an error, shown above" for test in self.broken]
         if self.interrupted:
-            unknown.insert(0, "the run was interrupted")
+            unknown.insert(0, f"the run was interrupted{f' by {self.ended_by}' if self.ended_by else ''}")
         if not done:
             unknown.append("no check ran")
         accusations = tuple(

@@ -13,6 +13,7 @@ import mgpu_check.acceptance
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
 from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, run
+from mgpu_check.engine.remote import current
 
 __all__ = ["in_pytests_words", "main"]
 
@@ -78,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
     if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
         # One seed repeats the whole run. It goes first: options of the user may end with "--".
         arguments = [f"--hypothesis-seed={secrets.randbelow(2**32)}", *arguments]
+    if (driver := current.driver()) is not None:
+        driver.connections.interrupted_by_leaving = True
     ending = _Ending()
     line = command_line(("accept",), arguments, typed, "--accept-")
     code = run(["-rN", *arguments], [ending, line], mgpu_check.acceptance)

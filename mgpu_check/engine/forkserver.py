@@ -27,11 +27,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mgpu_check.processes import prctl
 from mgpu_check.processes.leftovers import children_but_managers, remove_all_names, remove_names
 from mgpu_check.processes.output import LOOK, thin_out
 from mgpu_check.processes.scratch import sweep
+from mgpu_check.processes.signals import ENDING
 
 FORK = b"F"
 END = b"E"
@@ -49,6 +51,7 @@ class ForkServer:
         self.directory = directory
         self.children: set[int] = set()
         self.outputs: dict[int, list[int]] = {}
+        self.handlers: dict[signal.Signals, Any] = {}
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
@@ -63,8 +66,9 @@ class ForkServer:
         """Fork on request until the parent ends, and return whether the parent asked for the end."""
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Ctrl-C is for the parent, which then ends this server.
+        # Ctrl-C is for the parent, which then ends this server. So is a signal that asks a whole job to end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
         selector = selectors.DefaultSelector()
         selector.register(self.control, selectors.EVENT_READ)
         selector.register(self.wake_read, selectors.EVENT_READ)
@@ -178,6 +182,8 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in server.handlers.items():
+            signal.signal(number, handler)
         outputs = [output for outputs in server.outputs.values() for output in outputs]
         for file in (server.wake_read, server.wake_write, server.control.detach(), *outputs):
             os.close(file)

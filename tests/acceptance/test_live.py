@@ -179,3 +179,14 @@ def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(t
     said = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
     before, _, captured = said.partition("Captured stdout call")
     assert "of the run\n" in before and "of the run\n" not in captured and "of the test\n" in captured
+
+
+def test_a_phase_with_a_limit_shows_the_time_that_is_left_at_most() -> None:
+    for isatty in (True, False):
+        run = Run(isatty)
+        run.live.phase("second looks at failures", 60.0)
+        run.now += 17.0
+        assert run.live.text() == "[0/4] 17 s, at most 43 s left; no failure in 0 looks: second looks at failures"
+        run.now += 50.0
+        assert "at most 0" in run.live.text()
+        assert bool(run.stayed) is not isatty  # a log has a line at the start

@@ -14,7 +14,7 @@ from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run_log import RunLog, Section
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.verdict.localisation import look_again
+from mgpu_check.acceptance.verdict.localisation import SECONDS, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
@@ -69,7 +69,7 @@ def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tup
     node = Node(pool, log, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
     for _ in range(every):
         node.on_ranks("collectives", collective, environment={"OWN": "1"})
-    looks = look_again(node, log)
+    looks = list(look_again(node, log))
     numbers = [
         n for n, entry in enumerate(log.observations()) if entry.outcome == "failed" and looks and looks[0].follows_rank
     ]
@@ -157,3 +157,16 @@ def test_what_does_not_come_again_is_said() -> None:
     parts, (look,), _ = looked(4, once)
     assert look.seen == ("did not fail again in 3 repeats on the same GPUs",)
     assert not parts  # it failed, and is told; but nobody knows who it was
+
+
+def test_second_looks_end_when_their_time_is_over_and_conclude_nothing() -> None:
+    pool, log = Pool(lambda gpus, _: {0, 2} <= set(gpus)), RunLog()
+    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(4)]
+    node = Node(pool, log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+    node.on_ranks("collectives", collective)
+    passed = iter(itertools.count(0.0, SECONDS["quick"] / 2))  # each look at the clock takes half of the time
+    (look,) = look_again(node, log, clock=lambda: next(passed))
+    assert look.seen == ("a second look did not end: the time for all of them, 60 s, was over",)
+    assert not look.follows_rank and look.group == (0, 1, 2, 3)
+    assert len(pool.calls) == 3
+    assert log.sections[-1].ended >= log.sections[-1].started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_a_gpu_that_fails_by_itself_is_lost(ending: Any, deadline: float | None,
     trouble = failed({0: Finished(), 1: ending, 2: Finished()}, deadline, check)
     assert seen(trouble) == [("failed", ONE)]
     assert trouble.lost == {5}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("check", ["memory", "collectives"])
+def test_a_rank_that_was_ended_from_outside_accuses_nobody(number: signal.Signals, check: str) -> None:
+    ended = Died(f"signal {number.name}", "", exit_code=-number)
+    trouble = failed({0: Finished(), 1: ended, 2: Finished()}, check=check)
+    assert seen(trouble) == [("unknown", ONE)]
+    assert f"was ended from outside in examine it: signal {number.name}" in trouble.observations[0].seen
+    assert not trouble.lost
 
 
 @pytest.mark.parametrize(("ending", "deadline"), [(Died("signal 6", ""), None), (Interrupted(20.0, ""), 20.0)])

@@ -281,3 +281,22 @@ def test_time_is_short_for_whoever_connects():
     with ours, theirs, pytest.raises(TimeoutError):
         present(ours, KEY, 0.05)
     assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_an_agent_that_its_launcher_ends_interrupts_a_run_that_wants_it_before_its_ranks_are_lost(
+    connections: Connections, wanted: bool
+):
+    """An acceptance: ranks that are lost without an interrupt would look like failures of their hardware."""
+    lost: list[int] = []
+    connections.interrupt = lambda: lost.append(connections.lost)  # type: ignore[method-assign]
+    connections.interrupted_by_leaving = wanted
+    agents = [join(connections, 0), join(connections, 1)]
+    gather(connections)
+    for agent in agents:
+        agent.sendall(line({"event": "leaving"}))
+    with connections.changed:
+        assert connections.changed.wait_for(lambda: connections.lost == 2, 30.0)
+    assert lost[:1] == ([0] if wanted else [])
+    for agent in agents:
+        agent.close()

@@ -53,6 +53,7 @@ class Live:
         self._seen: Counter[str] = Counter()
         self._of_check: Counter[str] = Counter()
         self._doing = ""
+        self._until: float | None = None
         self._check = ""
 
     def heard(self, results: Iterable[SubjectResult]) -> None:
@@ -71,10 +72,13 @@ class Live:
         if not self._line.lives and self._clock() - self._said >= _APART:
             self._stay(self.text())
 
-    def phase(self, doing: str) -> None:
-        """Show a phase outside of the tests, such as second looks."""
+    def phase(self, doing: str, at_most: float | None = None) -> None:
+        """Show a phase outside of the tests, such as second looks, and the seconds that it may take; None: unknown."""
         self._doing = doing
         self._check = ""
+        self._until = None if at_most is None else self._clock() + at_most
+        if at_most is not None and not self._line.lives:
+            self._stay(self.text())
         self._line.show(self.text, now=True)
 
     def end(self) -> None:
@@ -85,6 +89,8 @@ class Live:
         """Return the line: tests done and total, time, time left, the verdict so far, the current test."""
         left = self.left()
         remaining = "" if left is None else f", {seconds_text(_coarse(left))} left"
+        if self._until is not None:
+            remaining = f", at most {seconds_text(_coarse(max(0.0, self._until - self._clock())))} left"
         done = len(self._tests) - self._left.total()
         passed = seconds_text(round(self._clock() - self._started))
         return f"[{done}/{len(self._tests)}] {passed}{remaining}; {self._so_far()}: {self._doing}".rstrip(": ")

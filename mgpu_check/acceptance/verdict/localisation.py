@@ -7,14 +7,18 @@ parts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
 from mgpu_check.devices.observations import Observation
 
-__all__ = ["Look", "look_again"]
+__all__ = ["SECONDS", "Look", "look_again"]
+
+SECONDS = {"quick": 60.0, "standard": 300.0, "long": 1800.0}
+"""Time for all second looks of a run, by level. A call that is running when it is over ends first."""
 
 _CASES = {"quick": 2, "standard": 4, "long": 8}
 _REPEATS = {"quick": 3, "standard": 10, "long": 30}
@@ -47,22 +51,37 @@ class Look:
     follows_rank: bool = False
 
 
-def look_again(node: Node, log: RunLog) -> list[Look]:
-    """Repeat the cases that failed in groups, up to the number for the level, and record the results in the log."""
+def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monotonic) -> Iterator[Look]:
+    """Repeat the cases that failed in groups, up to the number and the time for the level, and record the results in
+    the log.
+
+    Yields:
+        Each look when it is done; for a case that the time did not suffice for, a look that says so.
+    """
     calls: dict[str, RepeatableCall] = {}
     for entry, call in log.failed_calls():
         if entry.subject.kind == "group" and len(call.gpus) > 1:
             calls.setdefault(call.case, call)
-    looks = []
+    until = clock() + SECONDS[node.level]
     for call in itertools.islice(calls.values(), _CASES[node.level]):
         section = log.begin(call.check, f"second look at {call.case}")
-        looks.append(_SecondRun(node, call).look())
-        section.ended = log.now()
-    return looks
+        try:
+            look = _SecondRun(node, call, lambda: clock() > until).look()
+        except _TimeIsOver:
+            seen = f"a second look did not end: the time for all of them, {SECONDS[node.level]:g} s, was over"
+            look = Look(call.case, call.check, call.gpus, (seen,))
+        finally:
+            section.ended = log.now()
+        yield look
+
+
+class _TimeIsOver(Exception):
+    """The time for second looks is over, so nothing more can be concluded from the one that runs."""
 
 
 class _SecondRun:
-    def __init__(self, node: Node, call: RepeatableCall) -> None:
+    def __init__(self, node: Node, call: RepeatableCall, is_late: Callable[[], bool]) -> None:
+        self.is_late = is_late
         self.node = node
         self.call = call
         self.repeats = _REPEATS[node.level]
@@ -87,6 +106,8 @@ class _SecondRun:
     def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> list[Observation]:
         """Repeat the case on a group until it fails, and return the failed observations; empty if it did not fail."""
         for _ in range(self.repeats):
+            if self.is_late():
+                raise _TimeIsOver
             failed = [o for o in self.node.repeat(self.call, group, environment) if o.outcome == "failed"]
             if failed or not set(group) <= set(self.node.numbers):
                 return failed

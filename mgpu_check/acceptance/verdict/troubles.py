@@ -9,6 +9,7 @@ from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.engine.failures import NODE, Account, Who
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
+from mgpu_check.processes.signals import FROM_OUTSIDE
 
 __all__ = ["ErrorObservations", "observations_of"]
 
@@ -52,6 +53,10 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     alone = len(gpus) == 1 or CHECKLIST[check].alone
     for rank, died in account.died.items():
         whose = "its process" if alone else Who(len(gpus))([rank])
+        if died.exit_code is not None and -died.exit_code in FROM_OUTSIDE:
+            seen = f"{whose} was ended from outside in {what}: {died.cause}"
+            _add(trouble, check, rank, gpus, seen, outcome="unknown")
+            continue
         _add(trouble, check, rank if alone else NODE, gpus, f"{whose} died in {what}: {died.cause}", lost=alone)
     for rank, raised in account.raised.items():
         failure = raised.failure

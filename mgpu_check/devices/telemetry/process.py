@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -197,6 +198,9 @@ def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None) -
 
 def main() -> None:
     """Serve the parent until it closes the input."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        # A signal to a whole job is for the parent, which still wants the last snapshot.
+        signal.signal(number, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     wanted = json.loads(next(lines))
     notes = mmap.mmap(wanted["notes"], NOTE * (1 + len(wanted["gpus"]))) if wanted["notes"] is not None else None

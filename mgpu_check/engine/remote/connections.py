@@ -64,6 +64,7 @@ class Connections:
         self._numbers = itertools.count(1)
         self.port: int = listener.getsockname()[1]
         self._parent = parent
+        self.interrupted_by_leaving = False
         self._left: list[RemoteAgent] = []
         self._untold: list[str] = []
         self._first = ""
@@ -288,6 +289,8 @@ class Connections:
         elif event == "interrupt":
             self.interrupt()
         elif event == "leaving":
+            if self.interrupted_by_leaving and not self.lost:
+                self.interrupt()  # before its ranks are lost, which would look like a failure of their hardware
             self._lose(agent, _LEFT)
 
     def name(self, agent: RemoteAgent) -> str:
