@@ -27,6 +27,7 @@ from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
+from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.version import version
 
@@ -121,10 +122,12 @@ class Run:
     def _identified(self, gpu: Gpu) -> Gpu:
         """Return `gpu` with the serial number, PCI bus id and facts that the driver gives."""
         assert self.node is not None
-        facts = dict(self.node.boundaries[0].snapshot.facts.get(gpu.number, {}) if self.node.boundaries else {})
-        return dataclasses.replace(
-            gpu, serial=str(facts.pop("serial", None) or ""), pci=str(facts.pop("pci", None) or ""), facts=facts
-        )
+        first = self.node.boundaries[0].snapshot if self.node.boundaries else Snapshot()
+        facts = dict(first.facts.get(gpu.number, {}))
+        known = {**facts, **first.identity.get(gpu.number, {})}
+        facts = {name: value for name, value in facts.items() if name not in ("serial", "pci")}
+        serial, pci, uuid = (str(known.get(name) or "") for name in ("serial", "pci", "uuid"))
+        return dataclasses.replace(gpu, uuid=gpu.uuid or uuid, serial=serial, pci=pci or gpu.pci, facts=facts)
 
     def _with_driver(self, host: Host) -> Host:
         assert self.node is not None
@@ -181,7 +184,7 @@ class Run:
             self._visible[host] = len(inventory.devices)
             for index in indices:
                 device = inventory.devices[index]
-                found.append(Gpu(len(found), host, index, device.name, device.uuid, device.memory))
+                found.append(Gpu(len(found), host, index, device.name, device.uuid, device.memory, pci=device.pci))
         self.hosts = tuple(hosts)
         return found
 

@@ -162,4 +162,5 @@ def _joined(one: Snapshot, other: Snapshot) -> Snapshot:
         gauges={**one.gauges, **other.gauges},
         unknown={**one.unknown, **other.unknown},
         missing={**one.missing, **other.missing},
+        identity={**one.identity, **other.identity},
     )

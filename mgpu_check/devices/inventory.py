@@ -18,6 +18,7 @@ class Device:
         capability: compute capability, such as (9, 0).
         uuid: identifies the GPU independently of its index; "" if torch does not report it.
         mask: the environment variable that selects the visible GPUs for this driver.
+        pci: PCI bus id, as NVIDIA's management library writes it; "" if torch does not report it.
     """
 
     index: int
@@ -26,6 +27,7 @@ class Device:
     capability: tuple[int, int]
     uuid: str
     mask: str = "CUDA_VISIBLE_DEVICES"
+    pci: str = ""
 
 
 def visible_devices() -> list[Device]:
@@ -43,9 +45,17 @@ def visible_devices() -> list[Device]:
                 capability=(properties.major, properties.minor),
                 uuid=str(getattr(properties, "uuid", "")),
                 mask=_mask(),
+                pci=_pci(properties),
             )
         )
     return found
+
+
+def _pci(properties: object) -> str:
+    domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    if None in (domain, bus, device):
+        return ""
+    return f"{domain:08X}:{bus:02X}:{device:02X}.0"
 
 
 def _mask() -> str:

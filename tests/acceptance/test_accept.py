@@ -137,3 +137,9 @@ def test_where_no_gpu_answers_any_more_the_rest_is_skipped_and_unknown(command: 
     assert "the check itself" not in text and "firmware" not in text
     assert "compute did less than its least work on GPU 0: 0 of 40 operations" in text
     assert "  do: drain the node, reset this GPU and run again; if it fails again, send it back" in text
+
+
+def test_a_gpu_whose_driver_hangs_from_the_start_is_named_by_serial_and_slot(command: Command) -> None:
+    text = command(*NODE, "--plant=driver-hangs:device=1", "-k", "health", code=1)
+    assert "REJECTED on 2 SIMULATED cpu GPUs: GPU 1" in text
+    assert "serial SIMULATED-1; PCI 00000000:01:00.0" in text

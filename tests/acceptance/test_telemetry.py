@@ -51,6 +51,9 @@ def test_one_that_hangs_and_one_that_is_lost_cost_the_others_nothing() -> None:
         troubles = {(t.kind, t.gpu, t.field) for t in sampler.troubles()}
     assert set(taken.facts) == set(again.facts) == {1, 3}
     assert taken.missing == {0: "GPU is lost", 2: "power: the driver has not answered within 0.2 s"}
+    # Its identity was read before the query that hangs.
+    assert taken.identity[2] == {"uuid": "uuid-2", "serial": "SIMULATED-2", "pci": "00000000:02:00.0"}
+    assert set(taken.only([2]).identity) == {2} and 0 not in taken.identity
     assert ("hang", 2, "power") in troubles and {(k, g) for k, g, _ in troubles} == {("hang", 2), ("lost", 0)}
 
 

@@ -96,3 +96,9 @@ def test_a_rank_is_told_its_devices_by_the_variable_that_its_driver_honours(
     leasing = Leasing(settings, devices, launched=False, waits=[], on_wait=lambda line: None)
     mask = leasing.mask([Slot(0, 0), Slot(0, 2)])
     assert (mask.environment, mask.uuids) == (masks, ("uuid-0", "uuid-2"))
+
+
+def test_the_slot_is_written_as_the_library_of_the_driver_writes_it():
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    assert inventory._pci(properties) == "00000000:1B:00.0"
+    assert inventory._pci(SimpleNamespace()) == ""  # an older torch

@@ -105,6 +105,7 @@ class _GpuThread(threading.Thread):
         self._lost = ""
 
     def run(self) -> None:
+        self._identify()
         due = time.monotonic()
         while True:
             try:
@@ -114,6 +115,13 @@ class _GpuThread(threading.Thread):
                 self._sample()
             else:
                 self._answer(number, full)
+
+    def _identify(self) -> None:
+        """Report what identifies this GPU, before a query that may hang: an accused GPU must be found in its slot."""
+        for field in asked(("identity",), self._gpu, self._gpus):
+            value = None if self._lost else self._ask(field)
+            if value is not None:
+                self._output.write({"identity": [self._gpu, field, value]})
 
     def _sample(self) -> None:
         if not self._lost:

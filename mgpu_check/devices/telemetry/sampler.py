@@ -63,6 +63,7 @@ class TelemetrySampler:
         self._troubles: list[Trouble] = []
         self._answers: dict[int, dict[int, dict[str, Any]]] = {}
         self._unmatched: dict[int, str] = {}
+        self._identity: dict[int, dict[str, Any]] = {}
         self._ready = False
         self._ended = False
         self._closed = False
@@ -243,6 +244,7 @@ class TelemetrySampler:
             unknown={gpu: {**answers[gpu]["unknown"], **no_events} for gpu in taken},
             missing=missing,
             absent=absent,
+            identity={gpu: dict(values) for gpu, values in self._identity.items()},
         )
 
     def _listen(self) -> None:
@@ -267,6 +269,9 @@ class TelemetrySampler:
         elif "answer" in message:
             if message["answer"] in self._answers:
                 self._answers[message["answer"]][message["gpu"]] = message
+        elif "identity" in message:
+            gpu, name, value = message["identity"]
+            self._identity.setdefault(gpu, {})[name] = value
         elif "trouble" in message:
             self._troubles.append(Trouble(*message["trouble"]))
         elif "ready" in message:

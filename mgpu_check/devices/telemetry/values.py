@@ -34,6 +34,7 @@ class Snapshot:
             reported.
         missing: GPUs without an answer, and the reason.
         absent: why there is no telemetry at all; "" if there is telemetry.
+        identity: UUID, serial number and PCI bus id as first read, also of GPUs that do not answer any more.
     """
 
     at: float = 0.0
@@ -43,6 +44,7 @@ class Snapshot:
     unknown: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     missing: Mapping[int, str] = field(default_factory=dict)
     absent: str = ""
+    identity: Mapping[int, Values] = field(default_factory=dict)
 
     def only(self, gpus: Collection[int]) -> Snapshot:
         """Return the same snapshot, restricted to these GPUs."""
@@ -58,6 +60,7 @@ class Snapshot:
             of(self.unknown),
             of(self.missing),
             self.absent,
+            of(self.identity),
         )
 
 
