@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mgpu_check.acceptance
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan, soak_of
@@ -16,11 +17,13 @@ from mgpu_check.acceptance.report.live import Live
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
+from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.verdict.localisation import SECONDS
 from mgpu_check.devices.observations import Observation
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.stash import INVOCATION, SESSION
 from mgpu_check.processes.signals import EndOnRequest
+from mgpu_check.settings import OPTIONS
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 REPORT: pytest.StashKey[RunReport] = pytest.StashKey()
@@ -74,7 +77,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     if config.option.collectonly or worker or not _ours(session.items) or not gpu_session.settings.asked:
         return (yield)
     try:
-        run = Run(gpu_session, Plan.of(gpu_session.settings), _command(config), _seed(config))
+        plan = Plan.of(gpu_session.settings)
+        run = Run(gpu_session, plan, _command(config), _seed(config), Selection.of(config, _HERE))
     except ValueError as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None
     config.stash[RUN] = run
@@ -134,7 +138,10 @@ def _command(config: pytest.Config) -> str:
     from mgpu_check.plugin.report.replay import Invocation
 
     invocation = config.stash.get(INVOCATION, None) or Invocation.of(config)
-    return shlex.join([*invocation.program, *invocation.suite_options])
+    words = invocation.command_for(mgpu_check.acceptance.__name__)
+    if not any(word.startswith(OPTIONS["gpu_level"].flag) for word in words):  # the default of plain pytest is another
+        words.append(f"{OPTIONS['gpu_level'].flag}={config.stash[SESSION].settings.gpu_level}")
+    return shlex.join(words)
 
 
 @pytest.hookimpl(wrapper=True)

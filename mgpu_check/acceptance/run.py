@@ -20,6 +20,7 @@ from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files
 from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
+from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.verdict.advice import advice_for
 from mgpu_check.acceptance.verdict.localisation import Look, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
@@ -47,6 +48,7 @@ class Run:
         plan: the validated settings.
         command: the command line of the user, without the options that select checks.
         seed: seed of Hypothesis; None if it is not a number.
+        selection: the options that select checks.
 
     Attributes:
         ended_by: the signal that interrupted the run; "" for Ctrl-C.
@@ -56,7 +58,9 @@ class Run:
         ValueError: `plan` plants defects, and the GPUs are on several hosts.
     """
 
-    def __init__(self, session: GpuSession, plan: Plan, command: str, seed: int | None) -> None:
+    def __init__(
+        self, session: GpuSession, plan: Plan, command: str, seed: int | None, selection: Selection | None = None
+    ) -> None:
         hosts = {slot.host for slot in session.pool.slots}
         if plan.planted and len(hosts) > 1:
             raise ValueError(
@@ -66,6 +70,7 @@ class Run:
         self.session = session
         self.plan = plan
         self.command = command
+        self.selection = selection or Selection()
         self.seed = seed
         self.log = RunLog()
         self.selected: set[str] = set()
@@ -209,7 +214,7 @@ class Run:
         return RunReport(
             started=self._started,
             seconds=self.log.now(),
-            command=self.command,
+            command=self.selection.added_to(self.command),
             level=plan.level,
             verdict=verdict,
             verdicts={host.number: self._of_host(verdict, host, gpus) for host in self.hosts},
@@ -270,7 +275,7 @@ class Run:
             check for entry in failed for check in (entry.evidence.get("measured_by", entry.check), entry.check)
         )
         seed = "" if self.seed is None else f" --hypothesis-seed={self.seed}"
-        return f"{self.command} -k '{' or '.join(checks)}'{seed}"
+        return self.selection.narrowed(checks).added_to(self.command) + seed
 
     def _of_host(self, verdict: Verdict, host: Host, gpus: Sequence[Gpu]) -> Verdict:
         mine = {gpu.number for gpu in gpus if gpu.host == host.number}

@@ -13,6 +13,7 @@ import pytest
 
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run import Run
+from mgpu_check.acceptance.selection import Selection
 from mgpu_check.devices.placement import Slot
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import resolve
@@ -143,3 +144,21 @@ def test_a_gpu_whose_driver_hangs_from_the_start_is_named_by_serial_and_slot(com
     text = command(*NODE, "--plant=driver-hangs:device=1", "-k", "health", code=1)
     assert "REJECTED on 2 SIMULATED cpu GPUs: GPU 1" in text
     assert "serial SIMULATED-1; PCI 00000000:01:00.0" in text
+
+
+def test_the_line_that_repeats_a_run_selects_the_same_checks(command: Command) -> None:
+    given = [*NODE, "--memory=0.5", "--plant=memory-stuck-at-one", "--hypothesis-seed=7", "-p", "no:randomly"]
+    given += ["-k", "memory and random", "--deselect=test_links.py", "test_memory.py"]
+    lines = [line.strip() for line in command(*given, "--report=a.json", "-x", code=1).splitlines()]
+    (again,) = (line.removeprefix("look again: ") for line in lines if line.startswith("look again: "))
+    (repeat,) = (line.removeprefix("repeat: ") for line in lines if line.startswith("repeat: "))
+    node = "--gpus=2 --simulate --gpu-level=quick --memory=0.5 --plant=memory-stuck-at-one -p no:randomly"
+    selected = "--deselect=test_links.py test_memory.py --hypothesis-seed=7"
+    assert repeat.partition(" accept ")[2] == f"{node} -k 'memory and random' {selected}"
+    assert again.partition(" accept ")[2] == f"{node} -k '(memory and random) and (memory)' {selected}"
+
+
+def test_a_selection_is_narrowed_and_quoted() -> None:
+    assert Selection().added_to("mgpu-check accept") == "mgpu-check accept"
+    assert Selection().narrowed(["links", "memory"]).added_to("x") == "x -k 'links or memory'"
+    assert Selection(mark="a b", files=("test_x.py::t[1]",)).added_to("x") == "x -m 'a b' 'test_x.py::t[1]'"

@@ -131,16 +131,17 @@ class Invocation:
         plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         return cls(**plain)
 
+    def command_for(self, package: str) -> list[str]:
+        """Return the words that run a packaged suite with the options of this run, without a choice of tests."""
+        own = self.suite_program == self.program
+        program = self.suite_program if own else (*self.suite_program, *command_of(package))
+        return [*program, *self.suite_options, *self.kept]
+
     def line(self, item: pytest.Item, extra: Sequence[str]) -> str:
         """Return the shell line for one test, with `extra` options."""
         names = item.nodeid.partition("::")[2]
         if package := package_of(item):
-            command = (
-                self.suite_program
-                if self.suite_program == self.program
-                else (*self.suite_program, *command_of(package))
-            )
-            words = [*command, *self.suite_options, *self.kept, f"{item.path.name}::{names}"]
+            words = [*self.command_for(package), f"{item.path.name}::{names}"]
         else:
             path = os.path.relpath(item.path, self.directory)
             words = [*self.program, *self.options, *self.kept, *self._ini(item), f"{path}::{names}"]
