@@ -201,6 +201,14 @@ class Settings:
         {"metavar": "FILE", "action": "append"},
         repeats=False,
     )
+    accept_verdict_file: str | None = _option(
+        None,
+        option_values.file,
+        "acceptance: write the verdict to this file: its word, the exit code, and the verdict of each host",
+        "none",
+        {"metavar": "FILE"},
+        repeats=False,
+    )
     accept_plant: tuple[str, ...] = _option(
         (),
         option_values.lines,

@@ -15,6 +15,7 @@ from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan, soak_of
 from mgpu_check.acceptance.report.live import Live
 from mgpu_check.acceptance.report.text import lines
+from mgpu_check.acceptance.report.view import headline
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.acceptance.selection import Selection
@@ -196,12 +197,23 @@ def _report(config: pytest.Config, run: Run) -> RunReport:
     return config.stash[REPORT]
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Set the exit code to that of the verdict, if the run reached one."""
-    run = session.config.stash.get(RUN, None)
-    if run is None or run.interrupted or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        return
-    session.exitstatus = EXIT_CODES[_report(session.config, run).verdict.kind]
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """Set the exit code to that of the verdict, if the run reached one, and print the verdict as the last line.
+
+    A launcher such as torchrun replaces the exit code by its own.
+    """
+    config = session.config
+    run = config.stash.get(RUN, None)
+    if run is None:
+        return (yield)
+    report = _report(config, run)
+    if not run.interrupted and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        session.exitstatus = EXIT_CODES[report.verdict.kind]
+    result = yield
+    if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        terminal.write_line(headline(report))
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -30,6 +30,7 @@ class Plan:
         reports: files to write.
         record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record
             nothing.
+        verdict_file: file to write the verdict to; None for none.
     """
 
     level: Level
@@ -40,6 +41,7 @@ class Plan:
     baseline: Baseline | None = None
     reports: tuple[Path, ...] = ()
     record: Path | None = None
+    verdict_file: Path | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Plan:
@@ -63,6 +65,9 @@ class Plan:
             baseline = read_baseline(Path(settings.accept_baseline)) if settings.accept_baseline else None
             option = "accept_report"
             check_paths(settings.accept_report)
+            option = "accept_verdict_file"
+            if settings.accept_verdict_file:
+                check_place(Path(settings.accept_verdict_file))
             option = "accept_record_baseline"
             record = _new_baseline(settings.accept_record_baseline)
         except ValueError as error:
@@ -76,6 +81,7 @@ class Plan:
             baseline,
             tuple(Path(name) for name in settings.accept_report),
             record,
+            Path(settings.accept_verdict_file) if settings.accept_verdict_file else None,
         )
 
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance import floors
 from mgpu_check.acceptance.checklist import CHECKS
+from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.acceptance.faults import PLANTER, hardware_text
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files
+from mgpu_check.acceptance.report.text import verdict_lines
 from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
@@ -30,6 +32,7 @@ from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.processes.machine import boot_id
 from mgpu_check.version import version
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ class Run:
     def start(self) -> None:
         """Take the inventory of the GPUs, start telemetry, and plant the requested defects."""
         plan = self.plan
-        files.clear(plan.reports)
+        files.clear([*plan.reports, *([plan.verdict_file] if plan.verdict_file else [])])
         if plan.simulate == "cpu" or plan.planted:
             self.session.fault = Planting(PLANTER, hardware_text(plan.planted))
         with self.leased("acceptance: first look at the GPUs"):
@@ -115,11 +118,11 @@ class Run:
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         return Watch(gpus, self.session.pool, simulated, interval, self.log.zero)
 
-    def _look(self, host: int) -> tuple[Inventory, str, dict[str, str]]:
-        """Return the GPUs of a host, its name and its software. GPUs that refuse a context are included."""
+    def _look(self, host: int) -> tuple[Inventory, str, str, dict[str, str]]:
+        """Return the GPUs of a host, its name, boot id and software. GPUs that refuse a context are included."""
         pool = self.session.pool
         if not self.plan.simulate:
-            found: tuple[Inventory, str, dict[str, str]] = pool.in_fresh_process(_look, host)
+            found: tuple[Inventory, str, str, dict[str, str]] = pool.in_fresh_process(_look, host)
         else:
             (found,) = pool.run_in_node_process(_look, host=host)
         return found
@@ -147,6 +150,11 @@ class Run:
     def write(self, report: RunReport) -> list[str]:
         """Write the reports, and the baseline unless a check failed. Return a line per file: written, or why not."""
         said = []
+        if self.plan.verdict_file is not None:
+            try:
+                write_whole(self.plan.verdict_file, "\n".join(verdict_lines(report, self.interrupted)) + "\n")
+            except OSError as error:
+                said.append(f"NOT written: {self.plan.verdict_file}: {error}")
         for path in self.plan.reports:
             try:
                 files.write(path, report)
@@ -184,8 +192,8 @@ class Run:
         hosts: list[Host] = []
         for host in sorted({slot.host for slot in self.session.pool.slots}):
             indices = [slot.index for slot in self.session.pool.slots if slot.host == host]
-            inventory, name, software = self._look(host)
-            hosts.append(Host(host, name, software))
+            inventory, name, boot, software = self._look(host)
+            hosts.append(Host(host, name, software, boot))
             self._visible[host] = len(inventory.devices)
             for index in indices:
                 device = inventory.devices[index]
@@ -307,7 +315,7 @@ def _because(observations: Sequence[Observation], numbers: Sequence[int]) -> Ite
         yield f"{check}: {subject}: {entry.seen}{case}; {len(mine)} of {looks[check, subject]} looks failed"
 
 
-def _look() -> tuple[Inventory, str, dict[str, str]]:
+def _look() -> tuple[Inventory, str, str, dict[str, str]]:
     import platform
 
     import torch
@@ -318,4 +326,4 @@ def _look() -> tuple[Inventory, str, dict[str, str]]:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         with contextlib.suppress(Exception):  # raises if the NCCL library is missing
             software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return take_inventory(), socket.gethostname(), software
+    return take_inventory(), socket.gethostname(), boot_id(), software

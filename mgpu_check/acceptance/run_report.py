@@ -10,7 +10,7 @@ from mgpu_check.devices.observations import Measurement, Number, Observation, Ou
 from mgpu_check.devices.telemetry.values import TelemetrySample, Values
 from mgpu_check.option_values import Level
 
-__all__ = ["EXIT_CODES", "Accusation", "CheckRun", "Gpu", "Host", "RunReport", "Verdict"]
+__all__ = ["EXIT_CODES", "INTERRUPTED", "Accusation", "CheckRun", "Gpu", "Host", "RunReport", "Verdict"]
 
 _NONE = Work()
 
@@ -18,6 +18,9 @@ Kind = Literal["ACCEPTED", "REJECTED", "INCONCLUSIVE"]
 
 EXIT_CODES: Mapping[Kind, int] = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
 """Exit code for each verdict. A merge of reports ends with the code of its worst verdict."""
+
+INTERRUPTED = 130
+"""Exit code of an interrupted run, whatever its verdict."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,13 @@ class Host:
     Attributes:
         number: from 0.
         software: name -> version: torch, cuda, nccl, driver, python, mgpu-check.
+        boot: boot id of its kernel, which tells hosts of one name apart; empty if unknown.
     """
 
     number: int
     name: str
     software: Mapping[str, str] = field(default_factory=dict)
+    boot: str = ""
 
 
 @dataclass(frozen=True)

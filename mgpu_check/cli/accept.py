@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
 from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, run
 from mgpu_check.engine.remote import current
+from mgpu_check.settings import OPTIONS
 
 __all__ = ["in_pytests_words", "main"]
 
@@ -23,6 +26,7 @@ _OWN = {
     "--baseline": "h100.json",
     "--record-baseline": "h100.json",
     "--report": "node.html",
+    "--verdict-file": "verdict.txt",
     "--plant": "copy-zeros",
 }
 """Options of this command that the plugin calls ``--accept-...``, each with an example value."""
@@ -31,8 +35,8 @@ _LIST = ("--accept-plant", "list")
 
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
-                         [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml] [-k NAME]
-                         [pytest arguments]
+                         [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml]
+                         [--verdict-file=FILE] [-k NAME] [pytest arguments]
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
        mgpu-check accept lint [FILE ...]
 
@@ -45,6 +49,8 @@ Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the 
   --baseline        compare facts and speed with a file that --record-baseline has written on a good node
   --record-baseline write facts and speed of these GPUs to a file, unless a check failed; use a node that you trust
   --report          write a report; can be given several times
+  --verdict-file    write the verdict: its word alone in the first line, then the exit code; also where a launcher, such
+                    as torchrun, has an exit code of its own
   --simulate        simulate the GPUs in software: shows how the checks work, and proves nothing about hardware
   --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists all defects
   -k                run only the checks whose names match; the verdict says so
@@ -52,6 +58,7 @@ Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the 
 exit codes:
   0 ACCEPTED   1 REJECTED   2 INCONCLUSIVE: something could not be checked   3 internal error   4 wrong usage
   130 interrupted
+The last line of the output is the verdict.
 """
 
 
@@ -69,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0
+    _remove_old_verdict(arguments)
     if refused := misuse(arguments, _OWN):
         print(f"mgpu-check accept: {refused}", file=sys.stderr)
         return WRONG_USAGE
@@ -122,6 +130,19 @@ def _list_faults() -> int:
         parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())
         print(f"{name}{':' if parameters else ''}{parameters}\n    {fault.summary}")
     return RIGHT
+
+
+def _remove_old_verdict(arguments: Sequence[str]) -> None:
+    """Remove the verdict of an earlier run, so that it is not mistaken for that of a run that cannot start."""
+    option = OPTIONS["accept_verdict_file"]
+    found = [os.environ.get(option.variable, "")]
+    for word, following in itertools.pairwise([*arguments, "-"]):
+        flag, equals, value = word.partition("=")
+        if flag in ("--verdict-file", option.flag):
+            found.append(value if equals else following)
+    path = Path(found[-1])
+    if found[-1] and not found[-1].startswith("-") and path.is_file():
+        path.unlink()
 
 
 def in_pytests_words(arguments: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from mgpu_check.acceptance.report import text
 from mgpu_check.acceptance.report.files import check_paths, write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
+from mgpu_check.acceptance.report.view import headline
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.codes import INTERNAL_ERROR, Parser
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
@@ -81,4 +82,5 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             print(f"mgpu-check accept merge: {path} cannot be written: {error.strerror}")
             return INTERNAL_ERROR
+    print(headline(report))
     return EXIT_CODES[report.verdict.kind]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mgpu_check.processes.leftovers import clear
+from mgpu_check.processes.machine import boot_id
 
 __all__ = ["Scratch", "sweep"]
 
@@ -156,8 +157,4 @@ def _stands_at(descriptor: int, path: Path) -> bool:
 
 def _prefix(kind: str) -> str:
     """Return the prefix of names, which contains the machine, because machines that share a disk do not share locks."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
-    except OSError:
-        machine = os.uname().nodename
-    return _NAME.format(kind=kind, machine=machine)
+    return _NAME.format(kind=kind, machine=boot_id()[:8] or os.uname().nodename)

@@ -14,6 +14,7 @@ import pytest
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.selection import Selection
+from mgpu_check.cli import accept
 from mgpu_check.devices.placement import Slot
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import resolve
@@ -162,3 +163,24 @@ def test_a_selection_is_narrowed_and_quoted() -> None:
     assert Selection().added_to("mgpu-check accept") == "mgpu-check accept"
     assert Selection().narrowed(["links", "memory"]).added_to("x") == "x -k 'links or memory'"
     assert Selection(mark="a b", files=("test_x.py::t[1]",)).added_to("x") == "x -m 'a b' 'test_x.py::t[1]'"
+
+
+def test_the_last_line_and_a_file_have_the_verdict(command: Command, tmp_path: Path) -> None:
+    text = command(*NODE, "--plant=ecc-off:device=1", "-k", "gpus_are_equal", "--verdict-file=verdict.txt", code=1)
+    last = text.rstrip().splitlines()[-1]
+    assert last.startswith("REJECTED on 2 SIMULATED cpu GPUs: ")
+    word, code, headline, host = (tmp_path / "verdict.txt").read_text().splitlines()
+    assert (word, code, headline) == ("REJECTED", "exit code: 1", last)
+    assert host.endswith(": REJECTED")
+
+
+@pytest.mark.parametrize("spelling", ["--verdict-file=verdict.txt", "--accept-verdict-file=verdict.txt"])
+@pytest.mark.parametrize("wrong", ["--for=2x", "--for=", "--plant=slow"])
+def test_a_run_that_cannot_start_leaves_no_verdict_of_an_earlier_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spelling: str, wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(accept, "run", lambda *_: 4)
+    Path("verdict.txt").write_text("ACCEPTED\n")
+    accept.main([*NODE[1:], spelling, wrong])
+    assert not Path("verdict.txt").exists()

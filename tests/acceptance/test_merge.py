@@ -73,6 +73,21 @@ def test_parts_subjects_and_evidence_keep_their_gpu():
     assert {run.host for run in joined.checks} == {0, 1} and len(joined.checks) == 16
 
 
+def test_hosts_of_one_name_are_told_apart(capsys, tmp_path):
+    paths = []
+    for boot in ("1f0c9a3e-6c1d", "77aa0b1c-0000"):
+        one = node("same", run_reports.bad())
+        gpus = tuple(replace(gpu, uuid=f"{gpu.uuid}{boot}") for gpu in one.gpus)
+        paths.append(tmp_path / f"{boot}.json")
+        write(paths[-1], replace(one, gpus=gpus, hosts=(replace(one.hosts[0], boot=boot),)))
+    assert main(["merge", *map(str, paths)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:3] == ["  same (boot 1f0c9a3e): REJECTED", "  same (boot 77aa0b1c): REJECTED"]
+    assert "GPU 3 (cuda:3 of same (boot 1f0c9a3e))" in said[0] and "GPU 11 (cuda:3 of same (boot 77aa0b1c))" in said[0]
+    assert "  seen: by the numbers of same (boot 77aa0b1c): compute: GPU 3: 96 of" in "\n".join(said)
+    assert said[-1] == said[0]  # the last line is the verdict
+
+
 def test_reports_that_do_not_fit_are_refused(files, tmp_path, capsys):
     write(tmp_path / "again.json", run_reports.good(2))
     write(tmp_path / "again2.json", run_reports.good(2))

@@ -180,6 +180,21 @@ def test_without_node_indices_hosts_go_by_name(connections: Connections):
         assert launcher.host_name(0) == ""  # one machine
 
 
+def test_hosts_of_one_name_are_told_apart_by_their_boot_ids(connections: Connections):
+    nowhere = {"node": None, "local_rank": None, "host": "same"}
+    with join(connections, 0, boot="1f0c9a3e-6c1d", **nowhere), join(connections, 1, boot="77aa0b1c-0000", **nowhere):
+        launcher = gather(connections)
+        assert [host.ranks for host in launcher.hosts] == [(0,), (1,)]
+        assert [launcher.host_name(host) for host in (0, 1)] == ["same (boot 1f0c9a3e)", "same (boot 77aa0b1c)"]
+
+
+@pytest.mark.parametrize("boot", ["", "1f0c9a3e"])
+def test_containers_of_one_machine_are_told_apart_by_their_place(connections: Connections, boot: str):
+    with join(connections, 0, host="same", boot=boot), join(connections, 1, host="same", boot=boot):
+        launcher = gather(connections)
+        assert [launcher.host_name(host) for host in (0, 1)] == ["same (node 0)", "same (node 1)"]
+
+
 @pytest.mark.parametrize(("devices", "expected"), [(1, (0, 1)), (2, (1, 2)), (8, (1, 2))])
 def test_a_task_that_is_bound_to_one_gpu_has_that(connections: Connections, devices: int, expected: tuple[int, int]):
     same = {"node": 0, "host": "one", "devices": devices}

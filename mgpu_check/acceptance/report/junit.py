@@ -43,7 +43,7 @@ def render(report: RunReport) -> str:
     }
     root = ET.Element("testsuites", totals)
     suite = ET.SubElement(root, "testsuite", {"name": "mgpu-check accept", **totals, "timestamp": report.started})
-    hosts = ",".join(host.name for host in report.hosts)
+    hosts = ",".join(view.host_name(report, host.number) for host in report.hosts)
     if hosts:
         suite.set("hostname", _text(hosts))
     suite.append(_properties(report))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_check.acceptance.report.view import host_name
 from mgpu_check.acceptance.run_report import Accusation, Gpu, Kind, RunReport, Verdict
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.option_values import LEVELS
+from mgpu_check.processes.machine import distinct_names
 
 __all__ = ["merge"]
 
@@ -43,12 +43,15 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
     reports = list(named.values())
     _refuse_what_does_not_fit(named)
     numbers = list(_numbered(reports))
-    joined = [_renumbered(report, its) for report, its in zip(reports, numbers, strict=True)]
+    names = _names(reports)
+    joined = [_renumbered(*each) for each in zip(reports, numbers, names, strict=True)]
     partial = {report.verdict.partial for report in reports}
     verdict = Verdict(
         kind=worst(report.verdict.kind for report in reports),
         accusations=tuple(one for report in joined for one in report.verdict.accusations),
-        unknown=tuple(one for report in joined for one in _unknown(report, len(partial) > 1)),
+        unknown=tuple(
+            one for report, name in zip(joined, names, strict=True) for one in _unknown(report, name, len(partial) > 1)
+        ),
         unexplained=tuple(one for report in joined for one in report.verdict.unexplained),
         partial=partial.pop() if len(partial) == 1 else (),
     )
@@ -66,8 +69,8 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         measurements=tuple(one for report in joined for one in report.measurements),
         samples=tuple(sample for report in joined for sample in report.samples),
         simulated=reports[0].simulated,
-        planted=tuple(f"{_name(report)}: {one}" for report in reports for one in report.planted),
-        versions={_name(report): report.versions for report in reports if report.versions},
+        planted=tuple(f"{name}: {one}" for report, name in zip(reports, names, strict=True) for one in report.planted),
+        versions={name: report.versions for report, name in zip(reports, names, strict=True) if report.versions},
     )
 
 
@@ -76,17 +79,19 @@ def worst(kinds: Iterable[Kind]) -> Kind:
     return min(kinds, key=_WORST.index)
 
 
-def _unknown(report: RunReport, with_partial: bool) -> list[str]:
+def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
     """Return the lines on checks that could not be done on a node.
 
     With `with_partial`, also list a partial selection.
     """
     partial = report.verdict.partial if with_partial else ()
-    return [*report.verdict.unknown, *([f"{_name(report)}: only {', '.join(partial)} ran"] if partial else [])]
+    return [*report.verdict.unknown, *([f"{name}: only {', '.join(partial)} ran"] if partial else [])]
 
 
-def _name(report: RunReport) -> str:
-    return ", ".join(host_name(report, host.number) for host in report.hosts) or "a node"
+def _names(reports: Sequence[RunReport]) -> list[str]:
+    """Return the names of the hosts of each report, which tell them apart from the hosts of all other reports."""
+    hosts = iter(distinct_names([(host.name, host.boot) for report in reports for host in report.hosts]))
+    return [", ".join(next(hosts) for _ in report.hosts) or "a node" for report in reports]
 
 
 def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
@@ -121,16 +126,16 @@ def _numbered(reports: Sequence[RunReport]) -> Iterable[_Numbers]:
         observations += len(report.observations)
 
 
-def _renumbered(report: RunReport, its: _Numbers) -> RunReport:
+def _renumbered(report: RunReport, its: _Numbers, name: str) -> RunReport:
     # Lines of text keep the numbers of the node's own run, so a prefix says whose numbers they are.
-    prefix = "" if its.same else f"by the numbers of {_name(report)}: "
+    prefix = "" if its.same else f"by the numbers of {name}: "
     only = next(iter(its.hosts.values())) if len(its.hosts) == 1 else None
 
     def verdict(one: Verdict) -> Verdict:
         return replace(
             one,
             accusations=tuple(_accusation(accusation, its, prefix) for accusation in one.accusations),
-            unknown=tuple(f"{_name(report)}: {line}" for line in one.unknown),
+            unknown=tuple(f"{name}: {line}" for line in one.unknown),
             unexplained=tuple(its.first + number for number in one.unexplained),
         )
 

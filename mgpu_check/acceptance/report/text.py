@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mgpu_check.acceptance.report import view
-from mgpu_check.acceptance.run_report import Accusation, RunReport
+from mgpu_check.acceptance.run_report import EXIT_CODES, INTERRUPTED, Accusation, RunReport
 from mgpu_check.devices.observations import Observation
 
-__all__ = ["lines"]
+__all__ = ["lines", "verdict_lines"]
 
 _MOST = 8
 """Most lines of one kind; the rest is only counted."""
@@ -40,6 +40,13 @@ def lines(report: RunReport) -> list[str]:
         found += [f"  {line}" for line in _most(list(report.verdict.unknown))]
     found += ["", *_checks(report), "", f"repeat: {view.repeat(report)}"]
     return found
+
+
+def verdict_lines(report: RunReport, interrupted: bool) -> list[str]:
+    """Return the verdict for scripts: its word alone, then the exit code, the headline and the verdict of each host."""
+    code = INTERRUPTED if interrupted else EXIT_CODES[report.verdict.kind]
+    hosts = (f"{view.host_name(report, number)}: {one.kind}" for number, one in sorted(report.verdicts.items()))
+    return [report.verdict.kind, f"exit code: {code}", view.headline(report), *hosts]
 
 
 def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:

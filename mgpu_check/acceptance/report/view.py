@@ -12,6 +12,7 @@ from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
+from mgpu_check.processes.machine import distinct_names
 
 __all__ = [
     "MATRIX",
@@ -162,8 +163,12 @@ def what(number: int, thing: str) -> str:
 
 
 def host_name(report: RunReport, number: int) -> str:
-    """Return the name of a host, or "host" and its number if it has no name."""
-    return next((host.name for host in report.hosts if host.number == number and host.name), f"host {number}")
+    """Return the name of a host, with its boot id if another has the same name; without a name, "host" and its
+    number."""
+    names = distinct_names([(host.name or f"host {host.number}", host.boot) for host in report.hosts])
+    return next(
+        (name for host, name in zip(report.hosts, names, strict=True) if host.number == number), f"host {number}"
+    )
 
 
 def name_of(report: RunReport, part: Part) -> str:

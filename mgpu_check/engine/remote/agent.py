@@ -25,6 +25,7 @@ from mgpu_check.engine.remote.variables import LaunchedProcess
 from mgpu_check.engine.remote.versions import versions
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes import prctl
+from mgpu_check.processes.machine import boot_id
 
 __all__ = ["MISUSE", "NO_DRIVER", "main"]
 
@@ -164,6 +165,7 @@ class Agent:
             "local_size": launched.local_size,
             "node": launched.node,
             "host": socket.gethostname(),
+            "boot": boot_id(),
             "launcher": launched.launcher,
             "final": launched.final,
             "address": launched.address,

@@ -15,6 +15,7 @@ from mgpu_check.engine.remote.members import AgentGone, AgentProcess, RemoteAgen
 from mgpu_check.engine.remote.process import RemoteProcess
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.channel import Channel
+from mgpu_check.processes.machine import distinct_names
 from mgpu_check.processes.protocol import CallContext
 from mgpu_check.processes.rank_lists import intervals
 
@@ -32,12 +33,16 @@ class RemoteHost:
     """A host of the run.
 
     Attributes:
-        name: its own name, with the index of the host if another host has the same name.
+        name: its own name; if another host has the same name, with its boot id or its index.
         ranks: launched ranks there; slot `i` belongs to ``ranks[i]``.
     """
 
     name: str
     ranks: tuple[int, ...]
+
+
+def _machine(agent: RemoteAgent) -> tuple[str, str]:
+    return agent.host, agent.boot
 
 
 class AgentLauncher:
@@ -77,18 +82,18 @@ class AgentLauncher:
         agents = [connections.agents[rank] for rank in range(connections.size)]
         self._compare(agents)
         # Rank 0 may know the store's host as "localhost", so take the address from an agent on another host.
-        beyond = next((agent for agent in agents if agent.host != agents[0].host), agents[0])
+        beyond = next((agent for agent in agents if _machine(agent) != _machine(agents[0])), agents[0])
         self._store = f"tcp://{beyond.told['address']}:{beyond.told['port']}"
         by_node: dict[object, list[RemoteAgent]] = {}
         for agent in agents:
             node = agent.told["node"]
-            by_node.setdefault(agent.host if node is None else node, []).append(agent)
+            by_node.setdefault(_machine(agent) if node is None else node, []).append(agent)
         nodes = sorted(by_node.values(), key=lambda here: here[0].rank)
-        names = [here[0].host for here in nodes]
+        names = distinct_names([_machine(here[0]) for here in nodes])
         self.hosts = []
         for index, here in enumerate(nodes):
             here.sort(key=lambda agent: (agent.told["local_rank"] or 0, agent.rank))
-            name = names[index] if names.count(names[index]) == 1 else f"{names[index]} (node {index})"
+            name = names[index]
             self.hosts.append(RemoteHost(name, tuple(agent.rank for agent in here)))
             for device, agent in enumerate(here):
                 self._rank_at[Slot(index, device)] = agent.rank

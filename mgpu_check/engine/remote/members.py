@@ -52,6 +52,7 @@ class RemoteAgent:
 
     Attributes:
         host: name of its host.
+        boot: boot id of its host, which tells hosts of one name apart; "" if it is not known.
         told: the agent's description of itself.
         gone: the cause of death of its processes if the agent is lost; None while it is connected.
         lines: the messages from it.
@@ -65,6 +66,7 @@ class RemoteAgent:
         self.told = told
         self.rank = int(told["rank"])
         self.host = str(told["host"])
+        self.boot = str(told.get("boot", ""))
         self.gone: str | None = None
         self.lines = Lines()
         self.answers: dict[int, Future[Any]] = {}
