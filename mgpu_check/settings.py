@@ -201,6 +201,13 @@ class Settings:
         {"metavar": "FILE", "action": "append"},
         repeats=False,
     )
+    accept_policy: str | None = _option(
+        None,
+        option_values.file,
+        "acceptance: what each kind of finding means for the verdict, accept, warn or reject, from this TOML file",
+        "none",
+        {"metavar": "FILE"},
+    )
     accept_verdict_file: str | None = _option(
         None,
         option_values.file,

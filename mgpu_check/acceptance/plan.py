@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgpu_check.acceptance.baseline import Baseline, read_baseline
 from mgpu_check.acceptance.faults import Planted, planted_from
+from mgpu_check.acceptance.policy import read_policy
 from mgpu_check.acceptance.report.files import check_paths, check_place
+from mgpu_check.devices.observations import Ruling
 from mgpu_check.option_values import Level
 from mgpu_check.settings import OPTIONS, Settings
 
@@ -31,6 +34,7 @@ class Plan:
         record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record
             nothing.
         verdict_file: file to write the verdict to; None for none.
+        policy: rulings on findings that differ from the defaults, by id.
     """
 
     level: Level
@@ -42,6 +46,7 @@ class Plan:
     reports: tuple[Path, ...] = ()
     record: Path | None = None
     verdict_file: Path | None = None
+    policy: Mapping[str, Ruling] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Settings) -> Plan:
@@ -68,6 +73,8 @@ class Plan:
             option = "accept_verdict_file"
             if settings.accept_verdict_file:
                 check_place(Path(settings.accept_verdict_file))
+            option = "accept_policy"
+            policy = read_policy(Path(settings.accept_policy)) if settings.accept_policy else {}
             option = "accept_record_baseline"
             record = _new_baseline(settings.accept_record_baseline)
         except ValueError as error:
@@ -82,6 +89,7 @@ class Plan:
             tuple(Path(name) for name in settings.accept_report),
             record,
             Path(settings.accept_verdict_file) if settings.accept_verdict_file else None,
+            policy,
         )
 
 

@@ -15,6 +15,7 @@ from mgpu_check.acceptance import floors
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.acceptance.faults import PLANTER, hardware_text
+from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
@@ -76,6 +77,7 @@ class Run:
         self.selection = selection or Selection()
         self.seed = seed
         self.log = RunLog()
+        self.log.judge = lambda entry: judged(entry, plan.policy)
         self.selected: set[str] = set()
         self.interrupted = False
         self.ended_by = ""
@@ -236,6 +238,8 @@ class Run:
             planted=tuple(planted.text for planted in plan.planted),
             seed=self.seed,
             versions={"mgpu-check": version()},
+            findings=tuple(listed(observations)),
+            policy=plan.policy,
         )
 
     def _verdict(
@@ -255,15 +259,7 @@ class Run:
         if not done:
             unknown.append("no check ran")
         accusations = tuple(
-            Accusation(
-                part,
-                tuple(_because(observations, numbers)),
-                numbers,
-                arm=self._arm(part),
-                advice=advice_for(part, [observations[number] for number in numbers]),
-                repeat=self._repeat([observations[number] for number in numbers]),
-            )
-            for part, numbers in explanation.parts.items()
+            self._accusation(part, numbers, observations) for part, numbers in explanation.parts.items()
         )
         kind: Kind = "ACCEPTED"
         if accusations or explanation.unexplained:
@@ -271,6 +267,21 @@ class Run:
         elif unknown:
             kind = "INCONCLUSIVE"
         return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial)
+
+    def _accusation(self, part: Part, numbers: tuple[int, ...], observations: Sequence[Observation]) -> Accusation:
+        failed = [observations[number] for number in numbers]
+        found = list({one.id: one for one in listed(failed)}.values())
+        return Accusation(
+            part,
+            tuple(_because(observations, numbers)),
+            numbers,
+            arm=self._arm(part),
+            advice=advice_for(part, failed),
+            repeat=self._repeat(failed),
+            findings=tuple(one.id for one in found),
+            severity=found[0].severity if found else "",
+            action=found[0].action if found else "",
+        )
 
     def _arm(self, part: Part) -> str:
         """Return the findings of the second looks at groups that contain `part`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mgpu_check.acceptance.findings import judged
 from mgpu_check.devices.observations import Measurement, Observation, SubjectResult
 
 __all__ = ["RepeatableCall", "RunLog", "Section"]
@@ -66,12 +67,14 @@ class RunLog:
 
     Attributes:
         on_added: called with the new results after each `add`.
+        judge: returns an observation with its finding and ruling.
         zero: start of the run, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self.sections: list[Section] = []
         self.on_added: Callable[[Sequence[SubjectResult]], None] = lambda results: None
+        self.judge: Callable[[Observation], Observation] = lambda entry: judged(entry, {})
         self.zero = time.monotonic()
 
     def now(self) -> float:
@@ -89,7 +92,7 @@ class RunLog:
         if not self.sections:
             self.begin("", "")
         section = self.sections[-1]
-        new = list(results)
+        new = [self.judge(result) if isinstance(result, Observation) else result for result in results]
         section.results += new
         section.calls += [call] * len(new)
         self.on_added(new)

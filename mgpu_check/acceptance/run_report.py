@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mgpu_check.acceptance.findings import ReportedFinding
 from mgpu_check.devices.observations import Measurement, Number, Observation, Outcome, Part, Work
 from mgpu_check.devices.telemetry.values import TelemetrySample, Values
 from mgpu_check.option_values import Level
@@ -97,6 +98,8 @@ class Accusation:
             "".
         advice: what to do, in one line.
         repeat: the command that repeats the failed checks.
+        findings: ids of the kinds of findings in the observations, the most severe first.
+        severity, action: of the most severe finding; empty in a report of an older version.
     """
 
     part: Part
@@ -105,6 +108,9 @@ class Accusation:
     arm: str = ""
     advice: str = ""
     repeat: str = ""
+    findings: tuple[str, ...] = ()
+    severity: str = ""
+    action: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,8 @@ class RunReport:
         planted: defects planted on purpose, in the words of the command line.
         seed: Hypothesis seed that repeats the run; None if it was not a number.
         verdicts: verdict of each host, by host number.
+        findings: what was found, by kind and subject, warnings included; the most severe first.
+        policy: id of a kind of finding -> its ruling, where a policy file has changed it.
     """
 
     started: str
@@ -154,3 +162,5 @@ class RunReport:
     planted: tuple[str, ...] = ()
     seed: int | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[ReportedFinding, ...] = ()
+    policy: Mapping[str, str] = field(default_factory=dict)

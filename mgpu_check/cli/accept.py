@@ -27,6 +27,7 @@ _OWN = {
     "--record-baseline": "h100.json",
     "--report": "node.html",
     "--verdict-file": "verdict.txt",
+    "--policy": "site.toml",
     "--plant": "copy-zeros",
 }
 """Options of this command that the plugin calls ``--accept-...``, each with an example value."""
@@ -36,7 +37,7 @@ _LIST = ("--accept-plant", "list")
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
                          [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml]
-                         [--verdict-file=FILE] [-k NAME] [pytest arguments]
+                         [--verdict-file=FILE] [--policy=FILE.toml] [-k NAME] [pytest arguments]
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
        mgpu-check accept lint [FILE ...]
 
@@ -51,6 +52,7 @@ Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the 
   --report          write a report; can be given several times
   --verdict-file    write the verdict: its word alone in the first line, then the exit code; also where a launcher, such
                     as torchrun, has an exit code of its own
+  --policy          rule on kinds of findings by their ids: accept, warn or reject; a file with a table [findings]
   --simulate        simulate the GPUs in software: shows how the checks work, and proves nothing about hardware
   --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists all defects
   -k                run only the checks whose names match; the verdict says so

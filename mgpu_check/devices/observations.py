@@ -17,6 +17,7 @@ __all__ = [
     "Observation",
     "Outcome",
     "Part",
+    "Ruling",
     "Subject",
     "SubjectKind",
     "SubjectResult",
@@ -35,6 +36,9 @@ else:
 
 Outcome = Literal["passed", "failed", "skipped", "unknown"]
 """Skipped: the device lacks the feature that the check tests. Unknown: the check could not decide."""
+
+Ruling = Literal["", "accept", "warn", "reject"]
+"""Accept: the finding is known and wanted. Warn: it is listed. Reject: it makes the verdict REJECTED."""
 
 SubjectKind = Literal["gpu", "copy", "upload", "download", "group", "host"]
 Unit = Literal["B/s", "FLOP/s", "s"]
@@ -145,6 +149,8 @@ class Observation(SubjectResult):
         evidence: details for programs, as JSON values: offsets, bits, values.
         suspects: positions of the GPUs that the data point at, such as the source of a wrong contribution. Other GPUs
             may be at fault, too.
+        finding: id of the kind of finding; "" if nothing is wrong.
+        ruling: what the finding means for the verdict; with "warn" and "accept" the outcome is "passed".
     """
 
     outcome: Outcome
@@ -153,6 +159,8 @@ class Observation(SubjectResult):
     work: Work = Work()
     evidence: Mapping[str, Any] = field(default_factory=dict)
     suspects: tuple[int, ...] = ()
+    finding: str = ""
+    ruling: Ruling = ""
 
     def on(self, gpus: Sequence[int], host: int = 0) -> Self:
         moved = super().on(gpus, host)

@@ -182,12 +182,10 @@ def examine_health(
         found += _throttling(gpu, seen[gpu])
     blamed = {entry.subject.members[0] for entry in found if entry.subject.kind == "gpu"}
     for gpu in gpus:
-        if gpu in blamed:
-            continue
         missing = after.missing.get(gpu) or before.missing.get(gpu)
-        if missing:
+        if missing and gpu not in blamed:
             found.append(_of(gpu, "unknown", missing))
-        else:
+        elif not missing:  # also for a GPU with findings: they may be warnings only, and then its work counts
             found.append(_well(gpu, before, after, seen[gpu]))
     return found
 
@@ -232,8 +230,8 @@ def _states(
     facts = after or before
     found = []
 
-    def wrong(field: str, text: str, advice: str, value: Any) -> None:
-        found.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, "advice": advice}))
+    def wrong(field: str, text: str, advice: str, value: Any, **more: Any) -> None:
+        found.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, "advice": advice, **more}))
 
     for name, advice in _STATES.items():
         if facts.get(name) is True:
@@ -262,7 +260,8 @@ def _states(
             text = f"{field_of(name).text} has changed in the run: from {value} to {after[name]}"
             if peer_of(name) is not None:
                 text = f"{text} (GPU {peer_of(name)})"
-            wrong(name, text, _NVLINK if name.startswith("nvlink") else _RESET, after[name])
+            advice = _NVLINK if name.startswith("nvlink") else _RESET
+            wrong(name, text, advice, after[name], **{"changed from": value})
     return found
 
 

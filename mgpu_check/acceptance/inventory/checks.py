@@ -81,11 +81,12 @@ def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence
         found.append(_of_host(host, text, "count", here, list(counted.counts)))
     found += _facts(snapshot, host, references)
     found += _pairs(snapshot, _reference("p2p", references))
-    blamed = {observation.subject for observation in found}
+    open_ = {observation.subject for observation in found if observation.outcome == "unknown"}
     for gpu, facts in sorted(snapshot.facts.items()):
         subject = Subject("gpu", (gpu,))
-        if subject in blamed:
+        if subject in open_:
             continue
+        # Also for a GPU with findings: they may be warnings only, and then its work counts.
         known = sum(facts[name] is not None for name in names("fact"))
         unknown = dict(snapshot.unknown.get(gpu, {}))
         if not known:

@@ -66,6 +66,8 @@ def _properties(report: RunReport) -> ET.Element:
         "planted": "\n".join(report.planted),
         "accused": "\n".join(view.name_of(report, accusation.part) for accusation in verdict.accusations),
         "repeat": view.repeat(report),
+        "findings": "\n".join(dict.fromkeys(one.id for one in report.findings if one.ruling == "reject")),
+        "warnings": "\n".join(view.warning_text(one) for one in view.warnings(report)),
         **{f"verdict of {view.host_name(report, number)}": one.kind for number, one in report.verdicts.items()},
         **{f"GPU {gpu.number}": view.describe_gpu(report, gpu) for gpu in report.gpus},
     }
@@ -83,7 +85,8 @@ def _case(report: RunReport, check: str, subject: Subject, entries: Sequence[Obs
     telling = [entry for entry in entries if entry.outcome == tally.outcome != "passed"]
     tag = {"failed": "failure", "unknown": "error", "skipped": "skipped"}.get(tally.outcome)
     if tag:
-        reason = ET.SubElement(case, tag, {"message": _text(telling[0].seen), "type": tally.outcome})
+        kind = telling[0].finding or tally.outcome
+        reason = ET.SubElement(case, tag, {"message": _text(telling[0].seen), "type": kind})
         reason.text = _text("\n".join(_told(entry) for entry in telling[:_MOST]))
     known = [view.describe_gpu(report, gpu) for gpu in report.gpus if gpu.number in view.gpus_of(report, subject)]
     told = [str(tally), *known, *(_told(entry) for entry in entries[:_MOST])]

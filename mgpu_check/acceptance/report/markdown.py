@@ -25,6 +25,8 @@ def render(report: RunReport) -> str:
         page.add(f"**{text(view.SIMULATED)}**", "")
     for planted in report.planted:
         page.add(f"- planted: {code(planted)}")
+    for line in view.ruled(report):
+        page.add(f"- {text(line)}")
     page.add(
         f"{text(report.started)}, {view.seconds_text(report.seconds)} at the level {text(report.level)}. "
         f"Checks: {view.counts_of_checks(view.checks_by_name(report))}.",
@@ -36,6 +38,7 @@ def render(report: RunReport) -> str:
         page.rows("Hosts beside each other", ("what",), [(text(line),) for line in view.among_hosts(report)])
     for accusation in report.verdict.accusations:
         page.add(*_accusation(report, accusation))
+    page.rows("Warnings", ("what",), [(text(view.warning_text(one)),) for one in view.warnings(report)])
     unexplained = view.failed_of(report, report.verdict)
     page.rows("Failures that no part explains", _HEAD, [_row(entry) for entry in unexplained])
     page.rows("Could not be checked", ("what",), [(text(line),) for line in report.verdict.unknown])
@@ -73,6 +76,7 @@ def _accusation(report: RunReport, accusation: Accusation) -> list[str]:
     lines = [f"## {text(view.name_of(report, accusation.part))}", ""]
     lines += [f"- {text(line)}" for line in view.describe_part(report, accusation.part)]
     lines += [f"- seen: {text(line)}" for line in accusation.because]
+    lines += [f"- finding: {text(told)}"] if (told := view.finding_text(accusation)) else []
     lines += [f"- second look: {text(accusation.arm)}"] if accusation.arm else []
     lines += [f"- do: {text(accusation.advice)}"] if accusation.advice else []
     lines += ["", "Look again with", "", *fenced(accusation.repeat, "sh")] if accusation.repeat else []

@@ -68,6 +68,8 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         observations=tuple(entry for report in joined for entry in report.observations),
         measurements=tuple(one for report in joined for one in report.measurements),
         samples=tuple(sample for report in joined for sample in report.samples),
+        findings=tuple(finding for report in joined for finding in report.findings),
+        policy=reports[0].policy if all(report.policy == reports[0].policy for report in reports) else {},
         simulated=reports[0].simulated,
         planted=tuple(f"{name}: {one}" for report, name in zip(reports, names, strict=True) for one in report.planted),
         versions={name: report.versions for report, name in zip(reports, names, strict=True) if report.versions},
@@ -154,6 +156,7 @@ def _renumbered(report: RunReport, its: _Numbers, name: str) -> RunReport:
             )
             for entry in report.observations
         ),
+        findings=tuple(replace(one, subject=_subject(one.subject, its)) for one in report.findings),
         measurements=tuple(replace(one, subject=_subject(one.subject, its)) for one in report.measurements),
         samples=tuple(replace(sample, gpu=its.gpus[sample.gpu]) for sample in report.samples if sample.gpu in its.gpus),
     )

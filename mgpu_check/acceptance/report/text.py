@@ -24,6 +24,7 @@ def lines(report: RunReport) -> list[str]:
     if report.simulated:
         found.append(f"  {view.SIMULATED}")
     found += [f"  planted: {text}" for text in report.planted]
+    found += [f"  {line}" for line in view.ruled(report)]
     if len(report.hosts) > 1:
         found += [
             f"  {view.host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items())
@@ -31,6 +32,9 @@ def lines(report: RunReport) -> list[str]:
     found += [f"  {line}" for line in _most(view.among_hosts(report))]
     for accusation in report.verdict.accusations:
         found += ["", *_accusation(report, accusation)]
+    warned = [view.warning_text(finding) for finding in view.warnings(report)]
+    if warned:
+        found += ["", "warnings:", *(f"  {line}" for line in _most(warned))]
     loose = view.failed_of(report, report.verdict)
     if loose:
         found += ["", "failures that no part explains:"]
@@ -55,6 +59,8 @@ def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:
         yield f"  {line}"
     for line in _most(list(accusation.because)):
         yield f"  seen: {line}"
+    if told := view.finding_text(accusation):
+        yield f"  finding: {told}"
     if accusation.arm:
         yield f"  second look: {accusation.arm}"
     if accusation.advice:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.among_nodes import among_nodes
+from mgpu_check.acceptance.findings import ReportedFinding
 from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
@@ -27,6 +28,7 @@ __all__ = [
     "describe_part",
     "evidence_of",
     "failed_of",
+    "finding_text",
     "gpus_of",
     "headline",
     "host_name",
@@ -36,8 +38,11 @@ __all__ = [
     "name_of",
     "prefix",
     "repeat",
+    "ruled",
     "seconds_text",
     "tallies",
+    "warning_text",
+    "warnings",
     "what",
     "work_text",
 ]
@@ -154,7 +159,31 @@ def headline(report: RunReport) -> str:
     else:
         why = f"{gpus} passed {what(len({run.name for run in report.checks}), 'check')}"
     partial = f"; only {', '.join(verdict.partial)} ran" if verdict.partial else ""
-    return f"{verdict.kind}{on}: {why}{partial}"
+    warned = f"; {what(len(warnings(report)), 'warning')}" if warnings(report) else ""
+    return f"{verdict.kind}{on}: {why}{warned}{partial}"
+
+
+def warnings(report: RunReport) -> list[ReportedFinding]:
+    """Return the findings that do not change the verdict, and that the policy does not accept."""
+    return [finding for finding in report.findings if finding.ruling == "warn"]
+
+
+def warning_text(finding: ReportedFinding) -> str:
+    """Return a warning in one line."""
+    times = f" ({finding.times} times)" if finding.times > 1 else ""
+    return f"{finding.id}: {finding.subject}: {finding.seen}{times}; do: {finding.advice}"
+
+
+def ruled(report: RunReport) -> list[str]:
+    """Return a line for each ruling of the policy."""
+    return [f"policy: {name} = {ruling}" for name, ruling in report.policy.items()]
+
+
+def finding_text(accusation: Accusation) -> str:
+    """Return the ids, the severity and the action of an accusation in one line; "" if it has none."""
+    if not accusation.findings:
+        return ""
+    return f"{', '.join(accusation.findings)}; severity {accusation.severity}, action {accusation.action}"
 
 
 def what(number: int, thing: str) -> str:

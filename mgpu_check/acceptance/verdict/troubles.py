@@ -55,23 +55,25 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
         whose = "its process" if alone else Who(len(gpus))([rank])
         if died.exit_code is not None and -died.exit_code in FROM_OUTSIDE:
             seen = f"{whose} was ended from outside in {what}: {died.cause}"
-            _add(trouble, check, rank, gpus, seen, outcome="unknown")
+            _add(trouble, check, rank, gpus, seen, "ended", outcome="unknown")
             continue
-        _add(trouble, check, rank if alone else NODE, gpus, f"{whose} died in {what}: {died.cause}", lost=alone)
+        seen = f"{whose} died in {what}: {died.cause}"
+        _add(trouble, check, rank if alone else NODE, gpus, seen, "died", lost=alone)
     for rank, raised in account.raised.items():
         failure = raised.failure
         kind = failure.type.rpartition(".")[2]
         if kind in _OF_DEVICES:
             mine = alone or kind != _OF_GROUPS
             seen = f"{what} raised {failure.headline}"
-            _add(trouble, check, rank if mine else NODE, gpus, seen, lost=kind == "AcceleratorError")
+            _add(trouble, check, rank if mine else NODE, gpus, seen, "raised", lost=kind == "AcceleratorError")
         else:
-            _add(trouble, check, rank, gpus, f"{what} could not run: {failure.headline}", outcome="unknown")
+            _add(trouble, check, rank, gpus, f"{what} could not run: {failure.headline}", "raised", outcome="unknown")
     if account.hung is not None:
         for rank in account.interrupted if alone else [NODE]:
-            _add(trouble, check, rank, gpus, f"{what} did not end within {account.hung:g} s", lost=alone)
+            _add(trouble, check, rank, gpus, f"{what} did not end within {account.hung:g} s", "hung", lost=alone)
     if not trouble.observations:
-        _add(trouble, check, NODE, gpus, f"{what} could not run: {str(error).splitlines()[0]}", outcome="unknown")
+        seen = f"{what} could not run: {str(error).splitlines()[0]}"
+        _add(trouble, check, NODE, gpus, seen, "raised", outcome="unknown")
     return trouble
 
 
@@ -82,7 +84,7 @@ def _refused(trouble: ErrorObservations, check: str, error: StartupFailure, gpus
     seen = str(error).splitlines()[0]
     for rank in error.ranks or [NODE]:
         wrong = error.cause in _REFUSALS and rank != NODE
-        _add(trouble, check, rank, gpus, seen, outcome="failed" if wrong else "unknown", lost=wrong)
+        _add(trouble, check, rank, gpus, seen, "refused", outcome="failed" if wrong else "unknown", lost=wrong)
 
 
 def _add(
@@ -91,6 +93,7 @@ def _add(
     rank: int,
     gpus: Sequence[int],
     seen: str,
+    ended: str,
     *,
     outcome: Outcome = "failed",
     lost: bool = False,
@@ -103,4 +106,4 @@ def _add(
     else:
         subjects = [Subject("gpu", (number,)) for number in gpus]
     for subject in subjects:
-        trouble.observations.append(Observation(check, subject, outcome, seen))
+        trouble.observations.append(Observation(check, subject, outcome, seen, evidence={"ended": ended}))

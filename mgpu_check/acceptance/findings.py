@@ -1,0 +1,184 @@
+"""The kinds of findings: stable ids with severity, action and meaning, and which observation is of which kind.
+
+Programs act on ids, not on texts. The table is ``findings.toml``. ``python -m mgpu_check.acceptance.findings`` prints
+that of docs/reference/findings.md.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Literal, get_args
+
+from mgpu_check.acceptance.documents import convert
+from mgpu_check.devices.observations import Observation, Ruling, Subject
+from mgpu_check.devices.telemetry.fields import field_of
+
+__all__ = [
+    "KINDS",
+    "SEVERITIES",
+    "Action",
+    "FindingKind",
+    "ReportedFinding",
+    "Severity",
+    "identify",
+    "judged",
+    "listed",
+    "table",
+]
+
+Severity = Literal["warn", "config", "reset", "isolate", "replace"]
+"""From the mildest: nothing to do now; change a setting; reset or restart; take out of service and examine; exchange a
+part.
+"""
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+
+Action = Literal[
+    "watch",
+    "configure",
+    "install",
+    "reset-gpu",
+    "restart-node",
+    "inspect-cooling",
+    "inspect-power",
+    "inspect-node",
+    "reseat",
+    "replace-gpu",
+    "replace-link",
+]
+
+
+@dataclass(frozen=True)
+class FindingKind:
+    """A kind of finding, and the observations that are of it.
+
+    An observation matches if each attribute of the last group that is not empty has its value.
+
+    Attributes:
+        id: stable name.
+        severity: see `Severity`.
+        action: what automation should do first.
+        ruling: what the finding means for the verdict, unless a policy says otherwise.
+        meaning: what is wrong, as a sentence.
+        evidence: what the observation's evidence and text contain.
+        do: what a person should do.
+        checks: names of checks.
+        subjects: kinds of subjects.
+        fields: telemetry fields, by the evidence "field"; a pair field without its peer.
+        kinds: kinds of trouble, by the evidence "kind".
+        key: a key of the evidence.
+    """
+
+    id: str
+    severity: Severity
+    action: Action
+    ruling: Ruling
+    meaning: str
+    evidence: str
+    do: str
+    checks: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    key: str = ""
+
+    def matches(self, entry: Observation) -> bool:
+        pairs = (
+            (self.checks, entry.check),
+            (self.subjects, entry.subject.kind),
+            (self.fields, _field(entry)),
+            (self.kinds, entry.evidence.get("kind")),
+            ((self.key,) if self.key else (), self.key if self.key in entry.evidence else None),
+        )
+        return all(value in wanted for wanted, value in pairs if wanted)
+
+
+def _field(entry: Observation) -> str:
+    name = str(entry.evidence.get("field", ""))
+    try:
+        return field_of(name).name
+    except KeyError:
+        return name
+
+
+def _read() -> dict[str, FindingKind]:
+    text = files("mgpu_check.acceptance").joinpath("findings.toml").read_text(encoding="utf-8")
+    return {name: convert({"id": name, **row}, FindingKind) for name, row in tomllib.loads(text).items()}
+
+
+KINDS: Mapping[str, FindingKind] = _read()
+"""All kinds by id. The first that matches an observation is its kind; the last matches all."""
+
+
+@dataclass(frozen=True)
+class ReportedFinding:
+    """A finding of a run: all observations of one kind about one subject.
+
+    Attributes:
+        id: id of its kind.
+        severity, action: of its kind.
+        ruling: what it means for the verdict: "reject", "warn" or "accept".
+        subject: what it is about.
+        times: number of observations.
+        seen: the text of the first of them.
+        advice: what to do, in one line.
+    """
+
+    id: str
+    severity: Severity
+    action: Action
+    ruling: Ruling
+    subject: Subject
+    times: int
+    seen: str
+    advice: str = ""
+
+
+def identify(entry: Observation) -> FindingKind:
+    """Return the kind of a failed observation."""
+    return next(kind for kind in KINDS.values() if kind.matches(entry))
+
+
+def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
+    """Return a failed observation with the id of its finding and its ruling.
+
+    A finding that is not rejected is no failure: its observation passes, and keeps its text.
+    """
+    if entry.outcome != "failed":
+        return entry
+    kind = identify(entry)
+    ruling = policy.get(kind.id, kind.ruling)
+    return replace(entry, finding=kind.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
+
+
+def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
+    """Return the findings of a run, the most severe first."""
+    groups: dict[tuple[str, Subject], list[Observation]] = {}
+    for entry in observations:
+        if entry.finding:
+            groups.setdefault((entry.finding, entry.subject), []).append(entry)
+    found = []
+    for (name, subject), entries in groups.items():
+        kind, first = KINDS[name], entries[0]
+        advice = str(first.evidence.get("advice") or kind.do)
+        ruling = first.ruling or kind.ruling
+        found.append(
+            ReportedFinding(name, kind.severity, kind.action, ruling, subject, len(entries), first.seen, advice)
+        )
+    return sorted(found, key=lambda one: (-SEVERITIES.index(one.severity), one.id, one.subject))
+
+
+def table() -> str:
+    """Return the table of all kinds in Markdown."""
+    head = ("id", "severity", "action", "verdict", "means", "evidence", "do")
+    rows = [
+        (f"`{kind.id}`", kind.severity, kind.action, kind.ruling, kind.meaning, kind.evidence, kind.do)
+        for kind in KINDS.values()
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ("---",) * len(head), *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

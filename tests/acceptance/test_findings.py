@@ -1,0 +1,212 @@
+"""Kinds of findings: every failure has one, pages list them, and a policy rules on them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
+from mgpu_check.acceptance.findings import KINDS, SEVERITIES, identify, judged, listed, table
+from mgpu_check.acceptance.health.checks import examine_health, examine_troubles
+from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie
+from mgpu_check.acceptance.policy import read_policy
+from mgpu_check.acceptance.report.text import lines
+from mgpu_check.acceptance.run_report import RunReport
+from mgpu_check.acceptance.verdict.troubles import observations_of
+from mgpu_check.devices.observations import Observation, Outcome, Subject
+from mgpu_check.devices.telemetry.fields import FIELDS
+from mgpu_check.devices.telemetry.values import Trouble, TroubleKind
+from mgpu_check.engine.failures import Account, Died, Who
+from mgpu_check.errors import RankFailure
+from tests.acceptance import run_reports
+from tests.acceptance.watching import watched
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
+GPU, COPY, GROUP = Subject("gpu", (1,)), Subject("copy", (0, 1)), Subject("group", (0, 1))
+
+
+def entry(check: str, subject: Subject = GPU, outcome: Outcome = "failed", **evidence: object) -> Observation:
+    return Observation(check, subject, outcome, "something", evidence=evidence)
+
+
+def changed(field: str) -> Observation:
+    return replace(entry("health"), evidence={"field": field, "changed from": 18})
+
+
+def test_the_page_has_the_table() -> None:
+    assert PAGE.read_text().endswith(table()), "python -m mgpu_check.acceptance.findings prints it"
+
+
+def test_ids_are_stable_words_and_the_last_kind_matches_all() -> None:
+    assert all(re.fullmatch(r"MGPU-[A-Z]+(-[A-Z]+)*", name) for name in KINDS)
+    *others, last = KINDS.values()
+    assert identify(entry("inventory")) is last
+    conditions = [(k.checks, k.subjects, k.fields, k.kinds, k.key) for k in others]
+    assert all(any(one) for one in conditions) and len(set(conditions)) == len(conditions)
+    assert all(kind.ruling == ("warn" if kind.severity == "warn" else "reject") for kind in KINDS.values())
+
+
+@pytest.mark.parametrize(
+    ("seen", "name"),
+    [
+        (entry("memory", kinds={}), "MEMORY-DATA"),
+        (entry("soak", kinds={}), "MEMORY-DATA"),
+        (entry("soak", lost=0.3), "GPU-FADES"),
+        (entry("compute"), "COMPUTE-DATA"),
+        (entry("links", COPY), "LINK-DATA"),
+        (entry("training", Subject("upload", (1,))), "HOST-LINK-DATA"),
+        (entry("memory", Subject("download", (1,))), "HOST-LINK-DATA"),
+        (entry("collectives", GROUP), "COLLECTIVE-DATA"),
+        (entry("performance", quantity="x"), "GPU-SLOW"),
+        (entry("performance", COPY), "LINK-SLOW"),
+        (entry("performance", Subject("download", (1,))), "HOST-LINK-SLOW"),
+        (entry("performance", GROUP), "COLLECTIVE-SLOW"),
+        (entry("memory", ended="died"), "GPU-NO-ANSWER"),
+        (entry("training", GROUP, ended="hung"), "GROUP-NO-ANSWER"),
+        (entry("inventory", COPY, field="p2p"), "PEER-ACCESS"),
+        (changed("p2p_3"), "STATE-CHANGED"),
+        (changed("nvlinks"), "NVLINK-DOWN"),
+        (entry("inventory", Subject("host", (0,)), field="count"), "GPU-COUNT"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_observation_is_of_its_kind(seen: Observation, name: str) -> None:
+    assert identify(seen).id == f"MGPU-{name}"
+
+
+@pytest.mark.parametrize("kind", ["hang", "error", "lost", "xid"])
+def test_each_trouble_of_the_driver_has_a_kind(kind: TroubleKind) -> None:
+    (seen,) = examine_troubles([Trouble(kind, 1, "power", "no", 1.0, 48)])
+    assert identify(seen).id in ("MGPU-DRIVER-HANG", "MGPU-DRIVER-ERROR", "MGPU-GPU-LOST", "MGPU-XID")
+
+
+def test_an_error_of_a_call_has_a_kind() -> None:
+    error = RankFailure("wrong")
+    error.account = Account({0: Died("signal 9", "")}, Who(1))
+    found = observations_of(error, "memory", "it", (1,))
+    assert found is not None and identify(found.observations[0]).id == "MGPU-GPU-NO-ANSWER"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_field_that_a_check_judges_has_a_kind(name: str) -> None:
+    if FIELDS[name].kind in ("fact", "state", "counter") and name != "ecc_corrected_ever":
+        assert identify(entry("health", field=name)).id != "MGPU-OTHER"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, fault in all_hardware_faults().items() if fault.telemetry(fault.defaults)]
+)
+def test_each_planted_fault_of_telemetry_rejects_with_a_kind(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    planted = planted_from(name)
+    overrides = [one for one in planted.fault.telemetry(planted.parameters) if one.error != "timeout"]
+    run = watched(monkeypatch, overrides)
+    if not overrides:
+        run.troubles.append(Trouble("hang", 2, "power", "no answer", 3.0))
+    entries = [
+        *examine_inventory(run.first),
+        *examine_pcie(run.first, run.samples),
+        *examine_health(run.snapshots, run.samples, run.troubles),
+    ]
+    found = listed(judged(one, {}) for one in entries)
+    assert found and all(one.id != "MGPU-OTHER" and one.advice for one in found)
+    assert "reject" in {one.ruling for one in found}
+
+
+def test_findings_are_listed_by_kind_and_subject_the_most_severe_first() -> None:
+    seen = [entry("inventory", field="persistence"), entry("links", COPY), entry("links", COPY), entry("compute")]
+    found = listed(judged(one, {}) for one in seen)
+    assert [(one.id, one.times, one.ruling) for one in found] == [
+        ("MGPU-COMPUTE-DATA", 1, "reject"),
+        ("MGPU-LINK-DATA", 2, "reject"),
+        ("MGPU-PERSISTENCE-MODE", 1, "warn"),
+    ]
+    assert [SEVERITIES.index(one.severity) for one in found] == [4, 4, 0]
+
+
+def test_a_ruling_decides_whether_an_observation_has_failed() -> None:
+    seen = entry("inventory", field="ecc")
+    for ruling, outcome in (("accept", "passed"), ("warn", "passed"), ("reject", "failed")):
+        one = judged(seen, {"MGPU-ECC-MODE": ruling})  # type: ignore[dict-item]
+        assert (one.outcome, one.ruling, one.seen) == (outcome, ruling, "something")
+    unknown = entry("inventory", outcome="unknown", field="ecc")
+    assert judged(unknown, {"MGPU-ECC-MODE": "accept"}) == unknown
+
+
+# Policy
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[findings", "is not TOML: "),
+        ("", '[findings] is missing; give a table [findings] with lines such as MGPU-PERSISTENCE-MODE = "accept"'),
+        ("findings = 3", "[findings] is missing"),
+        ('[finding]\nMGPU-XID = "warn"', "finding is not known here; give a table [findings]"),
+        ('[findings]\nMGPU-XIDS = "warn"', "findings.MGPU-XIDS is not the id of a finding; did you mean MGPU-XID"),
+        ('[findings]\n"?" = "warn"', "findings.? is not the id of a finding; choose one of MGPU-GPU-NO-ANSWER, "),
+        ('[findings]\nMGPU-XID = "ignore"', "findings.MGPU-XID is 'ignore'; choose one of accept, warn, reject"),
+        ("[findings]\nMGPU-XID = true", "findings.MGPU-XID is True; choose one of accept, warn, reject"),
+    ],
+)
+def test_a_wrong_policy_is_refused_with_what_is_valid(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        read_policy(path)
+    assert told in str(caught.value)
+
+
+def test_a_policy_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.toml cannot be read: No such file or directory. Give a TOML file"):
+        read_policy(tmp_path / "none.toml")
+    (tmp_path / "a.toml").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is not TOML"):
+        read_policy(tmp_path / "a.toml")
+
+
+Command = Callable[..., str]
+NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick", "-k", "inventory or health", "--report=node.json")
+
+
+def report(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "node.json").read_text())
+    return found
+
+
+def test_a_policy_decides_on_the_verdict_of_a_run(command: Command, tmp_path: Path) -> None:
+    policy = tmp_path / "site.toml"
+    policy.write_text('[findings]\nMGPU-SRAM-THRESHOLD = "warn"\n')
+    text = command(*NODE, "--plant=sram-threshold:device=1", "--policy=site.toml")
+    assert (
+        text.rstrip().splitlines()[-1].startswith("ACCEPTED on 2 SIMULATED cpu GPUs: 2 GPUs passed 2 checks; 1 warning")
+    )
+    assert "  MGPU-SRAM-THRESHOLD: GPU 1: more uncorrectable errors in SRAM" in text
+    assert "  policy: MGPU-SRAM-THRESHOLD = warn" in text and "--policy=site.toml" in text.partition("repeat: ")[2]
+    (finding,) = report(tmp_path)["findings"]
+    assert (finding["id"], finding["severity"], finding["action"]) == ("MGPU-SRAM-THRESHOLD", "replace", "replace-gpu")
+    assert (finding["ruling"], finding["subject"]) == ("warn", {"kind": "gpu", "members": [1]})
+    policy.write_text('[findings]\nMGPU-SRAM = "warn"\n')
+    text = command(*NODE, "--policy=site.toml", code=4)
+    assert "--policy: " in text and "findings.MGPU-SRAM is not the id of a finding" in text
+
+
+def test_an_accusation_has_its_findings(command: Command, tmp_path: Path) -> None:
+    text = command(*NODE, "--plant=sram-threshold:device=1", code=1)
+    assert "  finding: MGPU-SRAM-THRESHOLD; severity replace, action replace-gpu" in text
+    (accusation,) = report(tmp_path)["verdict"]["accusations"]
+    assert accusation["findings"] == ["MGPU-SRAM-THRESHOLD"]
+    assert (accusation["severity"], accusation["action"]) == ("replace", "replace-gpu")
+
+
+def test_many_warnings_are_eight_lines() -> None:
+    good: RunReport = run_reports.good()
+    seen = [judged(entry("inventory", Subject("gpu", (n,)), field="persistence"), {}) for n in range(30)]
+    told = lines(replace(good, findings=tuple(listed(seen))))
+    assert told[0].endswith("8 checks; 30 warnings")
+    assert sum("MGPU-PERSISTENCE-MODE" in line for line in told) == 7 and "  … and 23 more" in told
