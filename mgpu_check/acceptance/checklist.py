@@ -16,15 +16,17 @@ class Check:
         least: least number of operations for each subject at each level; None if its floor does not count operations.
         alone: its ranks neither wait for each other nor exchange data.
         over_the_host: its data cross the link between host and GPU, so a bad link to the host makes it fail, too.
+        of_driver: it reports what the driver says; an observation of a GPU accuses that GPU, however many have one.
     """
 
     least: tuple[int, int, int] | None = None
     alone: bool = False
     over_the_host: bool = False
+    of_driver: bool = False
 
 
 CHECKLIST: Mapping[str, Check] = {
-    "inventory": Check((1, 1, 1), alone=True),
+    "inventory": Check((1, 1, 1), alone=True, of_driver=True),
     "memory": Check(alone=True),
     "compute": Check((40, 400, 4000), alone=True, over_the_host=True),
     "links": Check((4, 20, 200)),
@@ -32,7 +34,7 @@ CHECKLIST: Mapping[str, Check] = {
     "training": Check((12, 150, 4000), over_the_host=True),
     "soak": Check(over_the_host=True),
     "performance": Check(alone=True),
-    "health": Check((2, 2, 2), alone=True),
+    "health": Check((2, 2, 2), alone=True, of_driver=True),
 }
 """All checks in the order they run. The soak runs only on request."""
 

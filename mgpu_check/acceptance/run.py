@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import socket
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +24,12 @@ from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.verdict.advice import advice_for
+from mgpu_check.acceptance.verdict.evidence import evidence_lines
 from mgpu_check.acceptance.verdict.localisation import Look, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
-from mgpu_check.devices.observations import Observation, Part, Subject
+from mgpu_check.devices.observations import Observation, Part
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.plugin.planting import Planting
@@ -259,21 +259,29 @@ class Run:
         if not done:
             unknown.append("no check ran")
         accusations = tuple(
-            self._accusation(part, numbers, observations) for part, numbers in explanation.parts.items()
+            self._accusation(part, numbers, explanation.others(part), observations)
+            for part, numbers in explanation.parts.items()
         )
         kind: Kind = "ACCEPTED"
         if accusations or explanation.unexplained:
             kind = "REJECTED"
         elif unknown:
             kind = "INCONCLUSIVE"
-        return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial)
+        rivals = (explanation.rivals,) if explanation.rivals else ()
+        return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial, rivals)
 
-    def _accusation(self, part: Part, numbers: tuple[int, ...], observations: Sequence[Observation]) -> Accusation:
+    def _accusation(
+        self,
+        part: Part,
+        numbers: tuple[int, ...],
+        others: Mapping[int, Sequence[Part]],
+        observations: Sequence[Observation],
+    ) -> Accusation:
         failed = [observations[number] for number in numbers]
         found = list({one.id: one for one in listed(failed)}.values())
         return Accusation(
             part,
-            tuple(_because(observations, numbers)),
+            tuple(evidence_lines(observations, numbers, others)),
             numbers,
             arm=self._arm(part),
             advice=advice_for(part, failed),
@@ -281,6 +289,7 @@ class Run:
             findings=tuple(one.id for one in found),
             severity=found[0].severity if found else "",
             action=found[0].action if found else "",
+            shared=tuple(others),
         )
 
     def _arm(self, part: Part) -> str:
@@ -310,20 +319,7 @@ class Run:
         kind: Kind = (
             "REJECTED" if accusations else "INCONCLUSIVE" if verdict.unknown or verdict.unexplained else "ACCEPTED"
         )
-        return Verdict(kind, accusations, verdict.unknown, verdict.unexplained, verdict.partial)
-
-
-def _because(observations: Sequence[Observation], numbers: Sequence[int]) -> Iterator[str]:
-    """Yield a line for each check and subject that failed, with the number of failures."""
-    looks = Counter((entry.check, entry.subject) for entry in observations)
-    failed: dict[tuple[str, Subject], list[int]] = {}
-    for number in numbers:
-        entry = observations[number]
-        failed.setdefault((entry.check, entry.subject), []).append(number)
-    for (check, subject), mine in failed.items():
-        entry = observations[mine[0]]
-        case = f" ({entry.case})" if entry.case else ""
-        yield f"{check}: {subject}: {entry.seen}{case}; {len(mine)} of {looks[check, subject]} looks failed"
+        return dataclasses.replace(verdict, kind=kind, accusations=accusations)
 
 
 def _look() -> tuple[Inventory, str, str, dict[str, str]]:

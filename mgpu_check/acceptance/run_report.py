@@ -94,6 +94,7 @@ class Accusation:
     Attributes:
         because: the evidence in lines, the strongest first.
         observations: indices into the observations of the report, of the failed ones that the part explains.
+        shared: those of `observations` that another accused part explains, too.
         arm: result of the second look: "follows the device", "follows the rank", "only over the direct path", ... or
             "".
         advice: what to do, in one line.
@@ -111,6 +112,7 @@ class Accusation:
     findings: tuple[str, ...] = ()
     severity: str = ""
     action: str = ""
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,11 @@ class Verdict:
     """The verdict on a run, or on one of its hosts.
 
     Attributes:
-        accusations: the smallest set of parts that explains the failures; empty unless the verdict is REJECTED.
+        accusations: the parts that every smallest explanation of the failures contains; empty unless the verdict is
+            REJECTED.
         unknown: a line for each thing that could not be checked, with the reason.
-        unexplained: indices of failed observations that no part explains.
+        unexplained: indices of failed observations that no accused part explains.
+        rivals: for each run, sets of parts that explain its unexplained observations equally well, if several do.
         partial: names of the checks that ran, if only some were selected; else empty.
     """
 
@@ -129,6 +133,7 @@ class Verdict:
     unknown: tuple[str, ...] = ()
     unexplained: tuple[int, ...] = ()
     partial: tuple[str, ...] = ()
+    rivals: tuple[tuple[tuple[Part, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True)

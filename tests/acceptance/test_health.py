@@ -101,6 +101,16 @@ def test_there_are_faults_enough() -> None:
         ([Override(1, "xid", 45)], set()),
         ([Override(1, "xid", 31)], {Part("gpu", (1,))}),
         ([Override(1, "serial", "other", after=5)], {Part("gpu", (1,))}),
+        # what the driver says of one GPU is of that GPU, however many have something
+        (
+            [
+                Override(0, "remap_failed", True),
+                Override(1, "sram_threshold", True),
+                Override(2, "throttle", "thermal (hardware)"),
+            ],
+            {Part("gpu", (0,)), Part("gpu", (1,)), Part("gpu", (2,))},
+        ),
+        ([Override(g, "remap_pending", True) for g in GPUS], {Part("gpu", (g,)) for g in GPUS}),
     ],
 )
 def test_who_is_blamed(monkeypatch: pytest.MonkeyPatch, overrides: list[Override], blamed: set[Part]) -> None:

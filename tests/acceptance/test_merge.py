@@ -70,6 +70,24 @@ def test_parts_subjects_and_evidence_keep_their_gpu():
     assert {joined.observations[number].check for number in joined.verdict.unexplained} == {"collectives"}
     assert joined.verdicts[0].kind == "ACCEPTED" and joined.verdicts[1].accusations == joined.verdict.accusations
     assert {sample.gpu for sample in joined.samples} == set(range(12))
+
+
+def test_rivals_and_shared_evidence_keep_their_gpu():
+    bad = run_reports.bad()
+    rivals = tuple(tuple(Part("gpu", (number,)) for number in pair) for pair in ((0, 2), (1, 3)))
+    accused = replace(bad.verdict.accusations[0], shared=(bad.verdict.accusations[0].observations[0],))
+    second = node("n1", replace(bad, verdict=replace(bad.verdict, accusations=(accused,), rivals=(rivals,))))
+    joined = merge({"a": node("n0", run_reports.good(4, 5.0)), "b": second}, "mgpu-check accept merge a b")
+    assert joined.verdict.rivals == (
+        tuple(tuple(Part("gpu", (number,)) for number in pair) for pair in ((4, 6), (5, 7))),
+    )
+    (one,) = joined.verdict.accusations
+    assert one.shared == one.observations[:1]
+
+
+def test_every_check_has_its_host():
+    first, second = node("n0", run_reports.good(4, 5.0)), node("n1", run_reports.bad())
+    joined = merge({"a": first, "b": second}, "mgpu-check accept merge a b")
     assert {run.host for run in joined.checks} == {0, 1} and len(joined.checks) == 16
 
 

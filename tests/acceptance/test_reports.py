@@ -20,7 +20,7 @@ from mgpu_check.acceptance.report.health import health_of
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
 from mgpu_check.acceptance.run_report import CheckRun, RunReport, Verdict
-from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
+from mgpu_check.devices.observations import Measurement, Observation, Part, Subject, Work
 from mgpu_check.devices.telemetry.values import TelemetrySample
 from tests.acceptance import run_reports
 
@@ -203,6 +203,20 @@ def test_the_terminal_says_the_verdict_first_and_all_that_finds_the_part():
     assert "checks: 2 passed, 5 failed, 0 skipped, 1 unknown" in text
     assert said[-1] == "repeat: mgpu-check accept --gpus=8 --hypothesis-seed=7"
     assert "SIMULATED" not in text
+
+
+def test_sets_of_parts_that_explain_failures_alike_are_listed_and_not_named(tmp_path):
+    sets = tuple(tuple(Part("gpu", (number,)) for number in pair) for pair in ((0, 2), (1, 3)))
+    bad = report("bad")
+    unsure = replace(bad, verdict=replace(bad.verdict, accusations=(), rivals=(sets,)))
+    said = lines(unsure)
+    assert said[0] == "REJECTED: 1 failure that several sets of parts explain equally well"
+    assert "  none is named of GPU 0 and GPU 2; or GPU 1 and GPU 3" in said
+    for suffix in (".md", ".html", ".json"):
+        path = tmp_path / f"report{suffix}"
+        write(path, unsure)
+        assert suffix == ".json" or "none is named of GPU 0 and GPU 2; or GPU 1 and GPU 3" in path.read_text()
+    assert read(path).verdict.rivals == (sets,)
 
 
 def test_the_terminal_says_what_is_simulated_and_of_which_host():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mgpu_check.acceptance.verdict.evidence import evidence_lines
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject, SubjectKind
 
@@ -111,7 +112,11 @@ def test_two_parts_are_two(count: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("count", [6, 16])
 def test_what_fails_everywhere_is_the_host(count: int) -> None:
-    assert parts(run(count, *subjects(count))) == {Part("host", (0,))}
+    """What the driver says about a GPU is about that GPU all the same."""
+    everything = [(check, subject) for check, subject in subjects(count) if check != "health"]
+    assert parts(run(count, *everything)) == {Part("host", (0,))}
+    gpus = {Part("gpu", (gpu,)) for gpu in range(count)}
+    assert parts(run(count, *subjects(count))) == {Part("host", (0,)), *gpus}
 
 
 @given(count=st.integers(1, 16))
@@ -138,3 +143,105 @@ def test_none_of_several_alike_is_accused(count: int) -> None:
     found = explain(seen, ONE_HOST)
     assert found.parts == {}
     assert [seen[number].outcome for number in found.unexplained] == ["failed"]
+    assert set(found.rivals) == {(Part("gpu", (gpu,)),) for gpu in range(count)}
+
+
+def copies(*pairs: tuple[int, int]) -> list[tuple[str, Subject]]:
+    return [("links", Subject("copy", pair)) for one, other in pairs for pair in ((one, other), (other, one))]
+
+
+def test_gpus_in_turn_are_rivals() -> None:
+    """The copies between 0 and 1, 1 and 2, 2 and 3, 3 and 0 fail: GPUs 0 and 2 explain them, and so do GPUs 1 and
+    3."""
+    found = explain(run(4, *copies((0, 1), (0, 3), (1, 2), (2, 3))), ONE_HOST)
+    assert found.parts == {}
+    assert set(found.rivals) == {tuple(Part("gpu", (gpu,)) for gpu in pair) for pair in ((0, 2), (1, 3))}
+
+
+def test_what_is_certain_is_named_beside_rivals() -> None:
+    broken = [*copies((0, 1), (0, 3), (1, 2), (2, 3)), ("memory", Subject("gpu", (5,)))]
+    found = explain(run(6, *broken), ONE_HOST)
+    assert set(found.parts) == {Part("gpu", (5,))}
+    assert len(found.unexplained) == 8 and len(found.rivals) == 2
+
+
+@pytest.mark.parametrize("bad", [[0], [0, 1, 2], [0, 1, 2, 3], list(range(8))])
+def test_what_the_driver_says_of_a_gpu_is_of_that_gpu(bad: list[int]) -> None:
+    broken = [("health", Subject("gpu", (gpu,))) for gpu in bad]
+    assert parts(run(8, *broken)) == {Part("gpu", (gpu,)) for gpu in bad}
+
+
+@given(data=st.data())
+def test_failures_of_a_link_are_not_charged_to_a_sick_gpu(data: st.DataObject) -> None:
+    sick, one, other = (data.draw(st.integers(0, 3)), *data.draw(st.permutations(range(4)))[:2])
+    broken = [("health", Subject("gpu", (sick,))), ("links", Subject("copy", (one, other)))]
+    everybody = [Observation("collectives", Subject("group", (0, 1, 2, 3)), "failed")]
+    seen = [*run(4, *broken), *everybody]
+    found = explain(seen, ONE_HOST)
+    assert set(found.parts) == {Part("gpu", (sick,)), Part("link", (one, other))}
+    assert {seen[number].check for number in found.parts[Part("gpu", (sick,))]} == {"health"}
+    assert not found.shared
+
+
+def test_a_failure_that_two_accused_parts_explain_is_shared() -> None:
+    broken = [("memory", Subject("gpu", (3,))), ("links", Subject("copy", (0, 1)))]
+    seen = [*run(4, *broken), Observation("collectives", Subject("group", (0, 1, 2, 3)), "failed")]
+    found = explain(seen, ONE_HOST)
+    assert set(found.parts) == {Part("gpu", (3,)), Part("link", (0, 1))}
+    assert found.shared == (len(seen) - 1,)
+    gpu, link = Part("gpu", (3,)), Part("link", (0, 1))
+    own, shared = evidence_lines(seen, found.parts[gpu], found.others(gpu))
+    assert own.startswith("memory: GPU 3") and "shared" not in own
+    assert shared.endswith("1 of 4 looks failed; shared: link GPU 0 -> GPU 1 may explain it alone")
+    assert [
+        line.endswith("shared: GPU 3 may explain it alone")
+        for line in evidence_lines(seen, found.parts[link], found.others(link))
+    ] == [False, True]
+
+
+SINGLE = [subject for check, subject in subjects(8) if check in ("memory", "links") and subject.kind in ("gpu", "copy")]
+
+
+@given(count=st.integers(2, 8), data=st.data())
+def test_the_named_parts_are_in_every_smallest_explanation(count: int, data: st.DataObject) -> None:
+    """Brute force: try all sets of GPUs, of directions and of links, and the host, at their prices."""
+    of_node = [subject for subject in SINGLE if max(subject.members) < count]
+    failed = set(data.draw(st.lists(st.sampled_from(of_node), min_size=1, max_size=10)))
+    seen = [Observation(check_of(one), one, "failed" if one in failed else "passed") for one in of_node]
+    found = explain(seen, ONE_HOST)
+    smallest = by_brute_force(of_node, failed)
+    assert set(found.parts) == set.intersection(*map(set, smallest))
+    assert len(smallest) == 1 or {part for some in smallest for part in some} == {
+        part for some in (found.parts, *found.rivals) for part in some
+    }
+
+
+def check_of(subject: Subject) -> str:
+    return "memory" if subject.kind == "gpu" else "links"
+
+
+def by_brute_force(of_node: list[Subject], failed: set[Subject]) -> list[frozenset[Part]]:
+    touched: dict[frozenset[Part], set[Subject]] = {}
+    for member in {member for one in failed for member in one.members}:
+        touched[frozenset([Part("gpu", (member,))])] = {one for one in of_node if member in one.members}
+    directions = [one for one in failed if one.kind == "copy"]
+    for one in directions:
+        touched[frozenset([Part("link", one.members)])] = {one}
+        back = Subject("copy", one.members[::-1])
+        if back in failed:
+            touched[frozenset([Part("link", one.members), Part("link", back.members)])] = {one, back}
+    touched[frozenset([Part("host", (0,))])] = set(of_node)
+    price = {
+        one: {"gpu": 1.0, "link": 0.9, "host": 4.0}[next(iter(one)).kind]
+        + 0.1 * (len(one) - 1)
+        + 0.3 * len(subjects - failed) / len(subjects)
+        for one, subjects in touched.items()
+    }
+    sets: dict[frozenset[Part], float] = {}
+    for size in range(1, 5):  # five parts cost more than the host
+        for some in itertools.combinations(touched, size):
+            cost = sum(price[one] for one in some)
+            if cost < 4.5 and failed <= set().union(*(touched[one] for one in some)):
+                sets.setdefault(frozenset().union(*some), cost)
+    least = min(sets.values())
+    return [some for some, cost in sets.items() if cost <= least + 0.05]

@@ -40,7 +40,8 @@ def render(report: RunReport) -> str:
         page.add(*_accusation(report, accusation))
     page.rows("Warnings", ("what",), [(text(view.warning_text(one)),) for one in view.warnings(report)])
     unexplained = view.failed_of(report, report.verdict)
-    page.rows("Failures that no part explains", _HEAD, [_row(entry) for entry in unexplained])
+    page.rows(f"Failures {view.unexplained_by(report.verdict)}", _HEAD, [_row(entry) for entry in unexplained])
+    page.add(*(f"- {text(line)}" for line in view.rivals_of(report, report.verdict)), "")
     page.rows("Could not be checked", ("what",), [(text(line),) for line in report.verdict.unknown])
     _checks(page, report)
     page.rows(

@@ -54,6 +54,7 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         ),
         unexplained=tuple(one for report in joined for one in report.verdict.unexplained),
         partial=partial.pop() if len(partial) == 1 else (),
+        rivals=tuple(choice for report in joined for choice in report.verdict.rivals),
     )
     return RunReport(
         started=min(report.started for report in reports),
@@ -139,6 +140,7 @@ def _renumbered(report: RunReport, its: _Numbers, name: str) -> RunReport:
             accusations=tuple(_accusation(accusation, its, prefix) for accusation in one.accusations),
             unknown=tuple(f"{name}: {line}" for line in one.unknown),
             unexplained=tuple(its.first + number for number in one.unexplained),
+            rivals=tuple(tuple(tuple(_part(part, its) for part in some) for some in sets) for sets in one.rivals),
         )
 
     return replace(
@@ -175,11 +177,16 @@ def _subject(subject: Subject, its: _Numbers) -> Subject:
     return Subject(subject.kind, _members(subject.kind, subject.members, its))
 
 
+def _part(part: Part, its: _Numbers) -> Part:
+    return Part(part.kind, _members(part.kind, part.members, its))
+
+
 def _accusation(one: Accusation, its: _Numbers, prefix: str) -> Accusation:
     return replace(
         one,
-        part=Part(one.part.kind, _members(one.part.kind, one.part.members, its)),
+        part=_part(one.part, its),
         because=tuple(f"{prefix}{line}" for line in one.because),
         observations=tuple(its.first + number for number in one.observations),
+        shared=tuple(its.first + number for number in one.shared),
         arm=f"{prefix}{one.arm}" if one.arm else "",
     )

@@ -37,7 +37,8 @@ def lines(report: RunReport) -> list[str]:
         found += ["", "warnings:", *(f"  {line}" for line in _most(warned))]
     loose = view.failed_of(report, report.verdict)
     if loose:
-        found += ["", "failures that no part explains:"]
+        found += ["", f"failures {view.unexplained_by(report.verdict)}:"]
+        found += [f"  {line}" for line in view.rivals_of(report, report.verdict)]
         found += [f"  {line}" for line in _most([_observation(entry) for entry in loose])]
     if report.verdict.unknown:
         found += ["", "could not be checked:"]

@@ -38,9 +38,11 @@ __all__ = [
     "name_of",
     "prefix",
     "repeat",
+    "rivals_of",
     "ruled",
     "seconds_text",
     "tallies",
+    "unexplained_by",
     "warning_text",
     "warnings",
     "what",
@@ -50,6 +52,8 @@ __all__ = [
 MATRIX = 32
 """Most GPUs in one matrix."""
 _HOSTS = 16
+_RIVALS = 8
+"""Most sets of parts to list that explain the same failures."""
 SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"
 
 _WORST: tuple[Outcome, ...] = ("failed", "unknown", "passed", "skipped")
@@ -150,7 +154,7 @@ def headline(report: RunReport) -> str:
     if verdict.kind == "REJECTED":
         parts = ", ".join(dict.fromkeys(name_of(report, accusation.part) for accusation in verdict.accusations))
         loose = len(verdict.unexplained)
-        unexplained = f"{what(loose, 'failure')} that no part explains" if loose else ""
+        unexplained = f"{what(loose, 'failure')} {unexplained_by(verdict)}" if loose else ""
         why = "; ".join(filter(None, (parts, unexplained))) or "no part is named"
     elif verdict.kind == "INCONCLUSIVE":
         why = "; ".join(verdict.unknown[:1]) or "something could not be checked"
@@ -315,5 +319,20 @@ def evidence_of(report: RunReport, accusation: Accusation) -> list[Observation]:
 
 
 def failed_of(report: RunReport, verdict: Verdict) -> list[Observation]:
-    """Return the failed observations that no part explains."""
+    """Return the failed observations that no accused part explains."""
     return [report.observations[number] for number in verdict.unexplained if number < len(report.observations)]
+
+
+def unexplained_by(verdict: Verdict) -> str:
+    """Return why failures have no accused part, in words that follow "failures"."""
+    return "that several sets of parts explain equally well" if verdict.rivals else "that no part explains"
+
+
+def rivals_of(report: RunReport, verdict: Verdict) -> list[str]:
+    """Return a line for each choice between sets of parts that explain the same failures."""
+    return [
+        "none is named of "
+        + "; or ".join(" and ".join(name_of(report, part) for part in some) for some in sets[:_RIVALS])
+        + (f"; or {len(sets) - _RIVALS} more" if sets[_RIVALS:] else "")
+        for sets in verdict.rivals
+    ]

@@ -1,21 +1,26 @@
 """Find the smallest set of parts that explains the failed observations.
 
-A part *explains* a failed observation if it belongs to the subject, and the data do not point elsewhere. The search
-takes the sets of parts that explain the most observations, and chooses the cheapest of them. A GPU costs 1, a link
-slightly less. The host costs more, because it explains everything. Observations that passed although a part would spoil
-them add a little to its price. So the explanation of one failed pair of eight GPUs is a link; the explanation of all
-pairs of one GPU is that GPU. If several parts explain the same failures at the same price, none is named, and the
-failures remain unexplained.
+A part *explains* a failed observation if it belongs to the subject, and the data do not point elsewhere. Of the sets of
+parts that explain all observations the cheapest are the smallest. A GPU costs 1, a link slightly less. The host costs
+more, because it explains everything. Observations that passed although a part would spoil them add a little to its
+price. So the explanation of one failed pair of eight GPUs is a link; the explanation of all pairs of one GPU is that
+GPU.
+
+A part is named only if every smallest set contains it. If several sets explain the rest, they are *rivals*: none is
+named, and what they explain remains unexplained.
+
+What the driver says about one GPU (`Check.of_driver`) accuses that GPU, and explains nothing else: a pending repair
+of a GPU is not the cause of a failed copy.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from mgpu_check.acceptance.checklist import CHECKLIST
+from mgpu_check.acceptance.verdict.search import smallest_sets
 from mgpu_check.devices.observations import Observation, Part, Subject
 
 __all__ = ["Explanation", "Suspect", "explain"]
@@ -25,8 +30,8 @@ _BOTH_WAYS = 1.0
 # Cost of a link if the data point at one of its GPUs and no copy over it failed: more than that of the GPU.
 _AGAINST_DATA = 1.1
 _SPOILED = 0.3  # largest surcharge, for a part whose other observations all passed
-_UNEXPLAINED = 10.0
-_MOST_SETS = 20_000
+_ALIKE = 0.05
+"""Prices up to this difference count as equal: GPUs take part in slightly different numbers of observations."""
 
 Key = tuple[str, Subject, tuple[int, ...]]
 """Check, subject and suspects. Observations with the same key have the same explanation."""
@@ -50,42 +55,66 @@ class Explanation:
     Attributes:
         parts: the parts at fault, each with the indices of the failed observations that it explains.
         unexplained: indices of the other failed observations.
+        shared: indices of observations that several of `parts` explain: one of them is enough.
+        rivals: sets of parts that explain what is unexplained equally well, if there are several; else empty.
     """
 
     parts: Mapping[Part, tuple[int, ...]]
     unexplained: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    rivals: tuple[tuple[Part, ...], ...] = ()
+
+    def others(self, part: Part) -> dict[int, list[Part]]:
+        """Return for each shared observation of a part the other parts that explain it; a link's other direction is
+        not one."""
+        mine = [number for number in self.parts[part] if number in self.shared]
+        same = {part, Part(part.kind, part.members[::-1])}
+        return {number: [one for one in self.parts if one not in same and number in self.parts[one]] for number in mine}
 
 
 def explain(
     observations: Sequence[Observation], hosts: Sequence[int], follows_rank: Collection[int] = ()
 ) -> Explanation:
-    """Return the smallest set of parts that explains the failed `observations`.
+    """Return the parts that every smallest explanation of the failed `observations` contains.
 
     Args:
         hosts: the host of each GPU, by number of the GPU.
         follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has
             shown. Only the host, with its software, explains them.
     """
-    failed = [number for number, entry in enumerate(observations) if entry.outcome == "failed"]
+    parts: dict[Part, list[int]] = {}
     keys: dict[Key, list[int]] = {}
-    for number in failed:
-        if number not in follows_rank:
-            keys.setdefault(_key(observations[number]), []).append(number)
-    passed = [_key(entry) for entry in observations if entry.outcome == "passed"]
-    search = _Search(list(keys), passed, hosts)
-    chosen = search.sure(search.best())
-    parts: dict[Part, list[int]] = {part: [] for suspect in chosen for part in suspect.parts}
-    unexplained = []
+    for number, entry in enumerate(observations):
+        if entry.outcome != "failed":
+            continue
+        if number in follows_rank:
+            for part in _hosts_of(entry.subject, hosts):
+                parts.setdefault(part, []).append(number)
+        elif _of_driver(entry):
+            parts.setdefault(Part("gpu", entry.subject.members), []).append(number)
+        else:
+            keys.setdefault(_key(entry), []).append(number)
+    passed = [_key(entry) for entry in observations if entry.outcome == "passed" and not _of_driver(entry)]
+    sets = _Candidates(list(keys), passed, hosts).sets()
+    named = frozenset.intersection(*sets) if sets else frozenset()
+    unexplained: list[int] = []
+    shared: list[int] = []
     for key, numbers in keys.items():
-        explaining = [part for part in parts if _explains(part, *key, hosts)]
-        for part in explaining:
-            parts[part] += numbers
-        if not explaining:
-            unexplained += numbers
-    for number in follows_rank:
-        for part in _hosts_of(observations[number].subject, hosts):
-            parts.setdefault(part, []).append(number)
-    return Explanation({part: tuple(sorted(numbers)) for part, numbers in parts.items() if numbers}, tuple(unexplained))
+        explaining = [suspect for suspect in sorted(named) if suspect.explains(key, hosts)]
+        for part in (part for suspect in explaining for part in suspect.parts if _explains(part, *key, hosts)):
+            parts.setdefault(part, []).extend(numbers)
+        unexplained += numbers if not explaining else ()
+        shared += numbers if len(explaining) > 1 else ()
+    return Explanation(
+        {part: tuple(sorted(numbers)) for part, numbers in parts.items()},
+        tuple(unexplained),
+        tuple(sorted(shared)),
+        tuple(tuple(sorted({part for one in some - named for part in one.parts})) for some in sets) if sets[1:] else (),
+    )
+
+
+def _of_driver(entry: Observation) -> bool:
+    return entry.subject.kind == "gpu" and CHECKLIST[entry.check].of_driver
 
 
 def _key(entry: Observation) -> Key:
@@ -115,49 +144,18 @@ def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...
     return subject.kind == "group" and both and (not suspects or bool(set(suspects) & set(part.members)))
 
 
-class _Search:
+class _Candidates:
     def __init__(self, failed: Sequence[Key], passed: Iterable[Key], hosts: Sequence[int]) -> None:
         self.failed = failed
         self.hosts = hosts
         # A key that passed counts for a part only if it never failed: a fault may be intermittent.
         self.passed = set(passed) - set(failed)
 
-    def best(self) -> tuple[Suspect, ...]:
-        if not self.failed:
-            return ()
+    def sets(self) -> list[frozenset[Suspect]]:
+        """Return every smallest set of candidates that explains all failures; none if there are too many to try."""
         candidates = self.candidates
-        best: tuple[Suspect, ...] = ()
-        least = self._price(())
-        for count in range(1, len(candidates) + 1):
-            if count > 1 and _sets(len(candidates), count) > _MOST_SETS:
-                return self._improved(best, least)
-            price, found = min((self._price(some), some) for some in itertools.combinations(candidates, count))
-            if price < least:
-                best, least = found, price
-            elif not self._left(best) or count > len(self.failed):
-                return best
-        return best
-
-    def sure(self, chosen: tuple[Suspect, ...]) -> tuple[Suspect, ...]:
-        """Drop suspects that another candidate could replace at no higher price: to name one of them would be a
-        guess."""
-        price = self._price(chosen)
-        others = [one for one in self.candidates if one not in chosen]
-        return tuple(
-            one
-            for one in chosen
-            if not any(self._price((*(two for two in chosen if two != one), other)) <= price for other in others)
-        )
-
-    def _improved(self, best: tuple[Suspect, ...], least: float) -> tuple[Suspect, ...]:
-        """Improve `best` greedily, if there are too many sets to try all: add or remove one suspect at a time."""
-        while True:
-            more = [(*best, one) for one in self.candidates if one not in best]
-            fewer = [tuple(other for other in best if other != one) for one in best]
-            price, found = min(((self._price(some), some) for some in [*more, *fewer]), default=(least, best))
-            if price >= least:
-                return best
-            best, least = found, price
+        explained = [frozenset(one for one in candidates if one.explains(key, self.hosts)) for key in self.failed]
+        return smallest_sets(explained, {one: self._price(one) for one in candidates}, _ALIKE) or []
 
     @cached_property
     def candidates(self) -> list[Suspect]:
@@ -185,32 +183,8 @@ class _Search:
             [*alone, *(Suspect((Part("link", pair), Part("link", pair[::-1])), cost) for pair, cost in both.items())]
         )
 
-    @cached_property
-    def _explained(self) -> dict[Suspect, frozenset[int]]:
-        return {
-            suspect: frozenset(number for number, key in enumerate(self.failed) if suspect.explains(key, self.hosts))
-            for suspect in self.candidates
-        }
-
-    @cached_property
-    def _spoiled(self) -> dict[Suspect, float]:
-        """For each suspect the share of the observations it would spoil that passed."""
-        share = {}
-        for suspect in self.candidates:
-            right = sum(suspect.explains(key, self.hosts) for key in self.passed)
-            share[suspect] = right / max(1, right + len(self._explained[suspect]))
-        return share
-
-    def _left(self, some: tuple[Suspect, ...]) -> int:
-        return len(self.failed) - len(frozenset().union(*(self._explained[one] for one in some)))
-
-    def _price(self, some: tuple[Suspect, ...]) -> float:
-        cost = sum(one.cost + _SPOILED * self._spoiled[one] for one in some)
-        return round(cost + _UNEXPLAINED * self._left(some), 9)
-
-
-def _sets(of: int, count: int) -> int:
-    number = 1
-    for k in range(count):
-        number = number * (of - k) // (k + 1)
-    return number
+    def _price(self, suspect: Suspect) -> float:
+        """Return the cost of a suspect, with a surcharge for the share of its observations that passed."""
+        wrong = sum(suspect.explains(key, self.hosts) for key in self.failed)
+        right = sum(suspect.explains(key, self.hosts) for key in self.passed)
+        return suspect.cost + _SPOILED * right / max(1, right + wrong)
