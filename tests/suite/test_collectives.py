@@ -179,6 +179,11 @@ def test_suspects_are_whom_the_data_point_at(operation, wrong, suspects):
     assert found.evidence["wrong"][0]["rank"] == min(wrong)
 
 
+def test_the_root_is_told_as_a_rank_of_the_group():
+    (found,) = observations_of_views([RepeatedCollective("broadcast", "float32", 400, root=18)], views({1: [2]}))
+    assert ", root 2," in found.case and found.evidence["collective"]["root"] == 2
+
+
 def test_of_sends_the_pair_is_named():
     found = observations_of_views([RepeatedCollective("send_recv", "float32", 400, iterations=4)], views({2: [0]}))
     assert [(entry.outcome, entry.subject) for entry in found] == [("failed", Subject("copy", (0, 2)))]

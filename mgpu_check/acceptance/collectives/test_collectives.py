@@ -82,7 +82,7 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
                     size,
                     (),
                     reduction,
-                    root + place_of_operation + len(cases),
+                    (root + place_of_operation + len(cases)) % len(node.numbers),
                     iterations=3,
                     seed=seed + place,
                 )
@@ -100,10 +100,18 @@ def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
 
     cases: list[RepeatedCollective] = []
     for members in groups(node):
-        for operation in ("all_reduce", "all_gather", "broadcast"):
+        # A GPU that receives wrong data is right as a root, so each of a pair is the root once.
+        roots = range(len(members)) if len(members) == 2 else [len(cases) % len(members)]
+        for operation, root in (("all_reduce", 0), ("all_gather", 0), *(("broadcast", root) for root in roots)):
             cases.append(
                 RepeatedCollective(
-                    operation, "float32", (64 << 10) + delta, tuple(members), iterations=3, seed=seed + len(cases)
+                    operation,
+                    "float32",
+                    (64 << 10) + delta,
+                    tuple(members),
+                    root=root,
+                    iterations=3,
+                    seed=seed + len(cases),
                 )
             )
     look(node, cases)

@@ -45,7 +45,9 @@ def observations_of_views(cases: Sequence[RepeatedCollective], results: Iterable
             views.setdefault((view.case, view.members), []).append(view)
     found: list[Observation] = []
     for (number, members), group in sorted(views.items()):
-        found += _of_group(cases[number], members, group)
+        # A case may be drawn without regard to the size of its group.
+        case = dataclasses.replace(cases[number], root=cases[number].root % len(members))
+        found += _of_group(case, members, group)
     return found
 
 

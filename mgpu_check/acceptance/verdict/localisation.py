@@ -89,12 +89,12 @@ class _SecondRun:
     def look(self) -> Look:
         group = tuple(gpu for gpu in self.call.gpus if gpu not in self.node.lost)
         if len(group) < 2 or not self._fails(group):
-            return self._end(group, f"did not fail again in {self.repeats} repeats on the same GPUs")
+            return self._end(group, f"did not fail again in {self._repeats_of(group)} repeats on the same GPUs")
         smallest = self._narrowed(group)
-        seen = [] if smallest == group else [f"fails on GPUs {_list(smallest)} alone"]
+        seen = [] if set(smallest) == set(group) else [f"fails on GPUs {_list(sorted(smallest))} alone"]
         if len(smallest) == 2:
             seen += self._around(smallest, group)
-        follows = self._permuted(smallest)
+        follows = self._permuted(group)
         if follows:
             seen.append(follows)
         seen += self._arms(smallest)
@@ -103,15 +103,26 @@ class _SecondRun:
     def _end(self, group: tuple[int, ...], *seen: str, follows_rank: bool = False) -> Look:
         return Look(self.call.case, self.call.check, group, seen, follows_rank)
 
-    def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> list[Observation]:
-        """Repeat the case on a group until it fails, and return the failed observations; empty if it did not fail."""
-        for _ in range(self.repeats):
+    def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> tuple[int, ...]:
+        """Repeat the case on a group until it fails, and return the GPUs in the order that failed; empty if none did.
+
+        Each repeat gives each rank the next GPU: a GPU that receives wrong data is right where it is the root.
+        """
+        for repeat in range(self._repeats_of(group)):
             if self.is_late():
                 raise _TimeIsOver
-            failed = [o for o in self.node.repeat(self.call, group, environment) if o.outcome == "failed"]
-            if failed or not set(group) <= set(self.node.numbers):
-                return failed
-        return []
+            order = _turned(group, repeat)
+            if self._failed(order, environment):
+                return order
+            if not set(group) <= set(self.node.numbers):
+                break
+        return ()
+
+    def _repeats_of(self, group: Sequence[int]) -> int:
+        return max(self.repeats, len(group))
+
+    def _failed(self, order: Sequence[int], environment: Mapping[str, str] | None = None) -> list[Observation]:
+        return [entry for entry in self.node.repeat(self.call, order, environment) if entry.outcome == "failed"]
 
     def _narrowed(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """Return the smallest failing group, found by halving. If neither half fails, try pairs across the halves."""
@@ -121,10 +132,8 @@ class _SecondRun:
         for half in (group[:middle], group[middle:]):
             if len(half) > 1 and self._fails(half):
                 return self._narrowed(half)
-        for pair in itertools.product(group[:middle], group[middle:]):
-            if self._fails(pair):
-                return pair
-        return group
+        pairs = (self._fails(pair) for pair in itertools.product(group[:middle], group[middle:]))
+        return next(filter(None, pairs), group)
 
     def _around(self, pair: tuple[int, ...], group: Sequence[int]) -> list[str]:
         """Pair each GPU of a failing pair with up to two other GPUs: a GPU that fails with them too is itself at
@@ -140,16 +149,26 @@ class _SecondRun:
         return seen
 
     def _permuted(self, group: tuple[int, ...]) -> str:
-        """Run with each rank on the next device, and return whether the fault follows the device or the rank, or ""."""
-        turned = (*group[1:], group[0])  # a reversal would leave the middle rank of an odd group in place
-        here, there = self._fails(group), self._fails(turned)
-        devices = [{gpu for entry in failed for gpu in entry.suspects} for failed in (here, there)]
-        if not all(devices):
+        """Run with each device at each rank, and return whether the fault follows the device or the rank, or "".
+
+        A fault follows the rank only if it shows on every device of the group there.
+        """
+        devices: list[set[int]] = []
+        ranks: list[set[int]] = []
+        for by in range(len(group)):
+            order = _turned(group, by)
+            for _ in range(self.repeats):
+                if failed := self._failed(order):
+                    break
+            found = {gpu for entry in failed for gpu in entry.suspects}
+            devices.append(found)
+            ranks.append({order.index(gpu) for gpu in found})
+        pointing = [found for found in devices if found]
+        if len(pointing) < 2:
             return ""
-        if devices[0] & devices[1]:
+        if set.intersection(*pointing):
             return _FOLLOWS_DEVICE
-        ranks = [{order.index(gpu) for gpu in found} for order, found in zip((group, turned), devices, strict=True)]
-        return _FOLLOWS_RANK if ranks[0] & ranks[1] else "follows neither the device nor the rank"
+        return _FOLLOWS_RANK if set.intersection(*ranks) else "follows neither the device nor the rank"
 
     def _arms(self, group: tuple[int, ...]) -> list[str]:
         seen = []
@@ -165,6 +184,12 @@ class _SecondRun:
 
 _FOLLOWS_DEVICE = "follows the device to another rank"
 _FOLLOWS_RANK = "follows the rank to another device"
+
+
+def _turned(group: Sequence[int], by: int) -> tuple[int, ...]:
+    """Return the group with each rank on the device of `by` ranks later."""
+    by %= len(group)
+    return (*group[by:], *group[:by])
 
 
 def _list(gpus: Sequence[int]) -> str:
