@@ -16,6 +16,7 @@ from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.plugin.packaged import SUITE, package_of
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.report.example import draws_on
+from mgpu_check.plugin.report.explaining import worlds
 from mgpu_check.plugin.report.suspects import Rerun, Reruns
 from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.session import GpuSession
@@ -24,10 +25,17 @@ from mgpu_check.processes import protocol
 __all__ = ["Failed", "is_packaged", "look_again"]
 
 _REPEATS = 20
+_REPEATS_FIRST = 3
 _SECONDS = {"quick": 5.0, "standard": 20.0, "long": 120.0}
-"""Time limit of one second look, by level. All second looks of a run together may take four times as long."""
-_COUNTS = ("size", "devices")
-"""Arguments of a check that hold the number of ranks or devices."""
+"""Time limit of one second look on a fast machine, by level."""
+_RERUNS = 30
+"""A second look may take as long as this number of reruns, on a slow machine..."""
+_SLOWEST = 6
+"""... but at most this multiple of its limit on a fast one."""
+_SHARE = 4
+"""All second looks of a run may take this multiple of the limit of one. Each gets one such part of the rest."""
+_COUNTS = (("size", "ranks"), ("devices", "gpus"), ("devices", "ranks"))
+"""Arguments of a check that hold the number of ranks or devices, each with the fixture that has them."""
 _PLACE = re.compile(r"cuda:(\d+)")
 
 
@@ -60,11 +68,16 @@ class _OutOfTime(Exception):
 
 
 class _OnDevices(Ranks):
-    """The fixture `ranks` on a selection of the devices, in a given order."""
+    """The fixture `ranks` on a selection of the devices, in a given order.
+
+    Attributes:
+        used: the devices of all calls, in the order of their ranks; None if a call has chosen its devices itself.
+    """
 
     def __init__(self, session: GpuSession, devices: Sequence[int]) -> None:
         super().__init__(session)
         self._devices = tuple(devices)
+        self.used: tuple[int, ...] | None = ()
 
     @property
     def size(self) -> int:
@@ -73,7 +86,14 @@ class _OnDevices(Ranks):
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, size: int | None = None, **kwargs: Any) -> list[Any]:
         chosen = kwargs.pop("devices", None)
         which = range(len(self._devices) if size is None else size) if chosen is None else chosen
-        return super().run(fn, *args, devices=[self._devices[index] for index in which], **kwargs)
+        devices = [self._devices[index] for index in which]
+        if self.used is not None:
+            self.used = tuple(dict.fromkeys((*self.used, *devices)))
+        return super().run(fn, *args, devices=devices, **kwargs)
+
+    def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.used = None
+        return super()._run_apart(fn, arguments)
 
 
 class _Second:
@@ -84,33 +104,69 @@ class _Second:
         self._failed = failed
         self._session = session
         self._kind = _kind_of(error)
-        self._count = next((name for name in _COUNTS if isinstance(failed.kwargs.get(name), int)), None)
+        given = failed.kwargs
+        self._count = next((name for name, of in _COUNTS if of in given and isinstance(given.get(name), int)), None)
         self._least = max(1, needs.least)
         self._all = tuple(range(needs.count or session.pool.devices))
-        budget = _SECONDS[session.settings.gpu_level]
-        left = 4 * budget - session.looked
-        self._until = time.monotonic() + min(budget, left)
+        self._places = self._named(given) if self._count is None and "ranks" not in given else ()
         self._began = time.monotonic()
+        self._until = self._began + _SECONDS[session.settings.gpu_level]
+        self._why = "reached its time limit; --gpu-level=long allows more time"
 
     def look(self) -> Reruns:
-        seen = Reruns()
-        size = self._failed.kwargs[self._count] if self._count else self._takes_part()
-        usual = self._all[:size] if self._count else self._all
+        seen = Reruns(partial=bool(self._places))
+        usual = self._all[: self._failed.kwargs[self._count]] if self._count else self._places or self._all
         try:
             seen.repeats.append(self._as_it_was(usual))
-            if self._movable():
-                for devices in self._elsewhere(size, usual):
-                    trial = self._try_until_it_fails(devices, 1 if seen.repeats[0].failed else 5)
-                    if not trial.refused:
-                        seen.elsewhere.append(trial)
-            middle = time.monotonic() + (self._until - time.monotonic()) / 2
-            while len(seen.repeats) < _REPEATS and (len(seen.repeats) < 3 or time.monotonic() < middle):
-                seen.repeats.append(self._as_it_was(usual))
+            self._allow(time.monotonic() - self._began)
+            self._repeat(seen, usual, _REPEATS_FIRST, self._until)
+            if seen.unreliable:
+                self._repeat(seen, usual, _REPEATS, self._half)
+            self._localise(seen)
+            tries = seen.tries
+            self._repeat(seen, usual, _REPEATS, self._half)
+            if seen.tries != tries:
+                self._localise(seen)
         except _OutOfTime:
-            seen.notes.append("the second look reached its time limit; --gpu-level=long allows more time")
+            seen.notes.append(f"the second look {self._why}")
         finally:
             self._session.looked += time.monotonic() - self._began
         return seen
+
+    def _allow(self, took: float) -> None:
+        """Set the time limit: by the speed of the machine, and by the time that second looks of this run have left."""
+        fast = _SECONDS[self._session.settings.gpu_level]
+        limit = min(max(fast, _RERUNS * took), _SLOWEST * fast)
+        self._until = self._began + max(0.0, _SHARE * limit - self._session.looked) / _SHARE
+
+    @property
+    def _half(self) -> float:
+        """The time at which half of the remaining time is over."""
+        now = time.monotonic()
+        return now + (self._until - now) / 2
+
+    def _repeat(self, seen: Reruns, usual: tuple[int, ...], most: int, until: float) -> None:
+        while len(seen.repeats) < most and time.monotonic() < until:
+            seen.repeats.append(self._as_it_was(usual))
+
+    def _localise(self, seen: Reruns) -> None:
+        """Run the example elsewhere, until no further rerun rules out a part."""
+        seen.settled = False
+        if not self._movable() or not seen.tries or not seen.repeats[0].devices:
+            return
+        asked: set[tuple[int, ...]] = set()
+        while True:
+            failed = min((one.devices for one in (*seen.repeats, *seen.elsewhere) if one.failed), key=len, default=())
+            most = len(seen.repeats[0].devices)
+            sizes = range(self._least, most + 1) if self._count else [most]
+            devices = seen.next_trial(one for one in worlds(self._all, sizes, failed) if one not in asked)
+            if devices is None:
+                seen.settled = True
+                return
+            asked.add(devices)
+            trial = self._try_until_it_fails(devices, seen.tries)
+            if trial.devices and not trial.refused:
+                seen.elsewhere = [*(one for one in seen.elsewhere if one.devices != trial.devices), trial]
 
     def _as_it_was(self, usual: tuple[int, ...]) -> Rerun:
         """Run the example on its original devices. It can run there, so any error is a failure."""
@@ -120,64 +176,46 @@ class _Second:
     def _try_until_it_fails(self, devices: tuple[int, ...], most: int) -> Rerun:
         """Run the example on these devices, up to `most` times until it fails: a flaky example may pass at first."""
         trial = self._try(devices)
-        for _ in range(most - 1):
+        for tries in range(2, most + 1):
             if trial.failed or trial.refused:
                 break
-            trial = self._try(devices)
+            trial = dataclasses.replace(self._try(devices), tries=tries)
         return trial
-
-    def _takes_part(self) -> int:
-        """Return the number of devices named in the arguments of the example; all devices if it names none."""
-        named = {int(index) for index in _PLACE.findall(repr(self._failed.kwargs))}
-        return len(named) or len(self._all)
 
     def _movable(self) -> bool:
         """Return whether the example can run on other devices."""
         if len(self._all) < 2 or self._session.settings.per_host:
             return False
-        return (
-            self._count is not None or "ranks" in self._failed.kwargs or bool(_PLACE.search(repr(self._failed.kwargs)))
-        )
-
-    def _elsewhere(self, size: int, usual: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the devices for further trials: each alone, fewer, in rotated order, and all but one."""
-        everything = len(self._all)
-        turned = [tuple((device + by) % everything for device in usual) for by in range(1, everything)]
-        if self._count is None:
-            return turned
-        found: list[tuple[int, ...]] = [(device,) for device in self._all] if self._least == 1 else []
-        found += [self._all[:fewer] for fewer in range(max(2, self._least), size)]
-        found += turned
-        if everything > max(2, self._least) and size == everything:
-            found += [tuple(other for other in self._all if other != one) for one in self._all]
-        return list(dict.fromkeys(devices for devices in found if devices != usual))
+        return self._count is not None or "ranks" in self._failed.kwargs or bool(self._places)
 
     def _try(self, devices: tuple[int, ...]) -> Rerun:
         if time.monotonic() > self._until:
             raise _OutOfTime
         kwargs = dict(self._failed.kwargs)
-        named = self._count is None and "ranks" not in kwargs
+        ranks = None
         if self._count is not None:
             kwargs[self._count] = len(devices)
         if "ranks" in kwargs:
-            kwargs["ranks"] = _OnDevices(self._session, devices)
-        elif named:
-            kwargs = {name: _moved(value, devices) for name, value in kwargs.items()}
-        elif "gpus" in kwargs:
+            # A check that decides by itself how many devices it uses gets all, these first.
+            rest = () if self._count else (device for device in self._all if device not in devices)
+            ranks = kwargs["ranks"] = _OnDevices(self._session, (*devices, *rest))
+        elif self._count is not None:
             kwargs["gpus"] = protocol.Placeholder("gpus", order=devices)
-        took = self._named(kwargs) if named else devices
+        elif self._places:
+            moved = dict(zip(self._places, devices, strict=True))
+            kwargs = {name: _moved(value, moved) for name, value in kwargs.items()}
         try:
             self._body(*self._failed.args, **kwargs)
         except RankHang:
             self._until = 0.0  # stop, because each further trial could hang as long
-            return Rerun(took, True)
+            self._why = "ended early, because a rerun hung"
+            return _rerun(devices, ranks, failed=True)
         except Exception as error:
             if not self._is_finding(error):
-                return Rerun(took, False, refused=True)
-            ranks = tuple(rank for rank in getattr(error, "ranks", ()) if isinstance(rank, int))
-            cause = getattr(error.__cause__, "ranks", ()) if isinstance(error, RankFailure) else ()
-            return Rerun(took, True, ranks if "ranks" in kwargs else tuple(cause))
-        return Rerun(took, False)
+                return Rerun(devices, False, refused=True)
+            named = tuple(rank for rank in getattr(error, "ranks", ()) if isinstance(rank, int))
+            return _rerun(devices, ranks, failed=True, named=named if ranks is not None else ())
+        return _rerun(devices, ranks, failed=False)
 
     def _is_finding(self, error: Exception) -> bool:
         """Return whether an error is a failure of the check, not a sign that the check cannot run on these devices."""
@@ -194,10 +232,20 @@ def _kind_of(error: object) -> type:
     return type((isinstance(error, RankFailure) and error.__cause__) or error)
 
 
-def _moved(value: Any, devices: Sequence[int]) -> Any:
+def _rerun(devices: tuple[int, ...], ranks: _OnDevices | None, *, failed: bool, named: tuple[int, ...] = ()) -> Rerun:
+    """Return the result of a rerun, with the devices that took part: a check may use fewer, and in another order.
+
+    The result has no devices if the check did not say which it used.
+    """
+    if ranks is None or ranks.used == ():
+        return Rerun(devices, failed, named)
+    return Rerun(ranks.used or (), failed, named)
+
+
+def _moved(value: Any, devices: Mapping[int, int]) -> Any:
     """Return a plain value with each ``cuda:i`` in it replaced by ``cuda:<devices[i]>``."""
     if isinstance(value, str):
-        return _PLACE.sub(lambda found: f"cuda:{devices[int(found[1]) % len(devices)]}", value)
+        return _PLACE.sub(lambda found: f"cuda:{devices.get(int(found[1]), int(found[1]))}", value)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return type(value)(_moved(one, devices) for one in value)
     if isinstance(value, dict):

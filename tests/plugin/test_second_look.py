@@ -3,55 +3,70 @@ fails."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import re
+from types import SimpleNamespace
+
 import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
+from mgpu_check.errors import RankFailure
+from mgpu_check.plugin import second_look
 from mgpu_check.plugin.report.suspects import Rerun, Reruns
+from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.second_look import Failed, look_again
 
 ALWAYS = [Rerun((0, 1, 2, 3), True)] * 5
 ALONE = [(device,) for device in range(4)]
+OF_THREE = list(itertools.combinations(range(4), 3))
 
 
-def seen(*elsewhere: Rerun, repeats=ALWAYS) -> Reruns:
-    return Reruns(list(repeats), list(elsewhere))
+def seen(*elsewhere: Rerun, repeats=ALWAYS, settled=True) -> Reruns:
+    return Reruns(list(repeats), list(elsewhere), settled=settled)
 
 
 @pytest.mark.parametrize(
     ("found", "headline"),
     [
-        (seen(*(Rerun(one, one == (2,)) for one in ALONE)), "looks like cuda:2: fails where it takes part"),
+        (seen(*(Rerun(one, one == (2,)) for one in ALONE)), "looks like cuda:2: fails on it alone, and with others in"),
         (seen(*(Rerun(one, True) for one in ALONE)), "fails on each device alone: looks like the code"),
         (
             seen(
                 *(Rerun(one, False) for one in ALONE),
                 Rerun((0, 1), False),
-                Rerun((0, 1, 2), True),
-                Rerun((1, 2, 3), True),
+                Rerun((2, 3), False),
+                *(Rerun(three, True) for three in OF_THREE),
             ),
-            "fails on any 3 or more devices",
-        ),
-        (
-            seen(Rerun((0, 3), True), Rerun((1, 2), False), Rerun((0, 1, 2), False), Rerun((1, 2, 3), False)),
-            "fails if cuda:0 and cuda:3 take part together: looks like the link between them",
-        ),
-        (
-            seen(Rerun((1, 2, 3, 0), True, (1,)), repeats=[Rerun((0, 1, 2, 3), True, (2,))]),
-            "looks like cuda:2: the error follows the device from rank to rank",
-        ),
-        (
-            seen(Rerun((1, 2, 3, 0), True, (3,)), repeats=[Rerun((0, 1, 2, 3), True, (3,))]),
-            "the error stays with rank 3 on different devices",
+            "fails on any 3 devices: looks like the code",
         ),
         (
             seen(
-                *(Rerun((device,), device < 2, (0,)) for device in range(3)),
-                repeats=[Rerun((0, 1, 2), True, (0,))],
+                *(Rerun(one, True) for one in ((0, 3), (0, 3, 1), (0, 3, 2))),
+                *(Rerun(one, False) for one in ((0, 1), (1, 3), (0, 2, 1), (1, 3, 2))),
             ),
-            "",  # a rank that is alone is always rank 0
+            "looks like the link between cuda:0 and cuda:3: no rerun without it fails",
+        ),
+        (
+            seen(
+                *(Rerun(one, True, (2,)) for one in OF_THREE),
+                Rerun((0, 1), False),
+                Rerun((2, 3), False),
+                repeats=[Rerun((0, 1, 2, 3), True, (2,))],
+            ),
+            "the error stays with rank 2 on different devices",
+        ),
+        # devices 0 and 1 alone fail: two parts
+        (seen(*(Rerun(one, one < (2,)) for one in ALONE)), "looks like cuda:0 and cuda:1: no rerun without them"),
+        # cuda:3 has not been tried alone, and is not what is left over
+        (seen(*(Rerun(one, False) for one in ALONE[:3])), ""),
+        # those who see wrong data may have been sent them
+        (
+            seen(Rerun((1, 2, 3, 0), True, (1,)), repeats=[Rerun((0, 1, 2, 3), True, (2,))]),
+            "",
         ),
         (seen(Rerun((0,), True)), ""),
-        (seen(Rerun((0,), True), Rerun((1,), False), Rerun((2,), False)), ""),
         (seen(Rerun((0, 3), True), Rerun((1,), False)), ""),
         (seen(*(Rerun(one, False) for one in ALONE), Rerun((0, 3), True)), ""),
         (seen(), ""),
@@ -63,15 +78,215 @@ def test_the_headline_names_the_part(found, headline):
     assert bool(found.headline) is bool(headline)
 
 
+def test_nothing_is_named_before_the_controls_have_run():
+    found = seen(*(Rerun(one, one == (2,)) for one in ALONE), settled=False)
+    assert found.headline == ""
+    assert "no part is named: the reruns that would prove cuda:2 are missing" in found.lines()
+
+
+def test_parts_that_nothing_tells_apart_are_listed():
+    found = Reruns([Rerun((0, 1), True)], [Rerun((0,), False), Rerun((1,), False)], settled=True)
+    assert found.headline == ""
+    assert (
+        "no part is named: these reruns do not distinguish the code, cuda:0, cuda:1, the link between cuda:0 and cuda:1"
+        in found.lines()
+    )
+
+
+def test_devices_that_the_example_does_not_name_may_be_at_fault():
+    found = seen(*(Rerun(one, True) for one in ALONE))
+    found.partial = True
+    assert found.headline == ""
+
+
 def test_what_fails_now_and_then_is_told_with_its_rate():
-    """A device that is right once may be at fault all the same."""
+    """A device that is right once may be at fault all the same, so it must be right many times."""
     repeats = [Rerun((0, 1, 2, 3), number % 4 == 0) for number in range(20)]
-    found = seen(*(Rerun(one, one == (1,)) for one in ALONE), repeats=repeats)
+    found = seen(*(Rerun(one, one == (1,), tries=26) for one in ALONE), repeats=repeats)
+    assert found.tries == 26
+    rate = "looks like unreliable hardware, or a race: failed 5 of 20 times"
     assert found.headline == (
-        "looks like unreliable hardware, or a race: failed 5 of 20 times; looks like cuda:1: fails where it takes "
-        "part, and nowhere else"
+        f"{rate}; looks like cuda:1: fails on it alone, and with others in its place the example passes"
     )
     assert "on one device alone: fails on cuda:1; passes on cuda:0, cuda:2, cuda:3" in found.lines()
+    assert seen(*(Rerun(one, one == (1,), tries=25) for one in ALONE), repeats=repeats).headline == rate
+
+
+# Planted faults: a kind, the devices or ranks, and the least size of the world.
+Fault = tuple[str, tuple[int, ...], int]
+
+
+def shows(fault: Fault, trial: tuple[int, ...]) -> bool:
+    kind, members, least = fault
+    if kind == "rank":
+        return len(trial) > members[0]
+    return len(trial) >= least and set(members) <= set(trial)
+
+
+def cause_of(fault: Fault) -> str:
+    return {"device": "cuda:{0}", "link": "the link between cuda:{0} and cuda:{1}"}.get(fault[0], "the code").format(
+        *fault[1]
+    )
+
+
+def faults_of(count: int) -> list[Fault]:
+    sizes = range(1, count + 1)
+    found: list[Fault] = [("device", (one,), least) for one in range(count) for least in sizes]
+    found += [("link", pair, least) for pair in itertools.combinations(range(count), 2) for least in sizes[1:]]
+    return [*found, *(("size", (), least) for least in sizes), *(("rank", (rank,), 1) for rank in range(count))]
+
+
+class Clock:
+    """Stands for the module `time`: a second passes with every rerun."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Node:
+    """Stands for a session and its pool of `count` devices with planted faults."""
+
+    def __init__(self, count: int, faults: list[Fault], clock: Clock, cost: float = 1.0) -> None:
+        self.faults = faults
+        self.clock, self.cost = clock, cost
+        self.looked = 0.0
+        self.settings = SimpleNamespace(gpu_level="quick", per_host=())
+        self.pool = SimpleNamespace(devices=count, run=self.run)
+        self.trials: list[tuple[int, ...]] = []
+        self.on_ranks = lambda: None
+        self.hear_covered = lambda heard: None
+        self.some_devices = lambda size: contextlib.nullcontext()
+        self.test = SimpleNamespace(in_body=True)
+
+    def run(self, fn, *, devices, **_):
+        self.clock.now += self.cost
+        trial = tuple(devices)
+        self.trials.append(trial)
+        if any(shows(fault, trial) for fault in self.faults):
+            failure = RankFailure("wrong", ranks=[0])
+            failure.__cause__ = AssertionError("wrong")
+            raise failure
+        return []
+
+
+def body(ranks, size):
+    ranks.run("module:function", size=size)
+
+
+def look(node: Node, size: int) -> Reruns:
+    return look_again(body, Failed((), {"ranks": None, "size": size}), Needs("parent", 0), node, AssertionError())
+
+
+def named_in(found: Reruns) -> set[str]:
+    line = found.headline
+    if "looks like the code" in line:
+        return {"the code"}
+    named = re.split(r": (?:fails on|no rerun)", line)[0]
+    return set(
+        re.findall(r"the link between cuda:\d and cuda:\d|(?<!between )(?<!and )cuda:\d|(?<=\d and )cuda:\d", named)
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(second_look, "time", made)
+    return made
+
+
+@given(data=st.data())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_innocent_part_is_named(clock, data):
+    """Random faults, one to three, and random budgets. Brute force: every set of faults as small that agrees with all
+    reruns has the named parts."""
+    count = data.draw(st.integers(1, 5), label="devices")
+    size = data.draw(st.integers(1, count), label="size of the example")
+    everything = faults_of(count)
+    planted = data.draw(st.lists(st.sampled_from(everything), min_size=1, max_size=3, unique=True), label="planted")
+    assume(any(shows(fault, tuple(range(size))) for fault in planted))
+    node = Node(count, planted, clock, cost=data.draw(st.sampled_from([0.05, 0.1, 0.5, 3.0]), label="seconds"))
+    node.looked = data.draw(st.sampled_from([0.0, 5.0, 17.0]), label="seconds of earlier looks")
+    named = named_in(look(node, size))
+    event(f"{len(planted)} planted, {'named' if named else 'not named'}")
+    trials = {trial: any(shows(fault, trial) for fault in planted) for trial in node.trials}
+    if len(planted) == 1:
+        assert named <= {cause_of(*planted)}
+    for size in (1, 2):
+        agreeing = [
+            {cause_of(fault) for fault in some}
+            for some in itertools.combinations(everything, size)
+            if all(any(shows(fault, trial) for fault in some) is failed for trial, failed in trials.items())
+        ]
+        if agreeing:
+            assert all(named <= causes for causes in agreeing)
+            return
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+@pytest.mark.parametrize("fault", [("device", (1,), 1), ("device", (1,), 2), ("link", (0, 1), 2), ("size", (), 2)])
+def test_a_part_that_fails_is_named(clock, count, fault):
+    node = Node(count, [fault], clock, cost=0.05)
+    found = look(node, count)
+    assert named_in(found) == {cause_of(fault)}
+    assert len(node.trials) < 60
+
+
+def test_a_fault_of_worlds_of_three_is_not_charged_to_the_device_that_was_not_tried(clock):
+    """However many reruns fit into the time."""
+    for seconds in (0.05, 0.2, 0.5, 1.0, 1.5, 2.5, 4.0, 6.0):
+        node = Node(4, [("size", (), 3)], clock, cost=seconds)
+        found = look(node, 4)
+        assert "looks like cuda" not in found.headline
+        if not found.headline:
+            assert any("no part is named" in line for line in found.lines()) or len(node.trials) < 4
+            assert any("reached its time limit" in line for line in found.lines())
+
+
+def test_the_time_follows_the_speed_of_the_machine_and_each_failure_has_a_share(clock):
+    fault = [("device", (1,), 1)]
+    fast, slow = Node(4, fault, clock, cost=0.01), Node(4, fault, clock, cost=0.9)
+    look(slow, 4)
+    assert slow.looked > 5.0, "30 reruns of 0.9 s are allowed"
+    assert "looks like cuda:1" in look(slow, 4).headline
+    look(fast, 4)
+    assert fast.looked <= 5.0
+    spent = Node(4, fault, clock, cost=1.0)
+    for _ in range(12):
+        before = len(spent.trials)
+        look(spent, 4)
+        assert len(spent.trials) > before
+    assert spent.looked < 4 * 30.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_only_the_devices_that_take_part_are_suspects(clock, size):
+    """A check that chooses its number of devices by itself."""
+
+    def of_its_own(ranks):
+        ranks.run("module:function", size=size)
+
+    node = Node(4, [("device", (0,), 1)], clock, cost=0.05)
+    found = look_again(of_its_own, Failed((), {"ranks": None}), Needs("parent", 0), node, AssertionError())
+    assert {len(trial) for trial in node.trials} == {size}
+    assert "looks like cuda:0: " in found.headline or size == 3
+    assert named_in(found) <= {"cuda:0"}
+
+
+def test_a_size_of_data_is_no_number_of_devices(clock):
+    """`gpus` has its devices from elsewhere."""
+    calls = []
+
+    def of_data(gpus, size):
+        clock.now += 0.1
+        calls.append(size)
+        raise AssertionError
+
+    found = look_again(
+        of_data, Failed((), {"gpus": None, "size": 3}), Needs("node", 0), Node(4, [], clock), AssertionError()
+    )
+    assert set(calls) == {3} and not found.elsewhere
 
 
 def test_planted_hardware_is_named(run, pytester):
@@ -102,12 +317,12 @@ def test_planted_hardware_is_named(run, pytester):
         ),
     )
     text = result.stdout.str()
-    assert "looks like cuda:2: the error follows the device from rank to rank" in text
+    assert "looks like cuda:2: no rerun without it fails" in text
     assert "unreliable results" not in text
     assert "looks like unreliable hardware, or a race: failed" in text
     assert "cuda:1 alone is wrong in " in text, "the check itself names it"
     xml = (pytester.path / "out.xml").read_text()
-    assert 'name="mgpu_check.second_look" value="looks like cuda:2: the error follows the device' in xml
+    assert 'name="mgpu_check.second_look" value="looks like cuda:2: no rerun without it fails' in xml
 
 
 def test_an_example_that_draws_while_it_runs_is_not_looked_at_again():

@@ -1,11 +1,19 @@
-"""Localise a failure to a device, a pair, a rank or a world size, from trials of the same example on other devices."""
+"""Localise a failure to a device, a link, a rank or the code, from reruns of the same example on other devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from mgpu_check.plugin.report.explaining import Cause, RerunEvidence
+
 __all__ = ["Rerun", "Reruns"]
+
+_BY_CHANCE = 0.001
+"""Probability that a flaky example passes all tries of a rerun by chance, below which the rerun counts as passed."""
+_MOST_TRIES = 50
+_MOST_RIVALS = 6
 
 
 @dataclass(frozen=True)
@@ -16,42 +24,52 @@ class Rerun:
         devices: indices of the participating devices, in rank order.
         failed: whether it failed again.
         ranks: the ranks that the failure names.
-        refused: whether it could not run on these devices, so that the trial is inconclusive.
+        refused: whether it could not run on these devices, so that the rerun is inconclusive.
+        tries: how often it ran, if it did not fail.
     """
 
     devices: tuple[int, ...]
     failed: bool
     ranks: tuple[int, ...] = ()
     refused: bool = False
-
-    @property
-    def blamed(self) -> frozenset[int]:
-        """The devices of the ranks that the failure names."""
-        return frozenset(self.devices[rank] for rank in self.ranks if 0 <= rank < len(self.devices))
+    tries: int = 1
 
 
 @dataclass
 class Reruns:
-    """The trials of a second look at a failed example.
+    """The results of a second look at a failed example.
 
     Attributes:
         repeats: unchanged reruns of the example.
         elsewhere: reruns on other devices, in another order, or in smaller worlds.
-        notes: omitted trials, and the reason.
+        notes: omitted reruns, and the reason.
+        settled: no further rerun could rule out a part. Until then no part is named.
+        partial: other devices than those of a rerun may take part, always the same, so the code cannot be named.
     """
 
     repeats: list[Rerun] = field(default_factory=list)
     elsewhere: list[Rerun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def _failing(self) -> list[Rerun]:
-        return [trial for trial in (*self.repeats, *self.elsewhere) if trial.failed]
+    settled: bool = False
+    partial: bool = False
 
     @property
     def unreliable(self) -> bool:
         """True if an unchanged rerun passes."""
-        return any(not trial.failed for trial in self.repeats)
+        return any(not rerun.failed for rerun in self.repeats)
+
+    @property
+    def tries(self) -> int:
+        """Number of tries that a rerun elsewhere must pass to count as passed; 0 if it would take too many."""
+        if not self.unreliable:
+            return 1
+        rate = sum(rerun.failed for rerun in self.repeats) / (len(self.repeats) + 1)
+        tries = math.ceil(math.log(_BY_CHANCE) / math.log(1 - rate)) if rate else 0
+        return tries if tries <= _MOST_TRIES else 0
+
+    def next_trial(self, candidates: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return the devices of the next rerun; None if none of `candidates` rules out a part."""
+        return self._evidence.next_trial(candidates)
 
     @property
     def headline(self) -> str:
@@ -61,59 +79,70 @@ class Reruns:
         part = self._part()
         if not self.unreliable:
             return part
-        times = f"failed {sum(trial.failed for trial in self.repeats)} of {len(self.repeats)} times"
+        times = f"failed {sum(rerun.failed for rerun in self.repeats)} of {len(self.repeats)} times"
         return f"looks like unreliable hardware, or a race: {times}" + (f"; {part}" if part else "")
 
     def lines(self) -> list[str]:
-        """Return the headline, the counts of the trials, and the notes."""
+        """Return the headline, the counts of the reruns, and the notes."""
         if not self.repeats:
             return self.notes
-        failed = sum(trial.failed for trial in self.repeats)
+        failed = sum(rerun.failed for rerun in self.repeats)
         found = [self.headline] if self.headline else []
         found.append(f"unchanged reruns: {failed} of {len(self.repeats)} failed")
-        for size in sorted({len(trial.devices) for trial in self.elsewhere}):
-            trials = [trial for trial in self.elsewhere if len(trial.devices) == size]
-            wrong = [_shown(trial.devices) for trial in trials if trial.failed]
-            right = [_shown(trial.devices) for trial in trials if not trial.failed]
+        for size in sorted({len(rerun.devices) for rerun in self.elsewhere}):
+            reruns = [rerun for rerun in self.elsewhere if len(rerun.devices) == size]
+            wrong = [_shown(rerun.devices) for rerun in reruns if rerun.failed]
+            right = [_shown(rerun.devices) for rerun in reruns if not rerun.failed]
             what = "on one device alone" if size == 1 else f"on {size} devices"
             ended = [f"{verb} on {', '.join(each)}" for verb, each in (("fails", wrong), ("passes", right)) if each]
             found.append(f"{what}: {'; '.join(ended)}")
-        return found + self.notes
+        return [*found, *self._undecided(), *self.notes]
+
+    @property
+    def _evidence(self) -> RerunEvidence:
+        every = (*self.repeats, *self.elsewhere)
+        tries = self.tries
+        passed = [rerun for rerun in self.elsewhere if not rerun.failed and rerun.tries >= tries > 0]
+        return RerunEvidence((rerun.devices for rerun in every if rerun.failed), (rerun.devices for rerun in passed))
+
+    def _undecided(self) -> list[str]:
+        """Return a line with the parts that the reruns do not distinguish, if any device was exchanged."""
+        evidence = self._evidence
+        if not self.elsewhere or not evidence.failed or self._part():
+            return []
+        if not self.settled and evidence.likely:
+            return [f"no part is named: the reruns that would prove {_and(sorted(evidence.likely))} are missing"]
+        rivals = [str(cause) for cause in evidence.rivals]
+        more = [f"{len(rivals) - _MOST_RIVALS} more parts"] if len(rivals) > _MOST_RIVALS else []
+        named = ", ".join([*rivals[:_MOST_RIVALS], *more])
+        return [f"no part is named: these reruns do not distinguish {named}" if rivals else "no part is named"]
 
     def _part(self) -> str:
-        failing = self._failing
-        if not failing:
+        evidence = self._evidence
+        causes = sorted(evidence.likely) if self.settled else []
+        if not causes:
             return ""
-        passing = [set(trial.devices) for trial in self.elsewhere if not trial.failed]
-        right: set[int] = set().union(*passing)
-        common = set.intersection(*(set(trial.devices) for trial in failing))
-        everything = set().union(*(trial.devices for trial in (*self.repeats, *self.elsewhere)))
-        suspects = common if self.unreliable else common - right
-        alone = {trial.devices[0] for trial in failing if len(trial.devices) == 1}
-        if len(suspects) == 1 and len(everything) > 1 and everything - suspects <= right:
-            (one,) = suspects
-            return f"looks like cuda:{one}: fails where it takes part, and nowhere else"
-        if alone == everything and len(alone) > 1:
+        if Cause("code") in causes:
+            return "" if self.partial or len(causes) > 1 else self._of_code(evidence)
+        (first, *more) = causes
+        alone = first.kind == "device" and first.devices in evidence.failed
+        it, its = ("them", "their") if more else ("it", "its")
+        how = f"fails on {it} alone" if alone and not more else f"no rerun without {it} fails"
+        return f"looks like {_and(causes)}: {how}, and with others in {its} place the example passes"
+
+    def _of_code(self, evidence: RerunEvidence) -> str:
+        failing = [rerun for rerun in (*self.repeats, *self.elsewhere) if rerun.failed]
+        least = min(len(trial) for trial in evidence.failed)
+        if least == 1:
             return "fails on each device alone: looks like the code, or torch, and not like one device"
-        several: set[int] = set().union(*(devices for devices in passing if len(devices) > 1))
-        apart = everything - common <= several and not any(common <= devices for devices in passing)
-        if len(common) == 2 and len(everything) > 2 and apart:
-            first, second = sorted(common)
-            return f"fails if cuda:{first} and cuda:{second} take part together: looks like the link between them"
-        # A trial on one device cannot distinguish ranks.
-        named = [trial for trial in failing if trial.ranks and len(trial.devices) > 1]
-        if len({trial.devices for trial in named}) > 1:
-            devices = frozenset.intersection(*(trial.blamed for trial in named))
-            ranks = set.intersection(*(set(trial.ranks) for trial in named))
-            if len(devices) == 1 and not ranks:
-                return f"looks like cuda:{min(devices)}: the error follows the device from rank to rank"
-            if len(ranks) == 1 and not devices:
-                return f"the error stays with rank {min(ranks)} on different devices: looks like the code, or torch"
-        least = min(len(trial.devices) for trial in failing)
-        fewer: set[int] = set().union(*(devices for devices in passing if len(devices) < least))
-        if len(common) < least and everything <= fewer:
-            return f"fails on any {least} or more devices: looks like the code, or torch, and not like one device"
-        return ""
+        ranks = set.intersection(*(set(rerun.ranks) for rerun in failing))
+        if len(ranks) == 1:
+            return f"the error stays with rank {min(ranks)} on different devices: looks like the code, or torch"
+        return f"fails on any {least} devices: looks like the code, or torch, and not like one device"
+
+
+def _and(causes: Sequence[Cause]) -> str:
+    return " and ".join(map(str, causes))
 
 
 def _shown(devices: Sequence[int]) -> str:
