@@ -8,7 +8,7 @@ from mgpu_check import pages
 from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.compare.picture import Curve, draw
 from mgpu_check.compare.result import curves
-from mgpu_check.diagnosis.catalogue import CLASSES
+from mgpu_check.diagnosis.registry import known_mistake
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.version import __version__
 
@@ -30,7 +30,7 @@ def write_page(path: Path, done: ScriptComparison) -> None:
         plan=done.plan,
         verdict=done.verdict,
         report=report,
-        findings=[(finding, CLASSES[finding.mistake]) for finding in report.findings],
+        findings=[(finding, known_mistake(finding.mistake)) for finding in report.findings],
         pictures=_pictures(done),
         columns=_columns(report),
         observables=sorted(report.observables, key=lambda entry: entry.right),

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from mgpu_check.diagnosis.tensors import Tensors
 
 __all__ = ["shows_a_limit"]

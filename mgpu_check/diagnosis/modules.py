@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from mgpu_check.diagnosis.tensors import Tensors
 
 __all__ = ["WrongModule", "first_wrong_module", "module_of_partial_gradients"]
@@ -78,6 +78,8 @@ def module_of_partial_gradients(tensors: Tensors) -> tuple[str, tuple[int, ...]]
 
 
 def _is_sum(parts: Sequence[torch.Tensor], right: torch.Tensor) -> bool:
+    import torch
+
     off = (torch.stack([part.double() for part in parts]).sum(0) - right.double()).abs()
     return right.numel() > 1 and bool((off <= _CLOSE * float(right.abs().max())).all())
 
@@ -100,6 +102,8 @@ def _first(
 
 def _are_rows_of(got: torch.Tensor, right: torch.Tensor, scaled: bool) -> bool:
     """Return whether each row of `got` equals a row of `right`; True if the tensors are not comparable."""
+    import torch
+
     if got.shape[-1] != right.shape[-1]:
         return True
     rows, known = (value.reshape(-1, value.shape[-1]).double() for value in (got, right))

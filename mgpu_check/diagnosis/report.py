@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mgpu_check.diagnosis.catalogue import CLASSES
+from mgpu_check.diagnosis.registry import known_mistake
 
 __all__ = ["Finding", "Observable", "Report"]
 
@@ -18,14 +18,14 @@ class Finding:
     """A class of mistakes that the evidence points to."""
 
     mistake: str
-    """A name in `CLASSES`."""
+    """The name of a registered mistake."""
     evidence: str
     """One or more clauses that describe the evidence with the names of the user's code."""
     ranks: tuple[int, ...] = ()
     """The ranks at fault, if they are known."""
 
     def __post_init__(self) -> None:
-        assert self.mistake in CLASSES, self.mistake
+        known_mistake(self.mistake)  # or it is none
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Report:
             lines.append("  no known mistake explains this")
         lines += [f"  {line}" for line in (*self.known, self.parting) if line]
         for number, finding in enumerate(self.findings):
-            known = CLASSES[finding.mistake]
+            known = known_mistake(finding.mistake)
             lines += [
                 f"  {'or' if number else 'looks like'} {known.name}: {known.title}",
                 f"    seen: {finding.evidence}",

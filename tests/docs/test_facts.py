@@ -155,9 +155,3 @@ def test_the_changelog_has_the_place_where_releases_begin_and_this_version() -> 
 
 def _reference(name: str) -> str:
     return (DOCS / "reference" / f"{name}.md").read_text()
-
-
-def test_the_site_lists_the_pages_of_mistakes_as_their_table_does() -> None:
-    listed = re.findall(r"- classes/([\w-]+)\.md", (ROOT / "mkdocs.yml").read_text())
-    table = re.findall(r"^\| \[([\w-]+)\]", (DOCS / "classes" / "README.md").read_text(), re.MULTILINE)
-    assert listed == ["README", *table]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Iterable
 
 import pytest
 
-from mgpu_check.diagnosis.catalogue import CLASSES
+from mgpu_check.diagnosis.registry import all_mistakes
+from tests.docs import mistakes
 from tests.docs.pages import MISTAKES as PAGES
-from tests.docs.pages import blocks
+from tests.docs.pages import ROOT, blocks
 from tests.gates.pages import alarm, judge
 
+CLASSES = all_mistakes()
 FEW = 8  # cases: one of each kind, and not 24 in all
 MORE = {"gathered-in-other-order": 16}  # what few of the cases show
 
@@ -67,7 +70,7 @@ def rows_of(report: str, columns: Iterable[str]) -> dict[str, set[str]]:
 
 
 def test_every_class_has_a_page_and_every_page_a_class():
-    assert {path.stem for path in PAGES.glob("*.md")} - {"README"} == set(CLASSES)
+    assert [page.stem for page in mistakes.pages()] == [*CLASSES]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -80,8 +83,23 @@ def test_a_page_has_both_programs_and_says_what_the_class_says(name):
     assert CLASSES[name].advice.lower() in words
 
 
-def test_the_index_has_a_row_for_each_page():
-    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \| (.+?) \| (.+?) \|$", (PAGES / "README.md").read_text(), re.MULTILINE)
-    assert [(name, link, title) for name, link, title, _ in rows] == [
-        (name, f"{name}.md", known.title) for name, known in CLASSES.items()
-    ]
+def test_the_index_has_a_row_for_each_page_as_the_page_begins():
+    written = mistakes.INDEX.read_text()
+    assert mistakes.index() == written, "run `python tests/docs/mistakes.py`, which writes the rows"
+    for name, known in CLASSES.items():
+        assert written.count(f"\n| [{name}]({name}.md) | {known.title} | ") == 1
+
+
+def test_a_page_without_a_symptom_has_no_row(tmp_path):
+    page = tmp_path / "not-known.md"
+    page.write_text("# not-known\n\n**Something goes wrong.**\n\nIt may.\n")
+    with pytest.raises(ValueError, match=r"not-known\.md begins with other lines than '# not-known'"):
+        mistakes.row(page)
+
+
+def test_the_site_has_all_pages_of_mistakes():
+    config = types.SimpleNamespace(nav=[{"Home": "index.md"}, {"Mistakes": ["classes/README.md"]}])
+    assert mistakes.on_config(config) is config
+    assert config.nav[1]["Mistakes"] == ["classes/README.md", *(f"classes/{name}.md" for name in CLASSES)]
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert "\nhooks:\n  - tests/docs/mistakes.py\n" in site and "  - Mistakes:\n      - classes/README.md" in site

@@ -1,4 +1,4 @@
-"""Rules judge evidence from any source, in the order of the list."""
+"""Rules judge evidence from any source, in the order of their places."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ import torch
 from mgpu_check.diagnosis import rules
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Restored, Sampler, Start, UnfinishedCall
+from mgpu_check.diagnosis.registry import (
+    Precedence,
+    RuleList,
+    known_mistake,
+    mistake,
+    on_calls,
+    on_checkpoint,
+    on_epoch,
+    on_evidence,
+    on_hash_seeds,
+    on_loader,
+)
 from mgpu_check.diagnosis.rules.order import (
     RULES,
     findings_of,
@@ -142,20 +154,42 @@ def test_rules_about_tensors_say_nothing_where_there_are_none():
     assert findings_of(Evidence(2), len(RULES), attempts) == [] and not attempts.remarks
 
 
-def test_each_rule_is_in_the_list():
-    directory = Path(rules.__file__).parent
-    listed = {
-        node.attr
-        for node in ast.walk(ast.parse((directory / "order.py").read_text()))
-        if isinstance(node, ast.Attribute)
-    }
+def test_each_rule_is_registered():
+    kinds = (on_calls, on_checkpoint, on_epoch, on_evidence, on_hash_seeds, on_loader)
+    registered = {(rule.__module__, rule.__name__) for kind in kinds for rule in kind.ordered()}
     written = {
-        node.name
-        for path in directory.glob("*.py")
+        (f"{rules.__name__}.{path.stem}", node.name)
+        for path in Path(rules.__file__).parent.glob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and path.stem != "order"
     }
-    assert written - listed == set()
+    assert written == registered
+
+
+def finds_nothing(evidence):
+    return None
+
+
+def test_rules_go_by_their_places_which_they_do_not_share():
+    kind: RuleList[str] = RuleList()
+    kind(Precedence.SUMS + 10)(findings_of)
+    assert kind(Precedence.APART + 10)(finds_nothing) is finds_nothing
+    assert kind.ordered() == (finds_nothing, findings_of)
+    kind(Precedence.SUMS + 10)(findings_of)  # as when its module is imported again
+    with pytest.raises(
+        ValueError, match=r"place 8010 of rule .*finds_nothing is that of .*findings_of; choose a number"
+    ):
+        kind(Precedence.SUMS + 10)(finds_nothing)
+
+
+def test_a_name_is_that_of_one_mistake():
+    known = known_mistake("mean-of-means")
+    mistake(known.name, known.title, known.advice)  # as when its module is imported again
+    with pytest.raises(ValueError, match=r"mistake: 'mean-of-means' is the name of two: .* and 'other'; give"):
+        mistake(known.name, "other", known.advice)
+    assert known_mistake(known.name) == known
+    with pytest.raises(ValueError, match="mistake 'mean-of-modes' is unknown; choose one of accumulation-factor, "):
+        known_mistake("mean-of-modes")
 
 
 def test_findings_are_made_by_rules_alone():

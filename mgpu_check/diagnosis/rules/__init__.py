@@ -1,3 +1,4 @@
-"""Judge what may be wrong, by the evidence: each module knows the mistakes of one theme; `order` lists which rule goes
-first.
+"""Judge what may be wrong, by the evidence. Each module registers the mistakes and the rules of one theme.
+
+`order` calls all rules, in the order of their places.
 """

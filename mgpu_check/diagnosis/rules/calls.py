@@ -6,6 +6,7 @@ The evidence is the collectives they entered.
 from __future__ import annotations
 
 from mgpu_check.diagnosis.evidence import HashSeeds, UnfinishedCall
+from mgpu_check.diagnosis.registry import mistake, on_calls, on_hash_seeds
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.processes.record import fewest
@@ -35,7 +36,19 @@ _WORDS_OF_TORCH = (
 )
 """Parts of error messages of torch, with the only class of mistakes that causes each."""
 
+mistake(
+    "uneven-steps",
+    "ranks take different numbers of steps, and wait for each other in the last",
+    "give every rank as many batches: a sampler that pads or drops, or DistributedDataParallel's join() context",
+)
+mistake(
+    "set-order",
+    "ranks go through a set, each in an order of its own",
+    "iterate over sorted(names), or over a list or dict, which keep the order of insertion",
+)
 
+
+@on_calls(10)  # before decisions: ranks that wait in one collective decided alike
 def other_sizes(calls: UnfinishedCall) -> Finding | None:
     """Detect tensors of different sizes that ranks gave to one collective."""
     if calls.unmatched:
@@ -52,6 +65,7 @@ def other_sizes(calls: UnfinishedCall) -> Finding | None:
     return None
 
 
+@on_calls(20)  # before decisions: uneven samples are the reason why ranks decide differently
 def uneven_steps(calls: UnfinishedCall) -> Finding | None:
     """Detect uneven numbers of steps: ranks part ways, and the world size does not divide the number of samples."""
     parted = part_ways(calls)
@@ -62,6 +76,7 @@ def uneven_steps(calls: UnfinishedCall) -> Finding | None:
     return Finding("uneven-steps", uneven + also)
 
 
+@on_calls(30)  # before decisions: ranks that decide differently do not wait for each other
 def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
     """Detect a group that is too wide: a member waits for a message from a rank that waits in the group's
     collective."""
@@ -79,6 +94,7 @@ def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
     return None
 
 
+@on_calls(40)
 def part_ways(calls: UnfinishedCall) -> Finding | None:
     """Detect a decision that each rank took for itself: ranks entered different collectives, or some ranks entered
     fewer."""
@@ -116,15 +132,17 @@ def _waits(calls: UnfinishedCall) -> str:
     return ""
 
 
+@on_calls(50)  # errors of torch last: once ranks part ways, most errors are consequences
 def known_words(calls: UnfinishedCall) -> Finding | None:
     """Detect a mistake by an error of torch that only this mistake causes."""
-    for words, mistake in _WORDS_OF_TORCH:
+    for words, name in _WORDS_OF_TORCH:
         for of_torch, line in calls.raised:
             if words in of_torch:
-                return Finding(mistake, _short(line))
+                return Finding(name, _short(line))
     return None
 
 
+@on_calls(60)
 def aborted_in_gather(calls: UnfinishedCall) -> Finding | None:
     """Detect tensors of different sizes: gloo aborted a rank inside all_gather."""
     if not calls.aborted_in("all_gather"):
@@ -132,6 +150,7 @@ def aborted_in_gather(calls: UnfinishedCall) -> Finding | None:
     return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
 
 
+@on_hash_seeds(10)
 def set_order(seeds: HashSeeds) -> Finding | None:
     """Detect iteration over a set: the case fails only if ranks have different hash seeds."""
     return Finding("set-order", seeds.told)

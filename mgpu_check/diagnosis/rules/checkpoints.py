@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mgpu_check.diagnosis.evidence import Restored
+from mgpu_check.diagnosis.registry import mistake, on_checkpoint
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import by_ranks, few
 
@@ -20,7 +21,21 @@ __all__ = [
 _SHOWN = 4
 _UNSAID = "what train does not return (the optimizer, the schedule, the position in the data) was not restored"
 
+mistake(
+    "state-not-restored",
+    "something is not saved, or not loaded, with a checkpoint",
+    "save and load optimizer, scheduler, scaler, sampler position and RNG states beside the parameters",
+)
+mistake(
+    "restored-on-one-rank",
+    "a checkpoint is loaded on some ranks only",
+    "load on every rank (map_location to its own device), or broadcast what one rank has loaded, the optimizer "
+    "included",
+)
 
+
+# State that is lost right after loading comes before its consequences.
+@on_checkpoint(10)  # before lost entries: after a load on some ranks, the same entries are lost on the others
 def loaded_on_some(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded: entries are right after loading on those ranks only."""
     if not restored.on_some:
@@ -28,6 +43,7 @@ def loaded_on_some(restored: Restored) -> Finding | None:
     return Finding("restored-on-one-rank", f"right after loading, not as saved: {by_ranks(restored.on_some, _SHOWN)}")
 
 
+@on_checkpoint(20)
 def goes_on_in_another_epoch(restored: Restored) -> Finding | None:
     """Detect a sampler that continues in the wrong epoch: all its batches differ, even if generators are restored."""
     return (
@@ -37,6 +53,7 @@ def goes_on_in_another_epoch(restored: Restored) -> Finding | None:
     )
 
 
+@on_checkpoint(30)
 def loaded_on_none(restored: Restored) -> Finding | None:
     """Detect entries that differ from the saved ones on every rank after loading."""
     if not restored.nowhere:
@@ -45,6 +62,7 @@ def loaded_on_none(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", told)
 
 
+@on_checkpoint(40)
 def numbers_of_rank_0(restored: Restored) -> Finding | None:
     """Detect generators that every rank restored from the state of rank 0."""
     if not restored.numbers_of_rank_0:
@@ -53,6 +71,7 @@ def numbers_of_rank_0(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", told)
 
 
+@on_checkpoint(50)  # after other lost state: state of rank 0 on all ranks may be harmless
 def state_of_rank_0(restored: Restored) -> Finding | None:
     """Detect entries that every rank restored from rank 0, if no other entry is lost."""
     if restored.on_some or not restored.of_rank_0:
@@ -62,6 +81,7 @@ def state_of_rank_0(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", told)
 
 
+@on_checkpoint(60)  # from here on nothing was lost, or it was not observed: the end of the run decides
 def ranks_part_ways(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded, by the results that differ between ranks at the end."""
     if restored.parted:
@@ -76,6 +96,7 @@ def ranks_part_ways(restored: Restored) -> Finding | None:
     return Finding("restored-on-one-rank", told)
 
 
+@on_checkpoint(70)
 def not_in_the_state(restored: Restored) -> Finding | None:
     """Detect state that the checkpoint lacks: every entry that train returns is restored, and the run still differs."""
     if not restored.seen or restored.lost:
@@ -84,6 +105,7 @@ def not_in_the_state(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", told)
 
 
+@on_checkpoint(80)
 def differs_at_the_end(restored: Restored) -> Finding | None:
     """Report the entries that differ at the end, if the state right after loading was not observed."""
     if restored.seen:

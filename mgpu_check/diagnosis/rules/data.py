@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observed import CallEvent, Other, RankTrace
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few
@@ -21,12 +22,10 @@ __all__ = [
     "counts_too_few",
     "drops_last",
     "epochs_alike",
-    "first_shard_for_all",
     "loader_drops_last",
     "missing_rows",
     "models_miss_samples",
     "of_rank_0_alone",
-    "other_order",
     "pads",
     "pads_a_metric",
     "pads_the_batch",
@@ -42,17 +41,46 @@ __all__ = [
 _EQUAL = 1e-5
 """Relative tolerance for counts and rows: ranks sum them in another order than one device."""
 
+mistake(
+    "dataset-not-split",
+    "every rank sees all samples",
+    "give the loader a DistributedSampler; split an IterableDataset by rank (and by worker) in its __iter__",
+)
+mistake(
+    "samples-missed",
+    "some samples are never seen",
+    "check the bounds of the shards; drop_last drops up to world size times batch size samples of each epoch",
+)
+mistake(
+    "padding-counted",
+    "samples that were repeated to fill the last shards are counted",
+    "drop the repeated samples: keep the first len(dataset) after the gather, or use a sampler that does not pad",
+)
+mistake(
+    "epochs-not-reshuffled",
+    "each epoch visits the samples in the same order",
+    "call sampler.set_epoch(epoch) before each epoch",
+)
+mistake(
+    "split-differs-between-ranks",
+    "ranks split the data into training and validation differently",
+    "pass generator=torch.Generator().manual_seed(seed) to random_split, with one seed for all ranks",
+)
 
+
+@on_evidence(Precedence.SAMPLES + 10)
 def all_see_the_same(evidence: Evidence) -> Finding | None:
     """Detect a dataset that is not split: all ranks saw exactly the same samples."""
     return Finding("dataset-not-split", evidence.same_samples) if evidence.same_samples else None
 
 
+@on_evidence(Precedence.APART + 20)
 def epochs_alike(evidence: Evidence) -> Finding | None:
     """Detect a shuffling sampler that repeats the order of an earlier epoch."""
     return Finding("epochs-not-reshuffled", evidence.repeated_epoch) if evidence.repeated_epoch else None
 
 
+@on_evidence(Precedence.CALLS_AND_VALUES + 50)
 def surplus_samples(evidence: Evidence) -> Finding | None:
     """Detect padding by a sampler: ranks saw samples more often than one device does."""
     if not evidence.surplus or not any(sampler.pads for sampler in evidence.samplers):
@@ -60,6 +88,7 @@ def surplus_samples(evidence: Evidence) -> Finding | None:
     return Finding("padding-counted", evidence.surplus)
 
 
+@on_tensors(Precedence.APART + 30)
 def split_by_own_seeds(tensors: Tensors) -> Finding | None:
     """Detect random_split with the global generator, if ranks set different seeds."""
     shared = [event for _, event in tensors.events("split") if not event.details["own_generator"]]
@@ -73,6 +102,7 @@ def split_by_own_seeds(tensors: Tensors) -> Finding | None:
     )
 
 
+@on_tensors(Precedence.APART + 60)
 def seeds_of_samplers(tensors: Tensors) -> Finding | None:
     """Detect samplers whose seeds differ between ranks."""
     seeds = {rank: event.details["seed"] for rank, event in tensors.events("sampler")}
@@ -87,6 +117,7 @@ def _by_rank(seeds: dict[int, object]) -> str:
     return ", ".join(f"rank {rank}: {seed}" for rank, seed in sorted(seeds.items()))
 
 
+@on_tensors(Precedence.SUMS + 300)
 def samples_several_times(tensors: Tensors) -> Finding | None:
     """Detect a split that differs between ranks: some samples are counted too often, and others too rarely.
 
@@ -102,6 +133,7 @@ def samples_several_times(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.SAMPLES + 30)
 def whole_dataset(tensors: Tensors) -> Finding | None:
     """Detect a loader that ignores ranks: a returned value is too large by the world size, and no sampler was made."""
     loader, counts = tensors.first("loader"), _multiplied(tensors)
@@ -115,6 +147,7 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
     )
 
 
+@on_tensors(Precedence.SUMS + 280)
 def counted_by_every_rank(tensors: Tensors) -> Finding | None:
     """Detect a dataset that is not split: returned integers are too large by the world size."""
     counts = _multiplied(tensors)
@@ -134,11 +167,13 @@ def _is_multiple(tensors: Tensors, name: Result) -> bool:
     return got.double().allclose(tensors.size * right.double(), rtol=_EQUAL)
 
 
+@on_tensors(Precedence.CALLS_AND_VALUES + 60)
 def pads_a_metric(tensors: Tensors) -> Finding | None:
     """Detect padding by a sampler that a metric counts: returned values are wrong, but gradients are right."""
     return pads(tensors) if tensors.wrong("returned") and not tensors.wrong("grads") else None
 
 
+@on_tensors(Precedence.SUMS + 270)
 def pads(tensors: Tensors) -> Finding | None:
     """Detect a sampler that pads."""
     event = _uneven_sampler(tensors)
@@ -153,6 +188,7 @@ def pads(tensors: Tensors) -> Finding | None:
     )
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 20)
 def drops_last(tensors: Tensors) -> Finding | None:
     """Detect a sampler with drop_last that drops samples."""
     event = _uneven_sampler(tensors)
@@ -163,6 +199,7 @@ def drops_last(tensors: Tensors) -> Finding | None:
     return Finding("samples-missed", told)
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 30)
 def loader_drops_last(tensors: Tensors) -> Finding | None:
     """Detect a DataLoader with drop_last that drops the samples of its last, incomplete batch."""
     for rank, event in tensors.events("loader"):
@@ -176,6 +213,7 @@ def loader_drops_last(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.SAMPLES + 20)
 def models_miss_samples(tensors: Tensors) -> Finding | None:
     """Detect samples that one device passes to the model, and that no rank passes to it."""
     seen = [_samples_of(trace) for trace in tensors.traces]
@@ -197,6 +235,7 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
     )
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 10)
 def counts_too_few(tensors: Tensors) -> Finding | None:
     """Detect missed samples: one device returns the number of samples of the batch, and rank 0 a smaller count.
 
@@ -237,6 +276,7 @@ def _uneven_sampler(tensors: Tensors) -> CallEvent | None:
     return next((event for event in samplers if event.details["samples"] % event.details["replicas"]), None)
 
 
+@on_tensors(Precedence.SUMS + 160)
 def repeated_rows(tensors: Tensors) -> Finding | None:
     """Detect padding by a result with more rows than there are samples."""
     for name, rows, right in _rows(tensors):
@@ -245,6 +285,7 @@ def repeated_rows(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.SUMS + 240)
 def missing_rows(tensors: Tensors) -> Finding | None:
     """Detect missed samples by a result with fewer rows than there are samples."""
     for name, rows, right in _rows(tensors):
@@ -270,6 +311,7 @@ def _rows(tensors: Tensors) -> list[tuple[Result, int, int]]:
     return found
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 40)
 def truncates(tensors: Tensors) -> Finding | None:
     """Detect missed samples: one device gives the same result without the last samples."""
     if not _explains(tensors, "truncated"):
@@ -279,6 +321,7 @@ def truncates(tensors: Tensors) -> Finding | None:
     return Finding("samples-missed", told)
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 50)
 def pads_the_batch(tensors: Tensors) -> Finding | None:
     """Detect padding: one device gives the same result if the batch has the first samples twice."""
     if not _explains(tensors, "padded"):
@@ -288,20 +331,7 @@ def pads_the_batch(tensors: Tensors) -> Finding | None:
     return Finding("padding-counted", told)
 
 
-def first_shard_for_all(tensors: Tensors) -> Finding | None:
-    """Detect a part of the batch that DataParallel does not scatter; skipped for steps that use ranks."""
-    if any(True for _ in tensors.events("collective", "wrap")):
-        return None
-    for other in tensors.hypotheses.alternatives:
-        if other.kind == "first-part-of-a-tensor" and tensors.is_alternative(other):
-            return Finding(
-                "not-scattered",
-                f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
-                f"{other.index} of the batch",
-            )
-    return None
-
-
+@on_tensors(Precedence.AMBIGUOUS + 80)
 def of_rank_0_alone(tensors: Tensors) -> Finding | None:
     """Detect a result of rank 0 on all ranks: one device gives the same for the samples of rank 0 alone."""
     if not _explains(tensors, "first-shard-only", "first-block-only"):
@@ -313,26 +343,3 @@ def of_rank_0_alone(tensors: Tensors) -> Finding | None:
 def _explains(tensors: Tensors, *kinds: Other) -> bool:
     others = (other for other in tensors.hypotheses.alternatives if other.kind in kinds)
     return any(tensors.is_alternative(other) for other in others)
-
-
-def other_order(tensors: Tensors) -> Finding | None:
-    """Detect gathered rows in the wrong order: a result has the rows of one device, but permuted."""
-    for name in tensors.wrong("returned"):
-        right = tensors.expected.exact.get(name)
-        if right is None and name in tensors.expected.single.values:
-            right = tensors.expected.single.values[name].double()
-        got = tensors.seen[tensors.relations.wrong[name][0]].values.get(name)
-        if right is None or got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
-            continue
-        if _same_rows(got.double(), right):
-            told = f"{name} has the rows of one device in another order"
-            return Finding("gathered-in-other-order", told)
-    return None
-
-
-def _same_rows(got: torch.Tensor, right: torch.Tensor) -> bool:
-    rows, others = got.reshape(len(got), -1), right.reshape(len(right), -1)
-    distance = (rows[:, None] - others[None]).abs().amax(-1)
-    slack = _EQUAL * float(others.abs().max())
-    order = distance.argmin(1).tolist()
-    return bool((distance.amin(1) <= slack).all()) and sorted(order) == list(range(len(rows))) != order

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observed import CallEvent
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
@@ -36,7 +37,31 @@ __all__ = [
     "updates_on_some",
 ]
 
+mistake(
+    "different-initialization",
+    "ranks start from different parameters",
+    "seed all ranks alike before the model is built, or broadcast the parameters from rank 0; offset seeds after that",
+)
+mistake(
+    "random-numbers-per-rank",
+    "a result depends on random numbers that are drawn rank by rank",
+    "draw numbers that must be the same on all ranks from a generator with one seed; for the comparison, switch "
+    "dropout and augmentation off",
+)
+mistake(
+    "decision-per-rank",
+    "each rank decides by its own values what all ranks must do alike",
+    "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a scale, a rate or "
+    "the end",
+)
+mistake(
+    "value-of-one-rank",
+    "a value that all ranks use is right on one rank only, or differs between ranks",
+    "all_reduce where every rank needs the result; reduce and gather deliver to dst only",
+)
 
+
+@on_evidence(Precedence.APART + 10)  # a checkpoint that some ranks load also looks like a different initialization
 def restores_on_some(evidence: Evidence) -> Finding | None:
     """Detect a checkpoint that only some ranks load, if ranks start from different parameters."""
     if evidence.start is None or not evidence.loads.apart:
@@ -44,6 +69,7 @@ def restores_on_some(evidence: Evidence) -> Finding | None:
     return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.start.briefly}")
 
 
+@on_evidence(Precedence.CALLS_AND_VALUES + 20)
 def restores_later_on_some(evidence: Evidence) -> Finding | None:
     """Detect a checkpoint that only some ranks load, if ranks start alike and differ later."""
     if evidence.start is not None or not evidence.loads.apart or not evidence.parted:
@@ -51,6 +77,7 @@ def restores_later_on_some(evidence: Evidence) -> Finding | None:
     return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.parted}")
 
 
+@on_evidence(Precedence.APART + 70)
 def starts_apart(evidence: Evidence) -> Finding | None:
     """Detect different initial parameters, if all ranks load a checkpoint or no rank does."""
     if evidence.start is None or evidence.loads.apart:
@@ -58,17 +85,20 @@ def starts_apart(evidence: Evidence) -> Finding | None:
     return Finding("different-initialization", evidence.start.told)
 
 
+@on_evidence(Precedence.APART + 40)
 def decides_by_rank(evidence: Evidence) -> Finding | None:
     """Detect a decision that differs between ranks: optimizer steps, learning rates, loss scales, trained
     parameters."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
 
 
+@on_evidence(Precedence.OWN_VALUES + 30)
 def decides_by_own_values(evidence: Evidence) -> Finding | None:
     """Detect a value that differs between ranks and decides, even if the ranks happened to decide alike."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.grounds if one.apart), None)
 
 
+@on_tensors(Precedence.AMBIGUOUS + 110)
 def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
     """Detect an optimizer that steps another number of times than on one device."""
     here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
@@ -84,6 +114,7 @@ def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
     )
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 60)
 def updates_on_some(tensors: Tensors) -> Finding | None:
     """Detect a parameter that only some ranks update, so that ranks differ."""
     odd = next(iter(_updated_unlike(tensors)), None)
@@ -101,6 +132,7 @@ def updates_on_some(tensors: Tensors) -> Finding | None:
     return Finding("value-of-one-rank", told)
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 70)
 def kept_on_some(tensors: Tensors) -> Finding | None:
     """Detect a parameter or buffer that some ranks updated correctly, and that has its initial value on the others."""
     initial = tensors.expected.single.initial
@@ -119,6 +151,7 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 80)
 def calls_models_apart(tensors: Tensors) -> Finding | None:
     """Detect a copy or an average of the model that only some ranks keep: ranks call it with different parameters."""
     if any(tensors.is_of_model(name) for name in (*tensors.wrong(), *tensors.relations.split)):
@@ -147,6 +180,7 @@ def _grouped(held: Sequence[Mapping[str, float]], name: str) -> list[tuple[Mappi
     return [(held[ranks[0]], ranks) for _, ranks in grouped((one.get(name), rank) for rank, one in enumerate(held))]
 
 
+@on_tensors(Precedence.ANOTHER_BATCH + 90)
 def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
     """Detect a decision per owner: only some parameters were updated, and one device updates all of them or none."""
     moved, should = _updates(tensors)
@@ -192,6 +226,7 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
     return moved, should
 
 
+@on_tensors(Precedence.AMBIGUOUS + 90)
 def right_on_one_rank(tensors: Tensors) -> Finding | None:
     """Detect a result that is right on exactly one rank."""
     for name in tensors.relations.split:
@@ -202,11 +237,13 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.POSSIBLE + 30)
 def broadcast_of_another_rank(tensors: Tensors) -> Finding | None:
     """Detect a broadcast from a rank other than 0, if ranks agree on a wrong result."""
     return _broadcast_wrong(tensors, from_rank_0=False)
 
 
+@on_tensors(Precedence.POSSIBLE + 90)
 def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
     """Detect a broadcast from rank 0, if ranks agree on a wrong result; weak evidence, as many right programs do
     this."""
@@ -240,6 +277,7 @@ def _differs_before(same: Sequence[CallEvent]) -> bool:
     return any(one != given[0] for one in given)
 
 
+@on_tensors(Precedence.AMBIGUOUS + 30)
 def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     """Detect buffers that differ between ranks, if no other result is wrong.
 
@@ -259,22 +297,26 @@ def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.POSSIBLE + 80)
 def buffers_drift(tensors: Tensors) -> Finding | None:
     """Detect buffers that differ between ranks."""
     drifted = [name for name in tensors.relations.split if name.kind == "buffers"]
     return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
 
 
+@on_evidence(Precedence.OWN_VALUES + 10)
 def draws_by_rank(evidence: Evidence) -> Finding | None:
     """Detect random numbers that each rank draws for its own part of the batch."""
     return Finding("random-numbers-per-rank", evidence.draws) if evidence.draws else None
 
 
+@on_evidence(Precedence.POSSIBLE + 10)
 def draws_other_numbers(evidence: Evidence) -> Finding | None:
     """Detect random numbers that differ between ranks, although each rank draws as many as one device."""
     return Finding("random-numbers-per-rank", evidence.numbers_apart) if evidence.numbers_apart else None
 
 
+@on_evidence(Precedence.POSSIBLE + 40)
 def may_draw_by_rank(evidence: Evidence) -> Finding | None:
     """Report that the step draws random numbers, which may be harmless."""
     return Finding("random-numbers-per-rank", evidence.may_draw) if evidence.may_draw else None

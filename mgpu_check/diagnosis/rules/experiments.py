@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few, intervals
 
@@ -21,7 +22,20 @@ __all__ = [
     "right_without_a_collective",
 ]
 
+mistake(
+    "loss-term-factor",
+    "one term of the loss counts once for each rank, or one over the number of ranks, and the others do not",
+    "scale all terms alike: if gradients are summed over ranks, divide an auxiliary loss or a penalty by the "
+    "number of ranks, too; if they are averaged, multiply each term that is divided by a global count",
+)
+mistake(
+    "positions-restart",
+    "positions start again on each rank's part of a sequence",
+    "add the offset of the rank's part: torch.arange(length) + index * length",
+)
 
+
+@on_tensors(Precedence.EXPERIMENTS + 10)
 def right_in_another_group(tensors: Tensors) -> Finding | None:
     """Detect a collective that runs over the wrong ranks."""
     change = _first(tensors, "group")
@@ -31,6 +45,7 @@ def right_in_another_group(tensors: Tensors) -> Finding | None:
     return Finding("wrong-process-group", told)
 
 
+@on_tensors(Precedence.AMBIGUOUS + 170)
 def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
     """Detect a result of a collective that is off by the size of the group."""
     change = _first(tensors, "divide", "multiply")
@@ -41,6 +56,7 @@ def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
     return Finding("world-size-factor", told)
 
 
+@on_tensors(Precedence.EXPERIMENTS + 50)
 def right_by_another_operation(tensors: Tensors) -> Finding | None:
     """Detect a reduction with the wrong operation."""
     change = _first(tensors, "op")
@@ -49,6 +65,7 @@ def right_by_another_operation(tensors: Tensors) -> Finding | None:
     return Finding("wrong-reduction", f"{change.where} with {str(change.value).upper()} makes the step right")
 
 
+@on_tensors(Precedence.EXPERIMENTS + 60)
 def right_without_a_collective(tensors: Tensors) -> Finding | None:
     """Detect a superfluous reduction: of a value that was reduced already, or that each rank needs unreduced."""
     change = _first(tensors, "skip", "new")
@@ -65,6 +82,7 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
     return Finding("wrong-reduction", told)
 
 
+@on_tensors(Precedence.EXPERIMENTS + 30)
 def right_in_another_order(tensors: Tensors) -> Finding | None:
     """Detect gathered rows that are in the wrong order."""
     change = _first(tensors, "reorder")
@@ -77,6 +95,7 @@ def right_in_another_order(tensors: Tensors) -> Finding | None:
     return Finding("gathered-in-other-order", told)
 
 
+@on_tensors(Precedence.EXPERIMENTS + 40)
 def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     """Detect one term of the loss that is off by the size of a group; the other terms are right."""
     change = _first(tensors, "term")
@@ -91,6 +110,7 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     return Finding("loss-term-factor", told)
 
 
+@on_tensors(Precedence.EXPERIMENTS + 20)
 def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
     """Detect positions that start at 0 on each rank."""
     change = _first(tensors, "shift")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.left import is_held
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few
 
@@ -31,7 +32,26 @@ _NEAR = 1e-4
 _EXACT = 1e-3
 """Tolerance of the exponent of the world size. The factor itself fits all elements to 1e-5."""
 
+mistake(
+    "world-size-factor",
+    "a result is off by a factor that depends on the number of ranks",
+    "average once: DistributedDataParallel divides by the world size already, all_reduce with SUM does not",
+)
+mistake(
+    "expert-gradients-factor",
+    "gradients of experts are off by the size of the group that shares the experts out",
+    "scale the gradients of experts like all others: an expert sees the tokens of all ranks of its group, so its "
+    "gradient is their sum; if the other gradients are averaged over ranks, divide it by the size of the group",
+)
+mistake(
+    "accumulation-factor",
+    "a result is off by the number of micro-batches",
+    "divide each micro-batch's loss by the number of micro-batches of its own window, the last and incomplete one "
+    "included, or sum and divide once by the count",
+)
 
+
+@on_evidence(Precedence.SUMS + 250)
 def off_by_world_size(evidence: Evidence) -> Finding | None:
     """Detect a factor that is a power of the world size."""
     factor, size = evidence.factor, evidence.size
@@ -57,6 +77,7 @@ def _told(evidence: Evidence, power: int) -> str:
     return f"{factor.told} {root} what one device gives, on {size} ranks{twice}"
 
 
+@on_evidence(Precedence.SUMS + 290)
 def off_by_micro_batches(evidence: Evidence) -> Finding | None:
     """Detect a factor that equals the number of micro-batches or its inverse."""
     factor = evidence.factor
@@ -76,6 +97,7 @@ def _by_micro_batches(evidence: Evidence) -> bool:
     return factor is not None and any(factor.is_power(evidence.micro_batches, power) for power in (1, -1))
 
 
+@on_evidence(Precedence.POSSIBLE + 20)
 def grows_with_world_size(evidence: Evidence) -> Finding | None:
     """Detect a factor that is the same power of the world size at two world sizes, or a factor of the updates."""
     factor, tensors = evidence.factor, evidence.tensors
@@ -95,6 +117,7 @@ def _grows(tensors: Tensors, ratio: float) -> bool:
     return abs(math.log(ratio, tensors.size) - math.log(other, there)) <= 1e-2
 
 
+@on_tensors(Precedence.SUMS + 120)  # before the world size, which the factor also fits
 def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
     """Detect expert gradients that are off by the size of the group that exchanges tokens; all others are right.
 
@@ -137,6 +160,7 @@ def _is_divided(tensors: Tensors, name: Result) -> bool:
     )
 
 
+@on_tensors(Precedence.SUMS + 130)
 def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
     """Detect a factor of the world size in the gradients, or in the update, of the first wrong optimizer step."""
     for step, factor, of_update in _first(tensors):
@@ -154,6 +178,7 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_evidence(Precedence.SUMS + 140)
 def clips_a_multiple(evidence: Evidence) -> Finding | None:
     """Detect a gradient norm, found by the first clipping, that is off by the world size or the number of
     micro-batches."""
@@ -165,7 +190,7 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
     ratios = [norm / alone for norm in norms if norm is not None]
     if len(ratios) < max(1, len(norms)) or max(ratios) - min(ratios) > _NEAR * max(ratios):
         return None
-    for number, mistake, of in (
+    for number, name, of in (
         (evidence.size, "world-size-factor", f"on {evidence.size} ranks"),
         (
             evidence.micro_batches,
@@ -176,7 +201,7 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
         if number > 1 and any(abs(ratios[0] - power) <= _NEAR * power for power in (number, 1 / number)):
             clip = tensors.traces[0].of("clip")[0]
             return Finding(
-                mistake, f"{clip.where} finds a norm of {norms[0]:.6g}, {ratios[0]:.4g} times that of one device, {of}"
+                name, f"{clip.where} finds a norm of {norms[0]:.6g}, {ratios[0]:.4g} times that of one device, {of}"
             )
     return None
 
@@ -187,6 +212,7 @@ def _norm(trace: RankTrace) -> float | None:
     return None if first is None else first.details.get("norm")
 
 
+@on_tensors(Precedence.SUMS + 150)
 def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
     """Detect an integer factor in the gradients of the first wrong optimizer step, if that is not the first step."""
     for step, factor, of_update in _first(tensors):

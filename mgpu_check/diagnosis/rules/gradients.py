@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.left import is_left
-from mgpu_check.diagnosis.limits import shows_a_limit
 from mgpu_check.diagnosis.modules import module_of_partial_gradients
-from mgpu_check.diagnosis.observed import CallEvent
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few, named
@@ -24,22 +23,11 @@ __all__ = [
     "added_on_every_rank",
     "adds_up_no_parts_of_an_activation",
     "adds_up_to_the_whole",
-    "clips_by_other_norms",
-    "clips_first",
-    "clips_parts",
     "each_rank_its_own",
     "gradients_apart",
-    "limits_another_norm",
-    "mean_of_metrics",
-    "mean_of_parts",
-    "normalizes_parts",
     "optimizes_its_own",
     "outside_of_the_wrapper",
-    "statistics_of_parts",
     "stays_as_backward_left_it",
-    "takes_parts_for_the_batch",
-    "uneven_parts",
-    "wrong_where_uneven",
 ]
 
 _CLOSE = 1e-4
@@ -49,141 +37,21 @@ _LEAST_ELEMENTS = 4
 _SHOWN = 4
 """Most ranks whose values a message lists, so that it stays one line."""
 
-
-def clips_first(tensors: Tensors) -> Finding | None:
-    """Detect clipping before a collective on the gradients, without a backward or a step between them."""
-    if not tensors.traces or not tensors.names or not tensors.gradient_like:
-        return None
-    clip: CallEvent | None = None
-    for event in tensors.traces[0].events:
-        if event.kind == "clip":
-            clip = event
-        elif event.kind in ("backward", "step"):
-            clip = None
-        elif event.kind == "collective" and clip is not None:
-            large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
-            on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
-            if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
-                told = f"{clip.where} runs before {event.name} of the gradients ({event.site})"
-                return Finding("clipped-before-synchronization", told)
-    return None
+mistake(
+    "gradients-not-synchronized",
+    "gradients of some parameters stay on each rank",
+    "wrap every trained parameter in DistributedDataParallel, after the last change to the model; call the "
+    "wrapper, not the module inside; keep the wrapper until backward has run; leave no_sync() before the last "
+    "backward of a step; set find_unused_parameters=True if a step leaves parameters unused",
+)
+mistake(
+    "partial-result-added-on-every-rank",
+    "a term that belongs to the result once is added on every rank, before the sum",
+    "add the bias (or residual) after the all_reduce, or on one rank only",
+)
 
 
-def _is_gradient(operand: Result | None) -> bool:
-    return operand is not None and operand.kind == "grads"
-
-
-def clips_by_other_norms(evidence: Evidence) -> Finding | None:
-    """Detect clipping that found a different norm on each rank."""
-    return Finding("clipped-before-synchronization", evidence.norms.told) if evidence.norms.apart else None
-
-
-def clips_parts(tensors: Tensors) -> Finding | None:
-    """Detect clipping before the mean: gradients are the mean of the parts', and right while no limit applies."""
-    found = tensors.mean_of_parts
-    if found is None or not found[0].even or found[0].along or not _is_limited(tensors):
-        return None
-    return Finding(
-        "clipped-before-synchronization",
-        f"{tensors.names[0]} is the mean of what each rank computes for its own part, and right for a batch that is "
-        "scaled down: a limit on the norm is applied before the mean",
-    )
-
-
-def limits_another_norm(tensors: Tensors) -> Finding | None:
-    """Detect clipping by the wrong norm: ranks agree, and are right only if the batch is scaled down."""
-    if tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):
-        return None
-    return Finding(
-        "clipped-before-synchronization",
-        f"{few(tensors.names)} is right for a batch that is scaled down: a limit is applied to another norm than that "
-        "of the whole gradient",
-    )
-
-
-def _is_limited(tensors: Tensors) -> bool:
-    """Return whether gradients are right for a batch that is scaled down, and otherwise reach a limit."""
-    return tensors.gradient_like and tensors.right_when_small is True and shows_a_limit(tensors)
-
-
-def statistics_of_parts(evidence: Evidence) -> Finding | None:
-    """Detect batch statistics of each rank's shard, if the gradients are the mean of the shards' gradients."""
-    tensors, found = evidence.tensors, normalizes_parts(evidence)
-    if found is None or tensors is None:
-        return None
-    if not any(tensors.is_combined(division, "mean") for division in tensors.hypotheses.divisions):
-        return None
-    return Finding(found.mistake, f"{found.evidence}, and the gradients are the mean of the shards' gradients")
-
-
-def normalizes_parts(evidence: Evidence) -> Finding | None:
-    """Detect batch statistics of each rank's shard: a module normalizes by the statistics of its batch."""
-    return Finding("batch-statistics-per-rank", evidence.normalizes) if evidence.normalizes else None
-
-
-def mean_of_metrics(tensors: Tensors) -> Finding | None:
-    """Detect a metric that is the mean over equal parts, although one device gives a different value."""
-    found = tensors.mean_of_parts
-    if found is None or not found[0].even or tensors.gradient_like or found[0].along:
-        return None
-    return Finding(
-        "mean-of-means" if tensors.hypotheses.padded else "wrong-reduction",
-        f"{tensors.names[0]} is the mean over ranks of each rank's own value{found[1]}, which is not the value for "
-        "all samples together",
-    )
-
-
-def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
-    """Detect gradients that are the mean of the parts', where no weighted sum of the parts gives those of one
-    device."""
-    found = tensors.mean_of_parts
-    if found is None or found[0].along or not tensors.gradient_like or clips_parts(tensors):
-        return None
-    if tensors.is_sum_of_parts(found[0]) is not False:
-        return None
-    return Finding(
-        "batch-statistics-per-rank",
-        f"{tensors.names[0]} is the mean of what each rank computes for its own part ({found[0].name}){found[1]}, but "
-        "no weighted sum of the parts gives the result of one device: something in the step depends on all samples, "
-        "and each rank has only its own",
-    )
-
-
-def mean_of_parts(tensors: Tensors) -> Finding | None:
-    """Detect an unweighted mean over the parts, where the parts should have other weights."""
-    found = tensors.mean_of_parts
-    if found is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(found[0]) is False:
-        return None
-    division, also = found
-    if also and tensors.factor() is not None:
-        return None  # one factor explains the difference, so the weights are right
-    windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
-    counts = ", ".join(map(str, division.counts))
-    return Finding(
-        "mean-of-means",
-        f"{tensors.names[0]} is the unweighted mean of what each rank computes for its own part ({division.name}: "
-        f"{counts}{windows}){also}: all parts count alike, even where they hold different numbers of samples or tokens",
-    )
-
-
-def uneven_parts(evidence: Evidence) -> Finding | None:
-    """Detect a mean of means: ranks saw unequal numbers of samples, or their losses divide by unequal counts."""
-    return Finding("mean-of-means", evidence.uneven) if evidence.uneven else None
-
-
-def wrong_where_uneven(tensors: Tensors) -> Finding | None:
-    """Detect a mean of means: ranks agree on a wrong result, and the world size does not divide the number of
-    samples."""
-    samples, size = tensors.samples, tensors.size
-    if not samples or samples % size == 0 or tensors.relations.split or not tensors.names:
-        return None
-    return Finding(
-        "mean-of-means",
-        f"{samples} samples are not divisible by {size} ranks, and ranks agree on {few(tensors.names)} with each "
-        "other, but not with one device: parts of different size seem to count alike",
-    )
-
-
+@on_tensors(Precedence.SUMS + 170)  # before gradients that differ, which follow from it
 def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
     """Detect an activation whose gradient each rank has a part of, because nothing adds up the parts in backward."""
     found = module_of_partial_gradients(tensors)
@@ -197,6 +65,7 @@ def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
     )
 
 
+@on_tensors(Precedence.SUMS + 180)
 def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
     """Detect gradients that differ between ranks, and whose sum or mean over ranks is the gradient of one device.
 
@@ -240,11 +109,13 @@ def _is_multiple(value: torch.Tensor, exact: torch.Tensor) -> bool:
     return abs(product) >= (1 - _CLOSE) * size
 
 
+@on_evidence(Precedence.SUMS + 190)
 def gradients_apart(evidence: Evidence) -> Finding | None:
     """Detect gradients that differ between ranks when the optimizer steps."""
     return Finding("gradients-not-synchronized", evidence.gradients_apart) if evidence.gradients_apart else None
 
 
+@on_tensors(Precedence.SUMS + 200)
 def each_rank_its_own(tensors: Tensors) -> Finding | None:
     """Detect results that are not synchronized: each rank holds the result of its own part."""
     if not tensors.own_parts:
@@ -254,6 +125,7 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
     return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
 
 
+@on_tensors(Precedence.SUMS + 210)
 def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     """Detect gradients that are not synchronized: each rank ends with the gradient of its own backward pass."""
     local = [name for name in tensors.relations.split if name.kind == "grads"]
@@ -269,6 +141,7 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     return _local(tensors, own, f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}")
 
 
+@on_tensors(Precedence.SUMS + 310)  # before a mean of parts, which averaged parameters also fit
 def optimizes_its_own(tensors: Tensors) -> Finding | None:
     """Detect an optimizer step with unsynchronized gradients, even if parameters are averaged later.
 
@@ -296,6 +169,7 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.AMBIGUOUS + 130)
 def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
     """Detect gradients that differ between ranks, if the calls show that nothing combined them."""
     local = [
@@ -367,6 +241,7 @@ def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
     return ""
 
 
+@on_tensors(Precedence.SUMS + 100)
 def added_on_every_rank(tensors: Tensors) -> Finding | None:
     """Detect a term that every rank adds before the sum: the result has it once per rank instead of once."""
     if tensors.size < 2:

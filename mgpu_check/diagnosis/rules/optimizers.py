@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few, named
@@ -17,7 +18,15 @@ __all__ = ["makes_something_else", "steps_other_tensors", "updates_otherwise"]
 
 _RATE = "learning rate of group"
 
+mistake(
+    "optimizer-differs",
+    "gradients are right, but the optimizer updates the parameters differently than on one device",
+    "after wrapping, compare learning rates, parameter groups and their settings with those of one device; step a "
+    "scheduler once per optimizer step; take norms and other products of whole tensors, not of shards",
+)
 
+
+@on_tensors(Precedence.ANOTHER_BATCH + 100)
 def steps_other_tensors(tensors: Tensors) -> Finding | None:
     """Detect an optimizer that steps tensors outside of the model, so that its steps have no effect."""
     single = tensors.expected.single
@@ -35,11 +44,13 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
     return Finding("optimizer-differs", told, tuple(lost))
 
 
+@on_evidence(Precedence.UPDATES + 20)
 def updates_otherwise(evidence: Evidence) -> Finding | None:
     """Detect wrong updates from right gradients, as the evidence describes them."""
     return Finding("optimizer-differs", evidence.updates) if evidence.updates else None
 
 
+@on_tensors(Precedence.UPDATES + 10)
 def makes_something_else(tensors: Tensors) -> Finding | None:
     """Detect an optimizer step that makes wrong parameters from right gradients and right parameters.
 

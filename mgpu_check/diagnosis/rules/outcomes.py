@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.observed import CallEvent
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few
 
@@ -25,7 +26,14 @@ _MOST_TOGETHER = 4
 _MOST_SUMS = 16
 """Most elements whose quotients are all tried: the number of pairs grows as the square."""
 
+mistake(
+    "reduced-again",
+    "a running sum is reduced after each batch although it already contains reduced values",
+    "keep each rank's own sum, and reduce it once, at the end; or reduce only the new values, and add the result",
+)
 
+
+@on_tensors(Precedence.SUMS + 220)
 def written_over(tensors: Tensors) -> Finding | None:
     """Detect a lost result: a collective gave the values of one device, and the final result is no multiple of them."""
     if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
@@ -97,6 +105,7 @@ def _is_near(one: tuple[float, float], right: tuple[float, float], factor: int) 
     return all(abs(value - factor * other) <= slack for value, other in zip(one, right, strict=True))
 
 
+@on_tensors(Precedence.CALLS_AND_VALUES + 40)
 def reduces_again(tensors: Tensors) -> Finding | None:
     """Detect a running sum that is reduced after each batch although it already contains reduced values.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mgpu_check.diagnosis.registry import on_epoch, on_loader
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.samples import EpochSamples, Loader
 from mgpu_check.processes.rank_lists import named
@@ -18,6 +19,9 @@ __all__ = [
 ]
 
 
+# One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a
+# rank that reads all samples misses none.
+@on_epoch(10)
 def read_by_each_worker(samples: EpochSamples) -> Finding | None:
     """Detect a dataset that is not split between workers: each worker of a rank reads the same samples."""
     if not samples.telling or not samples.per_worker:
@@ -27,6 +31,7 @@ def read_by_each_worker(samples: EpochSamples) -> Finding | None:
     return Finding("dataset-not-split", told)
 
 
+@on_epoch(20)
 def read_by_each_rank(samples: EpochSamples) -> Finding | None:
     """Detect a dataset that is not split: every rank sees all samples."""
     if not samples.telling or not samples.whole:
@@ -35,6 +40,7 @@ def read_by_each_rank(samples: EpochSamples) -> Finding | None:
     return Finding("dataset-not-split", told)
 
 
+@on_epoch(30)
 def repeated_to_fill(samples: EpochSamples) -> Finding | None:
     """Detect padding: not more samples are repeated than fill the last batches."""
     if not samples.telling or not samples.padded:
@@ -48,6 +54,7 @@ def repeated_to_fill(samples: EpochSamples) -> Finding | None:
     )
 
 
+@on_epoch(40)  # before repeated samples, which it explains
 def same_on_some(samples: EpochSamples) -> Finding | None:
     """Detect missed samples: some ranks see exactly the same samples."""
     if not samples.telling or not samples.missing or not samples.twins:
@@ -61,6 +68,7 @@ def same_on_some(samples: EpochSamples) -> Finding | None:
     )
 
 
+@on_epoch(50)
 def shared_out_unlike(samples: EpochSamples) -> Finding | None:
     """Detect a split that differs between ranks: some samples are on several ranks or unknown, and others are
     missing."""
@@ -74,6 +82,7 @@ def shared_out_unlike(samples: EpochSamples) -> Finding | None:
     return Finding("split-differs-between-ranks", ", ".join(filter(None, [several, other, none])), strange)
 
 
+@on_epoch(60)
 def on_no_rank(samples: EpochSamples) -> Finding | None:
     """Detect samples that are on no rank."""
     missing = samples.missing
@@ -85,11 +94,13 @@ def on_no_rank(samples: EpochSamples) -> Finding | None:
     return Finding("samples-missed", told)
 
 
+@on_epoch(70)  # numbers of batches may differ even if each sample is on exactly one rank
 def uneven_batches(samples: EpochSamples) -> Finding | None:
     """Detect uneven numbers of batches, if no sample is missing or repeated beyond what the user accepts."""
     return Finding("uneven-steps", samples.told_of_batches) if samples.covered and samples.uneven else None
 
 
+@on_loader(10)
 def order_repeats(loader: Loader) -> Finding | None:
     """Detect epochs that all have the same order."""
     return Finding("epochs-not-reshuffled", loader.order, tuple(loader.repeating)) if loader.repeating else None

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
+    import torch
+
     from mgpu_check.diagnosis.observed import Division
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
@@ -42,7 +43,14 @@ _COMPUTED = 1e-5
 _EXACT = 1e-4
 """Relative tolerance between a factor and the factor that a rounded count would cause."""
 
+mistake(
+    "integer-division",
+    "a mean, or a share of a count, loses its fraction",
+    "divide with /, and not with //, in floating point, and convert integers before they are averaged",
+)
 
+
+@on_tensors(Precedence.SUMS + 10)
 def unscales_by_its_own(tensors: Tensors) -> Finding | None:
     """Detect a scale that differs between ranks: all hold the same sum of parts, each times its own factor."""
     for _, rows in _weighed(tensors):
@@ -54,6 +62,7 @@ def unscales_by_its_own(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.SUMS + 20)
 def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
     """Detect a scale that differs between ranks: an optimizer step finds one gradient, times a factor of each rank."""
     for number, stages in enumerate(zip(*(one.snapshots for one in tensors.seen), strict=False)):
@@ -82,6 +91,8 @@ def _own_factors(what: str, factors: Sequence[float | None]) -> Finding | None:
 
 
 def _flat(stage: Mapping[Result, torch.Tensor]) -> torch.Tensor:
+    import torch
+
     return torch.cat([torch.zeros(0).double(), *(stage[n].double().flatten() for n in stage if n.kind == "grads")])
 
 
@@ -93,6 +104,7 @@ def _multiple(one: torch.Tensor, of: torch.Tensor) -> float | None:
     return factor if bool(((one - factor * of).abs() <= _COMPUTED * one.abs().max()).all()) else None
 
 
+@on_tensors(Precedence.SUMS + 30)
 def counts_parts_unlike(tensors: Tensors) -> Finding | None:
     """Detect a loss scale of each rank's own: ranks agree on a sum that gives parts of equal size unequal weights."""
     if not tensors.gradient_like or tensors.hypotheses.padded:
@@ -108,6 +120,7 @@ def counts_parts_unlike(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.CLIPPING + 40)
 def clips_each_part(tensors: Tensors) -> Finding | None:
     """Detect clipping before the mean: all parts enter the mean with the same norm."""
     if not tensors.gradient_like:
@@ -125,6 +138,7 @@ def clips_each_part(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.CLIPPING + 50)
 def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
     """Detect clipping by the wrong norm: one device reaches the same norm for all batches, and ranks reach another
     one."""
@@ -150,6 +164,7 @@ def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
     )
 
 
+@on_tensors(Precedence.SUMS + 40)
 def rounds_to_integers(tensors: Tensors) -> Finding | None:
     """Detect a mean without its fraction: wrong values are those of one device, rounded down or towards zero."""
     for name in tensors.wrong("returned"):
@@ -186,6 +201,7 @@ def _is_rounded(right: torch.Tensor, got: torch.Tensor) -> bool:
     return bool((got == right.floor()).all() | (got == right.trunc()).all())
 
 
+@on_tensors(Precedence.SUMS + 50)
 def divides_a_count(tensors: Tensors) -> Finding | None:
     """Detect integer division of a count: the factor is the ratio of the exact share to the rounded share, or its
     inverse."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 
 if TYPE_CHECKING:
@@ -20,7 +21,14 @@ _Rows = list[tuple[int, ...]]
 _BITS = 16.0
 """Evidence required, in bits: labels match the next tokens by chance with a probability of 2^-16 per layout."""
 
+mistake(
+    "labels-shifted-after-split",
+    "labels are shifted after the sequence is split, so the last token of each part has no label, or a wrong one",
+    "shift labels on the whole sequence, and split inputs and labels after that",
+)
 
+
+@on_tensors(Precedence.SAMPLES + 40)
 def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
     """Detect labels that each rank shifted within its own part of the sequence.
 

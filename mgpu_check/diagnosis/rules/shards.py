@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from mgpu_check.diagnosis.registry import Precedence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import named
 
@@ -22,6 +21,7 @@ _SEVERAL = 3
 """Fewest elements of a buffer, so that one multiple does not fit all of them by chance."""
 
 
+@on_tensors(Precedence.AMBIGUOUS + 10)
 def norm_of_shards(tensors: Tensors) -> Finding | None:
     """Detect a gradient norm that ranks combine wrongly from the norms of their shards.
 
@@ -46,6 +46,7 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.AMBIGUOUS + 20)
 def buffers_of_one_part(tensors: Tensors) -> Finding | None:
     """Detect buffers with statistics of one rank's samples: one device gives the same values for these samples alone.
 
@@ -92,7 +93,7 @@ def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
         return False
     old = before.double()
     for count in (1, len(known)):
-        rest = sum(known, torch.zeros_like(exact)) / count - exact
+        rest = sum(known, exact.new_zeros(exact.shape)) / count - exact
         share = float((rest * old).sum() / old.square().sum().clamp_min(1e-300))
         if tensors.same(rest + exact, share * old + exact, exact):
             return True

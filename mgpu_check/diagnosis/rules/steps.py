@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.observed import CallEvent
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 
 if TYPE_CHECKING:
@@ -16,7 +17,14 @@ __all__ = ["adds_what_was_left", "counts_windows_unlike"]
 _LEFT_OUT, _UNLIKE, _ONCE = 1e-3, 1e-2, 1e-3
 """Limits on weights: a smaller weight counts as 0, a larger difference as unequal, a smaller distance from 1 as 1."""
 
+mistake(
+    "stale-gradients",
+    "gradients of an earlier step or micro-batch are added in",
+    "call optimizer.zero_grad() on every rank before each window, and do not reduce what is reduced already",
+)
 
+
+@on_tensors(Precedence.SUMS + 80)
 def adds_what_was_left(tensors: Tensors) -> Finding | None:
     """Detect stale gradients: the error of a step's gradient is a multiple of the gradient of the step before."""
     stages, exact = tensors.seen[0].snapshots, tensors.expected.snapshots
@@ -36,6 +44,7 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
     return None
 
 
+@on_tensors(Precedence.SUMS + 230)
 def counts_windows_unlike(tensors: Tensors) -> Finding | None:
     """Detect micro-batches with unequal weights: an earlier one is reduced again with a later one, or one is left
     out."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.diagnosis.catalogue import CLASSES
+from mgpu_check.diagnosis.registry import all_mistakes
 from mgpu_check.plugin import leasing
 from mgpu_check.plugin.report.markup import code, fenced, table, text
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
@@ -194,7 +194,8 @@ def _counts(outcomes: Outcomes) -> str:
 
 
 def _row_of_failure(one: TestOutcome) -> tuple[str, ...]:
-    links = [f"[{name}]({CLASSES[name].page})" if name in CLASSES else text(name) for name in one.mistakes]
+    known = all_mistakes() if one.mistakes else {}
+    links = [f"[{name}]({known[name].page})" if name in known else text(name) for name in one.mistakes]
     phase = "" if one.phase in ("call", "") else f" ({one.phase})"
     return code(one.name) + phase, text(one.sizes or "-"), text(one.headline), ", ".join(links) or "-"
 

@@ -1,0 +1,220 @@
+"""The registry of mistakes, and of the rules that recognize them in evidence.
+
+Each module of `mgpu_check/diagnosis/rules/` registers the mistakes and the rules of one theme.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Restored, UnfinishedCall
+    from mgpu_check.diagnosis.report import Finding
+    from mgpu_check.diagnosis.samples import EpochSamples, Loader
+    from mgpu_check.diagnosis.tensors import Tensors
+
+__all__ = [
+    "MistakeClass",
+    "Precedence",
+    "RuleList",
+    "RuleOf",
+    "all_mistakes",
+    "known_mistake",
+    "mistake",
+    "on_calls",
+    "on_checkpoint",
+    "on_epoch",
+    "on_evidence",
+    "on_hash_seeds",
+    "on_loader",
+    "on_tensors",
+]
+
+_PAGES = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/classes/"
+_RULES = "mgpu_check.diagnosis.rules"
+
+_Evidence = TypeVar("_Evidence")
+RuleOf = Callable[[_Evidence], "Finding | None"]
+
+
+@dataclass(frozen=True)
+class MistakeClass:
+    """A common mistake in code for several devices.
+
+    Attributes:
+        name: for example "mean-of-means"; its page has the same name.
+        title: what goes wrong, in one clause.
+        advice: what to do, in one line.
+    """
+
+    name: str
+    title: str
+    advice: str
+
+    @property
+    def page(self) -> str:
+        """The address of its page."""
+        return f"{_PAGES}{self.name}.md"
+
+
+_mistakes: dict[str, MistakeClass] = {}
+
+
+def mistake(name: str, title: str, advice: str) -> None:
+    """Register a mistake. For the arguments, see `MistakeClass`.
+
+    Raises:
+        ValueError: another mistake has the name.
+    """
+    new = MistakeClass(name, title, advice)
+    known = _mistakes.setdefault(name, new)
+    if known != new:
+        raise ValueError(f"mistake: {name!r} is the name of two: {known.title!r} and {title!r}; give each its own name")
+
+
+def all_mistakes() -> dict[str, MistakeClass]:
+    """Return all mistakes by name, in alphabetical order. Imports no torch."""
+    _load()
+    return dict(sorted(_mistakes.items()))
+
+
+def known_mistake(name: str) -> MistakeClass:
+    """Return the mistake with a name.
+
+    Raises:
+        ValueError: no mistake has the name.
+    """
+    if name not in _mistakes:
+        _load()
+    if name not in _mistakes:
+        raise ValueError(f"mistake {name!r} is unknown; choose one of {', '.join(sorted(_mistakes))}")
+    return _mistakes[name]
+
+
+class Precedence(IntEnum):
+    """Name what a rule on results proves, the most first: the place of such a rule is `Precedence.NAME + number`.
+
+    Evidence up to `EXPERIMENTS` proves a mistake by itself. From `OWN_VALUES` to `UPDATES` a mistake explains results.
+    Several mistakes explain the evidence of `AMBIGUOUS`. That of `POSSIBLE` does not rule a mistake out.
+    """
+
+    UNDEFINED = 0
+    """Calls that are always mistakes. Their results are undefined, so later numbers are no evidence."""
+    APART = 1000
+    """Calls show that ranks act differently, which explains every other difference."""
+    SAMPLES = 2000
+    """Samples and labels that ranks saw, observed directly, or inferred from the loader and from counts."""
+    CALLS_AND_VALUES = 3000
+    """Calls together with the values that they explain: either alone would be weaker evidence."""
+    ANOTHER_BATCH = 4000
+    """One device gives exactly this result for another batch, or updates other parameters."""
+    EXPERIMENTS = 5000
+    """A change to one call makes the step right."""
+    OWN_VALUES = 6000
+    """Ranks draw random numbers, or decide by values of their own. Either invalidates the rules on sums."""
+    CLIPPING = 7000
+    """How gradients were clipped. A mean of clipped parts is also a mean of parts, and leaves factors."""
+    SUMS = 8000
+    """How gradients were combined: factors that differ between ranks, and rounded counts, before equal weights.
+
+    Batch statistics of parts also give gradients of parts. All of these also leave factors.
+    """
+    UPDATES = 9000
+    """The gradients of the first step with wrong parameters are right."""
+    AMBIGUOUS = 10_000
+    """Evidence that several mistakes explain."""
+    POSSIBLE = 11_000
+    """Mistakes that the evidence does not rule out, as a last resort."""
+
+
+class RuleList(Generic[_Evidence]):
+    """The rules on one kind of evidence. An instance is a decorator that registers a rule at a place.
+
+    Rules are called in the order of their places. The first finding is the likeliest cause: places are their only
+    weight. Special rules come before general ones, because a general rule would also fire on what a special rule
+    explains.
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[int, RuleOf[_Evidence]] = {}
+
+    def __call__(self, place: int) -> Callable[[RuleOf[_Evidence]], RuleOf[_Evidence]]:
+        """Return a decorator that registers a rule, and returns it unchanged.
+
+        Args:
+            place: a number that no other rule has. For rules on results, a precedence plus a number below 1000.
+        """
+
+        def decorate(rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
+            self.register(place, rule)
+            return rule
+
+        return decorate
+
+    def register(self, place: int, rule: RuleOf[_Evidence]) -> None:
+        """Register a rule.
+
+        Raises:
+            ValueError: another rule has the place.
+        """
+        known = self._at.get(place)
+        if known is not None and _name(known) != _name(rule):
+            raise ValueError(
+                f"place {place} of rule {_name(rule)} is that of {_name(known)}; choose a number between two others"
+            )
+        self._at[place] = rule
+
+    def ordered(self) -> tuple[RuleOf[_Evidence], ...]:
+        """Return all rules, in the order of their places."""
+        _load()
+        return tuple(rule for _, rule in sorted(self._at.items()))
+
+
+def _name(rule: Callable[..., object]) -> str:
+    return f"{rule.__module__}.{rule.__name__}"
+
+
+on_evidence: RuleList[Evidence] = RuleList()
+"""Rules on the results of ranks, and on the calls that led to them."""
+on_calls: RuleList[UnfinishedCall] = RuleList()
+"""Rules on ranks that did not return."""
+on_epoch: RuleList[EpochSamples] = RuleList()
+"""Rules on the samples that a loader gives in one epoch."""
+on_loader: RuleList[Loader] = RuleList()
+"""Rules on the order of samples in all epochs of a loader."""
+on_checkpoint: RuleList[Restored] = RuleList()
+"""Rules on a resumed run."""
+on_hash_seeds: RuleList[HashSeeds] = RuleList()
+"""Rules on ranks that fail only with different hash seeds."""
+
+
+def on_tensors(place: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
+    """Return a decorator for a rule on evidence that needs its whole tensors; without tensors it finds nothing."""
+
+    def decorate(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
+        @functools.wraps(rule)
+        def judge(evidence: Evidence) -> Finding | None:
+            return None if evidence.tensors is None else rule(evidence.tensors)
+
+        on_evidence.register(place, judge)
+        return rule
+
+    return decorate
+
+
+def _themes() -> Iterable[str]:
+    """Return the names of the modules with rules."""
+    names = (found.name for found in pkgutil.iter_modules(importlib.import_module(_RULES).__path__))
+    return [f"{_RULES}.{name}" for name in names if name != "order"]
+
+
+@functools.cache
+def _load() -> None:
+    for name in _themes():
+        importlib.import_module(name)
