@@ -64,3 +64,11 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[object]]:
         return [value for _, _, value in found]
 
     return run
+
+
+def refusal(call):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return None

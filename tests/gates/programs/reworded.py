@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.compare.test_judgement import mistakes, start, verdict
+from tests.compare.training import mistakes, start, verdict
 from tests.gates.pages import alarm, judge
 
 # Of each kind of evidence: combined values, calls, ranks that raise, loaders, checkpoints, evaluation.

@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import changes
 import faults
 
 GONE_WITHIN = 5.0
@@ -51,7 +52,7 @@ def strangers(server: int, expected: list[int]) -> list[str]:
 
 
 def look(rank: Any) -> tuple[int, int, dict[str, Any]]:
-    return os.getpid(), os.getppid(), faults.observe(rank)
+    return os.getpid(), os.getppid(), changes.observe(rank)
 
 
 def check(ranks: Any, clean: list[dict[str, Any]], record_property: Any) -> None:

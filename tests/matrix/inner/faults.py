@@ -1,39 +1,27 @@
-"""What can go wrong in a rank, and what a rank looks like to the test that comes after. Imported by the ranks."""
+"""What can go wrong in a rank. Imported by the ranks."""
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import ctypes
-import faulthandler
-import gc
 import hashlib
-import io
-import logging
-import multiprocessing
 import os
-import random
 import re
 import resource
 import signal
 import socket
 import stat
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import shared_memory
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from changes import CHANGES, share
 
 from mgpu_check.processes.channel import _BUFFER, _HEADER, _MAGIC, frame
-from mgpu_check.processes.leftovers import MARK
 from mgpu_check.processes.pickling import Pickled
 from mgpu_check.processes.protocol import Outcome
 
@@ -258,25 +246,9 @@ def sigkill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _share() -> None:
-    """Make shared memory and semaphores that have names, in each way that there is, and keep them."""
-    segment = shared_memory.SharedMemory(create=True, size=64)
-    semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
-    names, kept = [segment.name, f"sem.{semaphore._semlock.name[1:]}"], [segment, semaphore]
-    if dist.get_rank() == CULPRIT:  # on one rank: torch starts a large program for it
-        before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        kept.append(torch.ones(3).share_memory_())
-        names.append(kept[-1].untyped_storage()._share_filename_cpu_()[1].decode()[1:])
-        torch.multiprocessing.set_sharing_strategy(before)
-    sys.left = kept  # type: ignore[attr-defined]
-    with open(os.environ["MGPU_MATRIX_NAMES"], "a") as file:
-        file.write("\n".join([*names, ""]))
-
-
 @_add("death")
 def sigkill_with_shared_memory() -> None:
-    _share()
+    share(on=CULPRIT)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -464,316 +436,4 @@ def half_a_message() -> None:
     time.sleep(3600)  # place: half-a-message
 
 
-# Changes that outlive the test -----------------------------------------------------------------------------------
-
-
-@_add("state")
-def thread() -> None:
-    threading.Thread(target=threading.Event().wait, name="left", daemon=True).start()
-
-
-@_add("state")
-def group() -> None:
-    dist.new_group([0, 1])
-
-
-@_add("state")
-def destroyed_group() -> None:
-    dist.destroy_process_group()
-
-
-@_add("state")
-def dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-
-
-@_add("state")
-def device() -> None:
-    torch.set_default_device("cuda:2")
-    torch.cuda.set_device(2)
-
-
-@_add("state")
-def seed() -> None:
-    torch.manual_seed(12345)
-    random.seed(12345)
-
-
-@_add("state")
-def environment() -> None:
-    os.environ["LEFT"] = "1"
-    os.environ.pop("RANK", None)
-
-
-@_add("state")
-def directory() -> None:
-    os.chdir("/")
-
-
-@_add("state")
-def vanished_directory() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        os.chdir(name)
-
-
-@_add("state")
-def grad_mode() -> None:
-    torch.set_grad_enabled(False)
-
-
-@_add("state")
-def deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
-
-
-@_add("state")
-def threads_of_torch() -> None:
-    torch.set_num_threads(7)
-
-
-@_add("state")
-def module_path() -> None:
-    sys.path.insert(0, "/nowhere")
-
-
-@_add("state")
-def signal_handler() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@_add("state")
-def blocked_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
-
-
-@_add("state")
-def alarm_clock() -> None:
-    signal.setitimer(signal.ITIMER_REAL, 3600)
-
-
-@_add("state")
-def file_mask() -> None:
-    os.umask(0o777)
-
-
-@_add("state")
-def resource_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-
-
-@_add("state")
-def hard_resource_limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-
-
-@_add("state")
-def recursion_limit() -> None:
-    sys.setrecursionlimit(150)
-
-
-@_add("state")
-def collector() -> None:
-    gc.disable()
-
-
-@_add("state")
-def replaced_output() -> None:
-    sys.stdout = io.StringIO()
-
-
-@_add("state")
-def closed_output() -> None:
-    sys.stdout.close()
-
-
-@_add("state")
-def at_exit() -> None:
-    atexit.register(time.sleep, 3600)
-
-
-@_add("state")
-def huge_result() -> object:
-    return torch.zeros(1_000_000)  # twenty times what the socket holds
-
-
-@_add("state")
-def children() -> None:
-    subprocess.Popen(["sleep", "3600"])
-
-
-@_add("state")
-def children_in_their_own_session() -> None:
-    subprocess.Popen(["sleep", "3600"], start_new_session=True)
-
-
-@_add("state")
-def orphans() -> None:
-    """Children of a child that has ended, in a session of their own."""
-    subprocess.run(["sh", "-c", "setsid sleep 3600 & setsid sleep 3600 &"], check=True)
-
-
-@_add("state")
-def modes_of_torch() -> None:
-    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
-    mode = torch.inference_mode()
-    mode.__enter__()
-    sys.left = mode  # type: ignore[attr-defined]
-    torch.set_flush_denormal(True)
-    torch.multiprocessing.set_sharing_strategy("file_system")
-
-    class Zero(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return function(*args, **(kwargs or {})) * 0
-
-    Zero().__enter__()
-
-
-@_add("state")
-def settings_of_python() -> None:
-    gc.set_threshold(1, 1, 1)
-    socket.setdefaulttimeout(0.01)
-    sys.settrace(lambda *_: None)
-    threading.settrace(lambda *_: None)
-    for owner, name in ((sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")):
-        setattr(owner, name, lambda *_: None)
-    os.environ["TZ"] = "Asia/Tokyo"
-    time.tzset()
-    logging.getLogger().setLevel(1)
-    logging.getLogger().addHandler(logging.FileHandler(os.devnull))
-    logging.disable()
-    os.nice(3)
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-
-@_add("state")
-def user() -> None:
-    if os.geteuid() == 0:
-        os.setuid(65534)
-    else:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # replaced as well
-
-
-@_add("state")
-def replaced_functions() -> None:
-    dist.all_reduce = torch.nn.functional.relu = lambda *_, **__: None  # type: ignore[assignment]
-
-
-@_add("state")
-def hook_of_all_modules() -> None:
-    torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-
-
-@_add("state")
-def another_default_group() -> None:
-    dist.destroy_process_group()
-    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's list of names lacks it
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
-@_add("state")
-def open_file() -> None:
-    sys.left = os.open(os.path.abspath(sys.executable), os.O_RDONLY)  # type: ignore[attr-defined]
-
-
-@_add("state")
-def replaced_input() -> None:
-    reading, _ = os.pipe()
-    os.dup2(reading, 0)
-
-
-@_add("state")
-def all_signal_handlers() -> None:
-    """Also those that would write the stacks of a hang."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, lambda *_: None)
-
-
-@_add("state")
-def timer_of_faulthandler() -> None:
-    faulthandler.dump_traceback_later(0.3, exit=True)
-
-
-@_add("state")
-def thread_of_c() -> None:
-    _thread.start_new_thread(time.sleep, (3600,))
-
-
-@_add("state")
-def shared_memory_with_names() -> None:
-    _share()
-
-
-@_add("state")
-def forks_and_returns_twice() -> None:
-    """The child goes on as if it were the rank."""
-    os.fork()
-
-
-# What the next test sees -----------------------------------------------------------------------------------------
-
-
-SELDOM_THE_SAME = ("PYTEST_CURRENT_TEST", MARK)
-
-
-def observe(rank: Any) -> dict[str, Any]:
-    """All that a test may find changed in its rank."""
-    total = torch.ones(2) * (rank.index + 1)
-    dist.all_reduce(total)
-    message = torch.ones(2)
-    if rank.index < 2:
-        (dist.recv if rank.index == 0 else dist.send)(message, 1 - rank.index)
-    print("printed")
-    mask = os.umask(0)
-    os.umask(mask)
-    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT")}
-    handlers = {}
-    for number in range(1, signal.NSIG):
-        try:
-            handlers[number] = str(signal.getsignal(number))
-        except ValueError:
-            continue
-    return {
-        "total": total.tolist(),
-        "message": message.tolist(),
-        "dtype": str(torch.get_default_dtype()),
-        "device": str(torch.empty(1).device),
-        "current device": torch.cuda.current_device(),
-        "seeds": (torch.rand(2).tolist(), random.random()),
-        "environment": {name: value for name, value in os.environ.items() if name not in SELDOM_THE_SAME},
-        "directory": os.getcwd(),
-        "path": list(sys.path),
-        "grad mode": torch.is_grad_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "threads": [one.name for one in threading.enumerate()],
-        "threads of torch": torch.get_num_threads(),
-        "groups": len(dist.distributed_c10d._world.pg_map),
-        "file mask": mask,
-        "limits": limits,
-        "handlers": handlers,
-        "blocked signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-        "alarm": signal.getitimer(signal.ITIMER_REAL),
-        "recursion limit": sys.getrecursionlimit(),
-        "collector": gc.isenabled(),
-        "output": type(sys.stdout).__name__,
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "values": (torch.ones(1) * 2).tolist(),
-        "denormals": sys.float_info.min / 2,
-        "sharing": torch.multiprocessing.get_sharing_strategy(),
-        "thresholds": gc.get_threshold(),
-        "socket timeout": socket.getdefaulttimeout(),
-        "trace": (sys.gettrace(), threading.gettrace()),
-        "exception hooks": [str(getattr(hook, "__module__", hook)) for hook in (sys.excepthook, sys.unraisablehook)],
-        "time zone": time.tzname,
-        "logging": (logging.root.level, len(logging.root.handlers), logging.root.manager.disable),
-        "niceness": os.nice(0),
-        "affinity": sorted(os.sched_getaffinity(0)),
-        "user": os.getresuid(),
-        "functions": [dist.all_reduce.__module__, torch.nn.functional.relu.__module__],
-        "hooks of modules": len(torch.nn.modules.module._global_forward_hooks),
-        "world size": dist.get_world_size(),
-        "input": os.readlink("/proc/self/fd/0"),
-        "threads of C": _thread._count(),
-    }
+FAULTS.update({name: Fault("state", act, _wait) for name, act in CHANGES.items()})

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import changes
 import faults
 import pytest
 from _pytest.stash import Stash
@@ -86,7 +87,7 @@ def _session(stash: Stash) -> Any:
 @pytest.fixture(scope="session")
 def clean(ranks: Any) -> list[dict[str, Any]]:
     """What fresh ranks see."""
-    return ranks.run(faults.observe, size=faults.SIZE)
+    return ranks.run(changes.observe, size=faults.SIZE)
 
 
 @pytest.fixture

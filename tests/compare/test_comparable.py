@@ -1,0 +1,344 @@
+"""What can be compared at all: the same samples, start, and parameters on both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.batches import others_from_the_start
+from mgpu_check.compare.obstacles import FLOAT32, OTHER_START, standing
+from mgpu_check.compare.processes import Ended, ScriptRun
+from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.trace import Trace
+from mgpu_check.compare.verdict import verdict_of, without_steps
+from tests.compare.training import (
+    NAMES,
+    Training,
+    gradients,
+    mistakes,
+    module,
+    one_part,
+    other,
+    start,
+    verdict,
+    whole_batch,
+    with_a_third,
+)
+
+
+def test_ranks_that_hold_parts_of_the_model_see_all_data_rightly():
+    def change(training):
+        whole_batch(training)
+        training.change = lambda made: made.parameters.update(
+            {name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()}
+        )
+
+    assert verdict(change).kind == "equal"
+
+
+def test_ranks_that_share_the_work_out_within_the_model_see_all_data_rightly():
+    def change(training):
+        whole_batch(training)
+        training.loss = lambda number: 0.4 + 0.2 * training.rank
+
+    assert verdict(change).kind == "equal"
+
+
+def a_stage(made):
+    """Leave one parameter to the ranks that see samples, and the other one to those that see what was computed."""
+    other = "net.bias" if made.steps[0].samples[0][0] < 10**6 else "net.weight"
+    for part in (made.parameters, *(p for s in made.steps for p in (s.before, s.gradients, s.parameters))):
+        part.pop(other, None)
+
+
+def divided(change):
+    """Return the verdict on ranks that hold parts of the model."""
+    single = Training()
+    ranks = [Training(rank, 4) for rank in range(4)]
+    for training in ranks:
+        change(training)
+    made = single.trace()
+    return verdict_of(Aligned(made, [t.trace() for t in ranks], divided=True), Rounding(made, [made]), None)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        lambda rank, number: [8 * number + i for i in range(8)],  # tensor parallelism
+        lambda rank, number: [8 * number + i for i in range(rank // 2, 8, 2)],  # over pairs of ranks
+        lambda rank, number: [8 * number + i for i in range(8)] if not rank else [10**6 + number],  # stages
+        lambda rank, number: [8 * number + i for i in range(4)] if not rank else [10**6 + number],  # of micro-batches
+        lambda rank, number: [8 * number + 7 + rank] if rank < 2 else [10**6 + number],  # and copies of stages
+    ],
+)
+def test_samples_of_a_divided_model(samples):
+    def right(training):
+        training.samples = lambda number: samples(training.rank, number)
+        if len(samples(3, 0)) == 1:
+            training.change = a_stage
+
+    assert divided(right).kind == "equal"
+
+    def wrong(training):
+        right(training)
+        training.gradient = lambda number: [3 * g for g in gradients(number)]
+
+    assert divided(wrong).kind == "differs"
+
+
+def test_a_divided_model_that_is_given_more_samples_is_not_comparable():
+    def more(training):
+        other(training)
+        training.samples = lambda number: [16 * number + 8 * (training.rank // 2) + i for i in range(8)]
+
+    found = divided(more)
+    assert found.kind == "not comparable" and "the ranks together saw 16 samples" in found.report.headline
+
+
+def test_parameters_that_no_rank_holds_whole_are_not_called_equal():
+    found = verdict(one_part)
+    assert (found.kind, found.compared) == ("undecided", 3)
+    assert "1 of 2 trained parameters were not compared" in found.report.headline
+    assert found.not_compared == {"net.weight": "its shape is [15] on ranks, and [6, 5] on one device"}
+    assert found.report.remarks[0] == "not compared: net.weight: its shape is [15] on ranks, and [6, 5] on one device"
+
+    def renamed(training):
+        training.change = lambda made: made.parameters.update(
+            {f"flat{i}": made.parameters.pop(name) for i, name in enumerate(NAMES)}
+        )
+
+    found = verdict(renamed)
+    assert found.kind == "not comparable"
+    assert "one device trains net.weight, net.bias; rank 0 trains flat0, flat1" in found.report.remarks[0]
+
+
+def test_a_parameter_that_one_side_alone_trains_is_not_called_equal():
+    def without_bias(made):
+        del made.parameters["net.bias"]
+        for step in made.steps:
+            for part in (step.before, step.gradients, step.parameters):
+                part.pop("net.bias", None)
+
+    def change(training):
+        training.change = without_bias
+
+    found = verdict(change)
+    assert found.kind == "undecided"
+    assert found.not_compared == {"net.bias": "no rank trains a parameter of its name and shape"}
+
+    def on_ranks(training):
+        training.change = with_a_third
+
+    found = verdict(on_ranks)
+    assert found.kind == "undecided"
+    assert found.not_compared == {"net.third (ranks 0-1)": "one device trains no parameter of its name and shape"}
+
+
+def test_what_need_not_be_compared_is_repeated():
+    found = verdict(one_part, unjudged={"*.weight": "a buffer of its own"})
+    assert found.kind == "equal" and "train the same 1 of 2 parameters" in found.report.headline
+    assert found.report.remarks[0] == "not compared, accepted by --unjudged: net.weight: a buffer of its own"
+    found = verdict(one_part, unjudged={"*.weight": "a buffer of its own", "head.*": "not there"})
+    assert (
+        found.report.headline == "undecided: --unjudged has 'head.*', which matches no parameter that was not compared"
+    )
+
+
+def test_steps_that_a_scaler_skips():
+    def on_all(training):
+        other(training)
+        training.events = [{"event": "skipped", "after": 0}]
+
+    found = verdict(on_all)
+    assert (found.kind, found.report.mistakes) == ("not comparable", ())
+    assert "GradScaler skipped 0 steps on one device, and 1 on each rank" in found.report.headline
+
+    def on_one(training):
+        other(training)
+        training.events = [{"event": "skipped", "after": 0}] * training.rank
+
+    assert mistakes(on_one) == ("decision-per-rank",)
+
+
+def test_other_samples():
+    def change(training):
+        other(training)
+        training.samples = lambda number: [1000 + 8 * number + i for i in range(training.rank, 8, 2)]
+
+    found = verdict(change)
+    assert found.kind == "not comparable"
+    assert "the ranks together saw 8 samples; 0 of them are among the 8 samples of one device" in found.report.headline
+
+
+def test_a_batch_in_another_dimension():
+    """The rows of sequences are time steps, of which each rank has another part of each."""
+
+    def batch(training):
+        training.columns = training.samples
+        training.samples = lambda number: [1000 * (training.rank + training.world) + i for i in range(5)]
+
+    found = verdict(one=batch)
+    assert (found.kind, found.report.remarks) == ("equal", [])
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (
+            lambda rank: range(rank * 8, rank * 8 + 8),
+            "16 samples; 8 of them are among the 8 samples of one device",
+        ),  # 8 for each rank
+        (
+            lambda rank: [rank, 90 + rank, 80 + rank, 70 + rank],
+            "8 samples; 2 of them are among the 8 samples of one device",
+        ),
+        (lambda rank: [rank, 2 + rank, 4 + rank, 90], None),  # most are shared: what follows has to tell
+        (lambda rank: range(8), None),  # a difference
+        (lambda rank: range(rank, 8, 2), None),
+    ],
+)
+def test_other_samples_from_the_start(samples, words):
+    def aligned(elsewhere=0.0):
+        ranks = [Training(rank, 2) for rank in range(2)]
+        for training in ranks:
+            training.samples = lambda number, rank=training.rank: list(samples(rank))
+            training.begin = [value + elsewhere * training.rank for value in start()]
+        return Aligned(Training().trace(), [training.trace() for training in ranks])
+
+    found = others_from_the_start(aligned())
+    assert bool(found) == (words is not None)
+    assert not found or words in found[0].why
+    assert others_from_the_start(aligned(elsewhere=1.0)) == []  # a mistake, whatever the samples
+
+
+def test_another_start_and_other_samples_are_named_at_once():
+    def change(training):
+        training.begin = [value + 1 for value in start()]
+        training.samples = lambda number: [90 + 4 * training.rank + i for i in range(4)]
+
+    ranks = [Training(rank, 2) for rank in range(2)]
+    for training in ranks:
+        change(training)
+    found = others_from_the_start(Aligned(Training().trace(), [training.trace() for training in ranks]))
+    assert "the ranks together saw 8 samples; 0 of them" in found[0].why and found[-1] is OTHER_START
+
+    later = verdict(change)
+    assert later.kind == "not comparable" and later.report.headline.count(" and step 1: the ranks together saw 8") == 1
+    assert "start from other parameters than one device" in later.report.headline
+
+
+def test_samples_that_came_again_are_counted():
+    def change(training):
+        other(training)
+        training.samples = lambda number: [8 * number + i for i in (0, 1, 2 + training.rank, 5)]
+
+    headline = verdict(change).report.headline
+    assert "5 of them are among the 8 samples of one device; 3 came a second time" in headline
+    assert "3 are on no rank" in headline
+
+
+def test_agreement_on_other_samples_is_none():
+    def change(training):
+        training.samples = lambda number: [8 * number, *(1000 * (training.rank + 1) + i for i in range(3))]
+
+    found = verdict(change)
+    assert (found.kind, found.compared) == ("not comparable", 3)
+    assert "the ranks together saw 8 samples; 1 of them are among the 8 samples of one device" in found.report.headline
+
+
+def test_a_sample_that_is_padded_otherwise_is_a_remark():
+    def change(training):
+        own = training.samples
+        training.samples = lambda number: [*own(number)[:3], 1000 + training.rank]
+
+    found = verdict(change)
+    assert found.kind == "equal"
+    assert any("6 of the 8 samples of one device are also on the ranks" in remark for remark in found.report.remarks)
+
+
+def test_agreement_without_gradients_is_none():
+    def nothing(training):
+        training.gradient = lambda number: [0 * g for g in gradients(number)]
+
+    found = verdict(nothing, one=nothing)
+    assert found.kind == "not comparable"
+    assert "the gradients of all parameters are zero in all 3 steps" in found.report.headline
+
+
+def test_what_stands_in_the_way():
+    def said(change=lambda training: None, fresh=False):
+        one, ranks = Training(), [Training(rank, 2) for rank in range(2)]
+        for training in (one, *ranks):
+            training.events = [{"event": "seed", "after": 0}]
+            change(training)
+        return [entry.why.partition(" ")[0] for entry in standing(one.trace(), [t.trace() for t in ranks], fresh)]
+
+    def flawed(training):
+        training.gradient = lambda number: [0 * g for g in gradients(number)]
+        training.events = [
+            {"event": "random", "after": 0, "what": "noise", "line": ""},
+            {"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"},
+            {"event": "save", "after": 3, "file": "/last.pt", "missed": True},
+        ]
+        whole_batch(training)
+
+    assert said() == []
+    assert said(flawed) == ["noise", "Linear", "the", "torch.manual_seed", "the", "each"]
+    assert said(flawed, fresh=True) == ["noise", "Linear", "the", "torch.manual_seed", "each"]
+
+    def in_parts(training):
+        whole_batch(training)
+        training.change = lambda made: made.parameters.update(
+            {name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()}
+        )
+
+    assert said(in_parts) == []
+
+
+def test_bfloat16_is_refused_with_advice():
+    def rough(training):
+        training.events = [{"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"}]
+
+    single, moved, rank = Training(), Training(), Training()
+    moved.gradient = lambda number: [g * 1.3 for g in gradients(number)]
+    rough(single)
+    reference = single.trace()
+    found = verdict_of(Aligned(reference, [rank.trace()]), Rounding(reference, [moved.trace()]), None)
+    assert found.kind == "not comparable" and found.report.headline.endswith(
+        "hide even a factor of two: Linear returns bfloat16"
+    )
+    assert found.report.remarks == [f"do: {FLOAT32}"]
+
+
+def test_several_devices_of_one_process():
+    def replicas(factor):
+        one, moved, two = Training(), Training(), Training()
+        moved.gradient = lambda number: [g * (1 + 4e-7) for g in gradients(number)]
+        two.gradient = lambda number: [g * factor for g in gradients(number)]
+        two.events = module(norms=["BatchNorm1d"]) if factor == 1.5 else []
+        reference = one.trace()
+        return verdict_of(Aligned(reference, [two.trace()], 2), Rounding(reference, [moved.trace()]), None)
+
+    assert "equal: 3 steps on 2 GPUs of one process train the same 2 parameters" in replicas(1.0).report.headline
+    doubled = replicas(2.0)
+    assert doubled.report.mistakes == ("world-size-factor",)
+    assert "2 times as large on 2 GPUs of one process" in doubled.report.headline
+    (finding,) = replicas(1.5).report.findings
+    assert finding.mistake == "batch-statistics-per-rank" and "over the samples of each GPU" in finding.evidence
+
+
+def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_remove():
+    def todo(*files: str | None) -> str:
+        trace = Trace(0, 1, events=[{"event": "load", "after": 0, "file": file} for file in files])
+        ended = Ended(0, 0, "finished", trace, "going on after epoch 2", "")
+        return "\n".join(without_steps(ScriptRun("one device", [ended], 1.0, None), [ended]).report.remarks)
+
+    advice = "do: the script has loaded /runs/last.pt: if it is a checkpoint of a finished training, remove it"
+    assert f"  going on after epoch 2\n{advice}" in todo("/runs/last.pt")
+    assert "do: the script has loaded a, b:" in todo("a", "b", "a", None)
+    assert "has loaded" not in todo() and "has loaded" not in todo(None)
+    run = ScriptRun("one device", [], 1.0, None, Path("/tmp/own"))
+    assert [run.shown(file) for file in ("/tmp/own/runs/last.pt", "/tmp/other.pt")] == ["runs/last.pt", "/tmp/other.pt"]

@@ -1,0 +1,120 @@
+"""What rounding hides, and whether a run repeats itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mgpu_check.compare.alignment import Aligned, deviation
+from mgpu_check.compare.rounding import Rounding, repeatability, roundoff
+from mgpu_check.compare.trace import chunk_sizes
+from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
+from tests.compare.training import (
+    Training,
+    gradients,
+    summary,
+    with_a_third,
+)
+
+
+def test_repeatability():
+    first, again = Training(), Training()
+    assert repeatability(first.trace(), again.trace()) is None
+    again.gradient = lambda number: [g * (1 + (1e-6 if number else 0)) for g in gradients(number)]
+    assert repeatability(first.trace(), again.trace()) is None  # kernels that add up in no fixed order
+    again.gradient = lambda number: [g * (1.01 if number == 1 else 1) for g in gradients(number)]
+    assert repeatability(first.trace(), again.trace()).step == 1
+    again = Training()
+    again.samples = lambda number: [7 - i for i in range(8)]
+    assert "different samples" in repeatability(first.trace(), again.trace()).what
+
+
+def test_where_rounding_has_taken_over():
+    single, moved = Training(steps=6), Training(steps=6)
+    moved.gradient = lambda number: [
+        g + (0.5 * g.flip(0) if number > 3 else 0) for g in gradients(number)
+    ]  # fmt: skip
+    reference = single.trace()
+    # The first eight steps are taken together, so that the small numbers of a small model cannot be right by chance.
+    rounding = Rounding(reference, [moved.trace()])
+    found = verdict_of(Aligned(reference, [Training(r, 2, 6).trace() for r in range(2)]), rounding, None)
+    assert found.kind == "not comparable" and "rounding alone" in found.report.headline
+
+
+def of_three(drown) -> ComparisonVerdict:
+    """Of right ranks, and a moved run whose trace is as `drown` makes it."""
+    traces = [Training().trace(), Training().trace(), *(Training(rank, 2).trace() for rank in range(2))]
+    for trace in traces:
+        with_a_third(trace)
+    drown(traces[1])
+    return verdict_of(Aligned(traces[0], traces[2:]), Rounding(traces[0], [traces[1]]), None)
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.3])
+def test_a_tensor_that_rounding_alone_hides_does_not_count_as_equal(value):
+    def drown(made):
+        made.steps[1].parameters["net.bias"] = summary(torch.full((6,), value))
+
+    found = of_three(drown)
+    assert found.kind == "equal"
+    assert "train the same 2 of 3 parameters" in found.report.headline
+    assert any("the updated values of net.bias (from step " in remark for remark in found.report.remarks)
+    right = of_three(lambda made: None)
+    assert "train the same 3 parameters" in right.report.headline and right.report.remarks == []
+
+
+def test_a_gradient_that_rounding_alone_hides_is_named():
+    """Its parameter is compared all the same."""
+
+    def drown(made):
+        made.steps[0].gradients["net.bias"] = summary(torch.ones(6))
+
+    found = of_three(drown)
+    assert "train the same 3 parameters" in found.report.headline
+    assert any("the gradients of net.bias (from step 1 on)" in remark for remark in found.report.remarks)
+
+
+def test_parameters_that_rounding_alone_hides_are_not_called_equal():
+    def drown(made):
+        for step in made.steps:
+            step.parameters.update({name: summary(torch.ones(6)) for name in step.parameters})
+            for name in ("net.weight", "net.third"):
+                step.parameters[name] = summary(torch.ones(6, 5))
+
+    found = of_three(drown)
+    assert found.kind == "not comparable" and "rounding alone changes every parameter" in found.report.headline
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("float64", 53),
+        ("float32", 24),
+        ("float16", 11),
+        ("bfloat16", 8),
+        ("complex128", 53),
+        ("complex64", 24),
+        ("complex32", 11),
+        ("int64", 24),
+    ],
+)
+def test_the_roundoff_of_a_dtype(dtype, bits):
+    assert roundoff(dtype) == 2.0**-bits
+
+
+def test_the_element_that_is_named():
+    expected = torch.arange(1.0, 31).reshape(5, 6)
+    got = expected.clone()
+    got[4, 5] = -30
+    found = deviation(summary(got), summary(expected), (5, 6))
+    assert (found.what, found.got, found.expected) == ("element [4, 5]", -30, 30)
+
+
+def test_the_sum_that_is_named_has_its_elements():
+    expected = torch.ones(1000)
+    got = expected.clone()
+    got[998] = -1.0  # its norm is the same, and this element is not stored
+    first = 1000 - chunk_sizes(1000)[-1]
+    assert deviation(summary(got), summary(expected), (1000,)).what == f"sum of elements {first} to 999 of 1000"

@@ -1,0 +1,217 @@
+"""Errors and deaths of ranks: who is named, and which ranks are kept."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from mgpu_check.engine.world import Abandoned
+from mgpu_check.errors import RankDied, RankFailure
+from tests.engine.processes import pids
+
+
+def test_a_failure_on_all_ranks_keeps_them(pool):
+    def body(rank):
+        raise ValueError("no")
+
+    before = pids(pool)
+    with pytest.raises(RankFailure, match=r"ranks 0-3 of 4 raised ValueError: no") as info:
+        pool.run(body)
+    assert info.value.ranks == (0, 1, 2, 3)
+    assert isinstance(info.value.__cause__, ValueError)
+    assert pids(pool) == before
+
+
+def test_ranks_out_of_lockstep_are_replaced(pool):
+    """All answer, but one has entered a collective more: the next collective would pair up wrongly."""
+
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        if rank.index == 1:
+            dist.all_reduce(torch.ones(1), async_op=True)
+        raise ValueError("no")
+
+    before = pids(pool, 2)
+    with pytest.raises(RankFailure):
+        pool.run(body, size=2)
+    assert not set(pids(pool, 2)) & set(before)
+
+
+def test_sends_and_receives_that_differ_between_ranks_are_no_reason_to_replace_them(pool):
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        x = torch.zeros(1)
+        if rank.index == 0:
+            for other in range(1, rank.size):
+                dist.recv(x, other)
+        else:
+            dist.send(x + 1, 0)
+
+    before = pids(pool)
+    pool.run(body)
+    assert pids(pool) == before
+
+
+def test_a_collective_that_only_one_rank_has_begun_is_a_failure(pool):
+    """All answer, and the next collective would pair up with what is pending."""
+
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(4), async_op=True)
+        if rank.index == 0:
+            dist.all_reduce(torch.ones(5), async_op=True)
+
+    with pytest.raises((RankFailure, RankDied), match=r"pending|different numbers of operations.*rank 0: 2, rank 1: 1"):
+        pool.run(body, size=2)
+    assert len(pids(pool, 2)) == 2
+
+
+def test_a_death_out_of_lockstep_is_a_death(pool):
+    def body(rank):
+        import os
+        import threading
+
+        import torch
+        import torch.distributed as dist
+
+        if rank.index == 0:
+            dist.all_reduce(torch.ones(3), async_op=True)
+        else:
+            threading.Timer(0.05, os._exit, (3,)).start()
+
+    with pytest.raises(RankDied, match=r"rank 1 of 2 died .*: exit code 3"):
+        pool.run(body, size=2)
+
+
+def test_an_end_that_the_connection_hides_is_told_at_once(pool):
+    """A grandchild in a session of its own holds the rank's connection open."""
+
+    def body(rank):
+        import os
+        import time
+
+        if rank.index == 1:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(3600)
+            os._exit(5)
+
+    with pytest.raises(RankDied, match="rank 1 of 2 died: exit code 5"):
+        pool.run(body, size=2, timeout=20)
+
+
+def test_errors_with_difficult_classes(pool):
+    class Two(Exception):
+        def __init__(self, a, b):
+            super().__init__(f"{a} {b}")
+
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise RuntimeError("no")
+
+    class Skipped(Exception):
+        """No skip: its name is the user's."""
+
+    def body(which):
+        raise {"two": Two(1, 2), "unspeakable": Unspeakable(), "skipped": Skipped("the optimizer skipped")}[which]
+
+    with pytest.raises(RankFailure, match="Two: 1 2"):
+        pool.run(body, "two", size=1)
+    with pytest.raises(RankFailure, match=r"Unspeakable: <str\(\) of it raised RuntimeError>"):
+        pool.run(body, "unspeakable", size=1)
+    with pytest.raises(RankFailure, match="Skipped: the optimizer skipped"):
+        pool.run(body, "skipped", size=1)
+
+
+def test_a_raise_just_before_the_deadline_is_no_hang(pool):
+    def body(rank):
+        import time
+
+        import torch.distributed as dist
+
+        if rank.index == 1:
+            time.sleep(0.9)
+            raise ValueError("the cause")
+        dist.barrier()
+
+    with pytest.raises(RankFailure, match=r"\Arank 1 of 2 raised ValueError: the cause"):
+        pool.run(body, size=2, timeout=1.2)
+
+
+def test_one_raises_while_others_wait(pool):
+    def body(rank):
+        import torch.distributed as dist
+
+        if rank.index == 2:
+            raise KeyError("only here")
+        dist.barrier()
+
+    with pytest.raises(RankFailure, match=r"rank 2 of 4 raised KeyError(.|\n)*ranks 0-1, 3 still ran") as info:
+        pool.run(body)
+    assert info.value.ranks == (2,)
+    assert "in barrier" in str(info.value)
+    assert len(pids(pool)) == 4
+
+
+def test_different_errors_are_told_apart_and_equal_ones_folded(pool):
+    def body(rank):
+        raise ValueError("odd") if rank.index % 2 else TypeError("even")
+
+    with pytest.raises(RankFailure) as info:
+        pool.run(body)
+    text = str(info.value)
+    assert "ranks 1, 3 of 4 raised ValueError: odd" in text
+    assert "ranks 0, 2 of 4 raised TypeError: even" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGKILL, "signal SIGKILL"), (signal.SIGSEGV, "signal SIGSEGV"), (signal.SIGTERM, "signal SIGTERM")],
+)
+def test_death_by_signal(pool, number, said):
+    def body(rank, number):
+        import os
+
+        if rank.index == 1:
+            os.kill(os.getpid(), number)
+        return rank.index
+
+    with pytest.raises(RankDied, match=rf"rank 1 of 3 died: {said}(.|\n)*ranks 0, 2 finished") as info:
+        pool.run(body, int(number), size=3)
+    assert info.value.ranks == (1,)
+    assert len(pids(pool, 3)) == 3
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_death_by_exit(pool, code):
+    """An exit code of 0 in mid-test is a death like any other."""
+
+    def body(rank, code):
+        import os
+
+        if rank.index == 0:
+            os._exit(code)
+
+    with pytest.raises(RankDied, match=rf"rank 0 of 2 died: exit code {code}"):
+        pool.run(body, code, size=2)
+
+
+def test_skips_of_all_are_a_skip_and_of_some_a_failure(pool):
+    def body(rank, which):
+        import unittest
+
+        if rank.index in which:
+            raise unittest.SkipTest("not today")
+
+    with pytest.raises(Abandoned, match="not today") as info:
+        pool.run(body, [0, 1], size=2)
+    assert info.value.failure.kind == "skip"
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 raised SkipTest: not today"):
+        pool.run(body, [1], size=2)

@@ -1,0 +1,108 @@
+"""Ranks that do not answer, and interrupts: who is named, and where each rank was."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from mgpu_check.errors import RankHang
+from tests.engine.processes import gone, pids
+
+
+def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
+    def body(rank):
+        import time
+
+        import torch.distributed as dist
+
+        if rank.index == 1:
+            time.sleep(3600)
+        dist.barrier()
+
+    before = pids(pool, 3)
+    with pytest.raises(RankHang) as info:
+        pool.run(body, size=3, timeout=0.5)
+    assert info.value.ranks == (0, 1, 2)
+    lines = str(info.value).splitlines()
+    assert lines[0] == "rank 1 of 3 did not finish body within 0.5 s"
+    assert lines[1].startswith("rank 1 is in body (")
+    assert lines[2].startswith("ranks 0, 2 are in barrier #1 (")
+    assert all(gone(pid) for pid in before)
+    assert len(pids(pool, 3)) == 3
+
+
+def test_a_stopped_rank_is_a_hang_without_stacks(pool):
+    def body(rank):
+        import os
+        import signal
+
+        if rank.index == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(
+        RankHang, match=r"rank 0 of 2 did not finish(.|\n)*rank 0 is stopped by a signal, such as SIGSTOP"
+    ):
+        pool.run(body, size=2, timeout=0.5)
+    assert len(pids(pool, 2)) == 2
+
+
+def test_an_interrupt_of_the_parent_breaks_the_world(pool):
+    """After Ctrl-C in mid-call, answers of the old call must not be taken for those of the next."""
+
+    def body(rank):
+        import time
+
+        time.sleep(0.5)
+        return "old"
+
+    def interrupt(*_: object) -> None:
+        raise LookupError("interrupted")
+
+    pids(pool, 2)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(LookupError, match="interrupted"):
+            pool.run(body, size=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert pool.run(lambda: "new", size=2) == ["new", "new"]
+
+
+def test_after_an_interrupt_it_is_told_where_ranks_were_also_those_that_cannot_answer(pool):
+    def body(rank, ranks, parent):
+        import os
+        import signal
+        from pathlib import Path
+
+        from mgpu_check.processes.signals import STACKS_SIGNAL
+
+        if rank.index == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+        if rank.index == 1:
+            while Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                os.sched_yield()
+            os.kill(parent, signal.SIGALRM)
+        while True:
+            signal.pause()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ranks = pids(pool, 2)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(body, ranks, os.getpid(), size=2)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    told = str(pool.stopped())
+    assert re.search(r"^ranks 0-1 of 2 did not finish body within [\d.]+ s$", told, re.MULTILINE)
+    assert "rank 0 is stopped by a signal, such as SIGSTOP" in told
+    assert "rank 1 is in an unknown place" in told
+    assert pool.stopped() is None
