@@ -14,6 +14,7 @@ from mgpu_check.devices.observations import Part
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.simulated.defects.parameters import PATTERNS, Parameters, Value
+from mgpu_check.torch_hooks.table import TRANSFERS
 
 if TYPE_CHECKING:
     from mgpu_check.simulated.hardware import Defect
@@ -47,7 +48,7 @@ MODULES = ("memory", "compute", "links", "collectives", "performance", "health",
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "path": ("any", "engine", "kernel"),
     "memory": ("any", "pinned", "pageable"),
-    "operation": ("any", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"),
+    "operation": ("any", *TRANSFERS),
     "pattern": PATTERNS,
     "dtype": (
         *("any", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),

@@ -21,7 +21,7 @@ from mgpu_check.torch_hooks.table import COLLECTIVES
 
 __all__ = ["Flow"]
 
-_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
+_REDUCTIONS = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
 _STEPS = 4
 """Number of recorded steps: a wrong factor shows from the first step on."""
 _CALLS = 256
@@ -44,7 +44,7 @@ class Flow:
         patches = Patches(among="torch")
         for name in _REDUCTIONS:
             function = getattr(c10d, name, None)
-            if function is not None and name in COLLECTIVES:
+            if function is not None:
                 patches.replace(function, self._watched(function, FunctionForm(function)))
         patches.apply()
 

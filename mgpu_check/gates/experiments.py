@@ -128,7 +128,7 @@ def _size(events: Sequence[CallEvent]) -> int:
 
 def _reduces(name: str) -> bool:
     """Return whether a collective sums or averages: only those can give a multiple of the right values."""
-    return _kind(name) == "reduction" or name.startswith("reduce_scatter")
+    return name in COLLECTIVES and COLLECTIVES[name].reduces
 
 
 def _in_groups(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], groups: Sequence[_Group]) -> Iterator[Change]:

@@ -52,6 +52,12 @@ _gloo = {
 _MOVED_AS_IS = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
+_TRANSFER_OF_TITLE = {
+    "allreduce_coalesced": "all_reduce",
+    "_all_gather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+}
+"""NCCL's title in the profiler -> name of the transfer, where they differ."""
 
 
 @dataclass(eq=False)
@@ -72,6 +78,11 @@ class TransferCall:
     peer: bool = False
     tag: int = 0
     nccl: bool = False  # whether the user asked for NCCL
+
+    @property
+    def name(self) -> str:
+        """The name of its transfer, or "send" or "recv"."""
+        return _TRANSFER_OF_TITLE.get(self.title, self.title)
 
     def tensors(self) -> Tensors:
         return [*self.both, *self.ins, *self.outs]

@@ -86,7 +86,7 @@ class EndedCollective:
     """A collective that has ended on one rank.
 
     Attributes:
-        name: torch's name for it under NCCL: "all_reduce", "_all_gather_base", "reduce_scatter", "recv", ...
+        name: a name in `mgpu_check.torch_hooks.table.TRANSFERS`, or "send" or "recv".
         device: number of this rank's device.
         group: numbers of the devices of all ranks, in the order of ranks.
         outputs: plain tensors that it wrote on this rank; a defect changes them in place.

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Hop", "hops_to", "share_of_link"]
+from mgpu_check.torch_hooks.table import TRANSFERS, Transfer
 
-_RING = frozenset({"all_reduce", "allreduce_coalesced", "all_gather", "_all_gather_base"})
-_SCATTERED = frozenset({"reduce_scatter", "_reduce_scatter_base"})
+__all__ = ["Hop", "hops_to", "share_of_link"]
 
 
 @dataclass(frozen=True)
@@ -35,35 +34,36 @@ def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
     """Yield the hops of the result of `rank`: a defect of one of their links spoils it.
 
     Args:
-        name: name of the collective, as in `hardware.Collective`.
+        name: name of the transfer, as in `hardware.EndedCollective`.
         rank: rank whose result is traced.
         size: number of ranks.
         root: root of a collective that has one; the other end of a message.
     """
     if name == "recv":
         yield Hop(root, rank, 0, 1)
-    elif name in _RING:
+    elif name in TRANSFERS and TRANSFERS[name].takes(rank, root):
+        yield from (_straight if TRANSFERS[name].direct else _along_ring)(TRANSFERS[name], rank, size, root)
+
+
+def _straight(transfer: Transfer, rank: int, size: int, root: int) -> Iterator[Hop]:
+    for source in transfer.sources(rank, size, root):
+        if source != rank:
+            yield Hop(source, rank, source, size) if transfer.joins else Hop(source, rank, 0, 1)
+
+
+def _along_ring(transfer: Transfer, rank: int, size: int, root: int) -> Iterator[Hop]:
+    if transfer.givers == "root":
+        yield from _along(root, (rank - root) % size, size, 0, 1)
+    elif transfer.takers == "root" or transfer.divides:  # the sum is complete when it has passed all other ranks
+        yield from _along((rank + 1) % size, size - 1, size, 0, 1)
+    else:
         for start in range(size):  # the part of rank `start`, or the chunk whose sum is complete there
             yield from _along(start, (rank - start) % size, size, start, size)
-    elif name in _SCATTERED:
-        yield from _along((rank + 1) % size, size - 1, size, 0, 1)
-    elif name == "broadcast":
-        yield from _along(root, (rank - root) % size, size, 0, 1)
-    elif name == "scatter" and rank != root:
-        yield Hop(root, rank, 0, 1)
-    elif name == "reduce" and rank == root:
-        yield from _along((root + 1) % size, size - 1, size, 0, 1)
-    elif name == "all_to_all" or (name == "gather" and rank == root):
-        for other in range(size):
-            if other != rank:
-                yield Hop(other, rank, other, size)
 
 
 def share_of_link(name: str, size: int) -> float:
     """Return the bytes that cross the busiest link, divided by the bytes of a rank's largest tensor or list."""
-    if name in ("all_reduce", "allreduce_coalesced"):
-        return 2 * (size - 1) / size
-    return 1.0 if name in ("broadcast", "reduce", "send", "recv") else (size - 1) / size
+    return TRANSFERS[name].share_of_link(size) if name in TRANSFERS else 1.0  # a message crosses one link
 
 
 def _along(start: int, steps: int, size: int, part: int, parts: int) -> Iterator[Hop]:

@@ -46,21 +46,21 @@ def _arrive(below: Hardware, group: NcclGroup, call: TransferCall, number: int) 
     rank, size = group.pg.rank(), group.pg.size()
     if call.peer and call.root == rank:
         return 0.0
-    written = () if call.title == "broadcast" and rank == call.root else (*call.both, *call.outs)
+    written = () if call.name == "broadcast" and rank == call.root else (*call.both, *call.outs)
     outputs = [raw(t) for t in written]
     ranks = sorted({rank, call.root}) if call.peer else range(size)
     devices = {rank: group.number_of(rank) for rank in ranks if rank >= 0}  # recv(src=None) does not name the sender
     if below.defects:
         load = 0 if call.peer else size - 1
-        for hop in hops_to(call.title, rank, size, call.root):
+        for hop in hops_to(call.name, rank, size, call.root):
             if hop.source in devices:
                 for data in _parts(call, outputs, hop):
                     below.over_link(devices[hop.source], devices[hop.target], data, load)
     largest = max(_bytes(call.both), _bytes(call.ins), _bytes(outputs))
-    done = EndedCollective(call.title, number, tuple(devices.values()), outputs, largest, call.tensors()[0].dtype)
+    done = EndedCollective(call.name, number, tuple(devices.values()), outputs, largest, call.tensors()[0].dtype)
     below.reduced(done)
     pace = max((below.pace(*link) for link in permutations(devices.values(), 2)), default=1.0)
-    return below.rates.collective + largest * share_of_link(call.title, size) / below.rates.link * pace
+    return below.rates.collective + largest * share_of_link(call.name, size) / below.rates.link * pace
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

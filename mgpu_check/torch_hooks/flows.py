@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mgpu_check.processes.protocol import ANY, MANY, Group, PeerTransfers, TensorRun
+from mgpu_check.torch_hooks.table import COLLECTIVES, Collective, Transfer
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["FLOWS", "Flows", "size_of"]
@@ -24,6 +25,7 @@ Get = Callable[[str], Any]
 Parts = Iterator[tuple[bool, int, str]]
 """Tuples of three: True if sent, False if received; the peer's index in the group, or `ANY`; dtype and element
 count."""
+Reader = Callable[[Get, int, int, int], Parts]
 
 
 def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
@@ -51,31 +53,17 @@ def _each(tensors: Any, count: int, given: bool) -> Parts:
         yield given, peer, size
 
 
-def _all_gather(get: Get, me: int, count: int, root: int) -> Parts:
-    yield from _one(get("tensor"), range(count), True)
-    yield from _each(get("tensor_list"), count, False)
+def _of_row(row: Collective, transfer: Transfer) -> Reader:
+    """Return the reader of a collective by the parameters of its row."""
 
+    def read(get: Get, me: int, count: int, root: int) -> Parts:
+        if transfer.gives(me, root):
+            takers = range(count) if transfer.takers == "all" else (root,)
+            yield from _each(get(row.given), count, True) if transfer.divides else _one(get(row.given), takers, True)
+        if givers := transfer.sources(me, count, root):
+            yield from _each(get(row.taken), count, False) if transfer.joins else _one(get(row.taken), givers, False)
 
-def _gather(get: Get, me: int, count: int, root: int) -> Parts:
-    yield from _one(get("tensor"), (root,), True)
-    if me == root:
-        yield from _each(get("gather_list"), count, False)
-
-
-def _scatter(get: Get, me: int, count: int, root: int) -> Parts:
-    if me == root:
-        yield from _each(get("scatter_list"), count, True)
-    yield from _one(get("tensor"), (root,), False)
-
-
-def _reduce_scatter(get: Get, me: int, count: int, root: int) -> Parts:
-    yield from _each(get("input_list"), count, True)
-    yield from _one(get("output"), range(count), False)
-
-
-def _all_to_all(get: Get, me: int, count: int, root: int) -> Parts:
-    yield from _each(get("input_tensor_list"), count, True)
-    yield from _each(get("output_tensor_list"), count, False)
+    return read
 
 
 def _all_to_all_single(get: Get, me: int, count: int, root: int) -> Parts:
@@ -117,12 +105,12 @@ def _receive_objects(get: Get, me: int, count: int, root: int) -> Parts:
     yield False, root, "objects"
 
 
-FLOWS: Mapping[str, Callable[[Get, int, int, int], Parts]] = {
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+FLOWS: Mapping[str, Reader] = {
+    **{
+        name: _of_row(row, row.transfer)
+        for name, row in COLLECTIVES.items()
+        if row.sizes == "paired" and row.lists and row.transfer is not None
+    },
     "all_to_all_single": _all_to_all_single,
     "send": _send,
     "isend": _send,

@@ -9,7 +9,6 @@ from mgpu_check.acceptance.faults import CHOICES, all_hardware_faults, hardware_
 from mgpu_check.acceptance.planting import hardware_planted
 from mgpu_check.devices.observations import Part
 from mgpu_check.simulated import simulated_node
-from mgpu_check.simulated.defects.collectives import FAMILIES
 
 MIB = 1 << 20
 
@@ -260,7 +259,6 @@ def test_what_a_user_plants_is_read_with_its_parameters():
 
 
 def test_words_that_parameters_can_be_are_those_that_defects_know():
-    assert set(CHOICES["operation"]) == {"any", *FAMILIES}
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in CHOICES["dtype"] if name != "any")
     for name, fault in all_hardware_faults().items():
         for key, value in fault.defaults.items():

@@ -1,11 +1,22 @@
-"""Calls of collectives that follow from a number: none that would be left out, and each way of calling."""
+"""Calls of collectives that follow from a number: none that would be left out, and each way of calling. And the table of
+collectives, which all lists of them follow."""
 
 from __future__ import annotations
 
-import pytest
+import inspect
+import itertools
+import re
+from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
+from mgpu_check.acceptance.collectives import test_collectives as acceptance
 from mgpu_check.suite.collectives import call_strategies as calls
-from mgpu_check.suite.collectives.cases import COPYING, REDUCING, left_out
+from mgpu_check.suite.collectives import functional
+from mgpu_check.suite.collectives.cases import COPYING, FUNCTIONS, NOT_CALLED, REDUCING, form_of, left_out
+from mgpu_check.suite.collectives.program_cases import STEPS
+from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
 GROUPS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 2, 3)]
 
@@ -22,3 +33,41 @@ def test_every_collective_is_called_in_groups_on_devices_and_the_cpu(seed):
     assert places == {(function, place) for function in (*REDUCING, *COPYING) for place in calls.PLACES}
     sums = {call.function for call in calls.in_groups(GROUPS, seed) if call.op == "SUM" and call.function in REDUCING}
     assert sums == set(REDUCING)
+
+
+def test_every_collective_of_tensors_is_called_or_left_out_for_a_reason():
+    of_tensors = {name for name, row in COLLECTIVES.items() if row.transfer is not None}
+    ours = {name for name in of_tensors if "distributed_c10d" in COLLECTIVES[name].homes}
+    assert set(FUNCTIONS) | set(NOT_CALLED) >= ours and not set(FUNCTIONS) & set(NOT_CALLED)
+    called = set(re.findall(r"\bfunctional\.(\w+)", Path(functional.__file__).read_text()))
+    newer = {name.replace("tensor", "single").replace("into_", "") for name in called}
+    assert {name for name in of_tensors if "_functional_collectives" in COLLECTIVES[name].homes} <= called | newer
+
+
+def test_suite_and_acceptance_try_every_transfer():
+    assert {COLLECTIVES[name].does for name in FUNCTIONS} == set(TRANSFERS)
+    assert {COLLECTIVES[form_of(name)].does for name in TRANSFERS} == set(TRANSFERS)
+    assert {name for name, _ in acceptance.OPERATIONS} == {*TRANSFERS, "send_recv"}
+    assert set(STEPS) == {"add", *TRANSFERS, "shift"}
+    assert set(acceptance.MEASURED) == set(TRANSFERS) - {"reduce", "gather", "scatter"}
+    assert set(calls.LARGE) <= set(FUNCTIONS)
+
+
+def test_the_table_has_the_parameters_of_torch():
+    for name, row in FUNCTIONS.items():
+        names = list(inspect.signature(getattr(dist, name)).parameters)
+        assert set(row.tensors) == set(names[: len(set(row.tensors))]), name
+        assert (row.transfer.root in names) == bool(row.transfer.root), name
+        assert ("op" in names) == row.reduces, name
+        assert not row.newer or COLLECTIVES[row.newer].tensors == row.tensors, name
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_a_transfer_gives_each_member_its_sources(name):
+    """The sources of all members are the members that give, and all that take get something."""
+    transfer = TRANSFERS[name]
+    for count, root in itertools.product((1, 2, 3), (0, 1)):
+        if root < count:
+            sources = [transfer.sources(member, count, root) for member in range(count)]
+            assert {giver for one in sources for giver in one} == {m for m in range(count) if transfer.gives(m, root)}
+            assert [bool(one) for one in sources] == [transfer.takes(member, root) for member in range(count)]

@@ -10,13 +10,14 @@ import re
 import pytest
 import torch
 
-from mgpu_check.acceptance.collectives.speed import bus_factor, time_collectives
+from mgpu_check.acceptance.collectives.speed import time_collectives
 from mgpu_check.acceptance.collectives.views import examine_collectives, observations_of_views
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.suite.collectives.data import Terms
-from mgpu_check.suite.collectives.exact import COPYING, REDUCING, Cases, RepeatedCollective, View, WrongIteration
+from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, View, WrongIteration
+from mgpu_check.torch_hooks.table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
@@ -61,13 +62,15 @@ def test_elements_and_ranks_differ():
 
 
 def test_bus_factors_are_those_of_nccl_tests():
-    assert [bus_factor("all_reduce", n) for n in (2, 8)] == [1.0, 1.75]
-    assert {bus_factor(name, 4) for name in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")} == {
-        0.75
-    }
-    assert bus_factor("broadcast", 8) == bus_factor("reduce", 8) == 1.0
+    factors = {name: [transfer.share_of_link(n) for n in (2, 4, 8)] for name, transfer in TRANSFERS.items()}
+    parts = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
+    assert factors.pop("all_reduce") == [1.0, 1.5, 1.75]
+    assert {name for name, factor in factors.items() if factor == [0.5, 0.75, 0.875]} == parts
+    assert {name for name, factor in factors.items() if factor == [1.0, 1.0, 1.0]} == {"broadcast", "reduce"}
 
 
+REDUCING = tuple(name for name, transfer in TRANSFERS.items() if transfer.reduces)
+COPYING = (*(name for name in TRANSFERS if name not in REDUCING), "send_recv")
 ALL = Cases((
     *(
         RepeatedCollective(operation, dtype, 4000, (), reduction, root, 2, seed=5)

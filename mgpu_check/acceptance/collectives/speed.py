@@ -2,8 +2,8 @@
 
 The algorithm bandwidth is S / t, where S is the size in bytes of the largest tensor of a rank, and t the time of one
 call. The bus bandwidth multiplies it by a factor that depends on the number n of ranks, so that it is the same for each
-n if links are the bottleneck. The factor is 2 (n - 1) / n for all_reduce, and 1 for broadcast and reduce. It is (n - 1)
-/ n for all_gather, reduce_scatter, all_to_all, gather and scatter.
+n if links are the bottleneck. `Transfer.share_of_link` returns the factor: 2 (n - 1) / n for all_reduce, 1 for
+broadcast and reduce, and (n - 1) / n for the others.
 """
 
 from __future__ import annotations
@@ -17,17 +17,7 @@ from mgpu_check.suite.collectives.exact import RepeatedCollective, groups_of
 from mgpu_check.suite.collectives.runner import runner
 from mgpu_check.suite.common.timing import seconds_of
 
-__all__ = ["bus_factor", "time_collectives"]
-
-_ONCE = ("broadcast", "reduce")
-
-
-def bus_factor(operation: str, count: int) -> float:
-    """Return the factor from the algorithm bandwidth to the bus bandwidth."""
-    if operation in _ONCE:
-        return 1.0
-    share = (count - 1) / count
-    return 2 * share if operation == "all_reduce" else share
+__all__ = ["time_collectives"]
 
 
 def time_collectives(rank: Rank, cases: Sequence[RepeatedCollective], repeats: int) -> list[list[float]]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.levels import drawn
 from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
 from mgpu_check.settings import active
+from mgpu_check.torch_hooks.table import TRANSFERS
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 REDUCTIONS = ("sum", "avg", "product", "min", "max")
 OPERATIONS = (
-    *itertools.product(("all_reduce", "reduce", "reduce_scatter"), REDUCTIONS),
-    *((operation, "sum") for operation in ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv")),
+    *((name, reduction) for name, row in TRANSFERS.items() if row.reduces for reduction in REDUCTIONS),
+    *((name, "sum") for name, row in TRANSFERS.items() if not row.reduces),
+    ("send_recv", "sum"),
 )
+MEASURED = tuple(name for name, row in TRANSFERS.items() if row.takers == "all" and name != "scatter")
+"""Collectives whose speed is measured: those of training, in which every rank gets a result."""
 
 _BORDERS = {
     "quick": (4 << 10, 64 << 10),
@@ -59,9 +63,9 @@ def look(node: Node, cases: Sequence[RepeatedCollective]) -> None:
 @given(data=st.data())
 def test_each_operation(node: Node, operation: str, reduction: str, data: st.DataObject) -> None:
     """Each operation is right in each dtype and size over all GPUs, with a different root for each case."""
-    from mgpu_check.suite.collectives.exact import REDUCING, RepeatedCollective
+    from mgpu_check.suite.collectives.exact import RepeatedCollective
 
-    usable = [dtype for dtype in DTYPES if operation not in REDUCING or reduction != "avg" or "float" in dtype]
+    usable = [dtype for dtype in DTYPES if reduction != "avg" or "float" in dtype]
     chosen: Sequence[str] = usable
     place_of_operation = OPERATIONS.index((operation, reduction))
     if node.level == "quick" and (operation, reduction) != ("all_reduce", "sum"):
@@ -139,7 +143,7 @@ def test_many_iterations_at_1_mib(node: Node, seed: int, burst: int) -> None:
 
 def test_speed_of_collectives(node: Node) -> None:
     """Measure algorithm and bus bandwidth of each collective; the check of performance judges them."""
-    from mgpu_check.acceptance.collectives.speed import bus_factor, time_collectives
+    from mgpu_check.acceptance.collectives.speed import time_collectives
     from mgpu_check.suite.collectives.exact import RepeatedCollective
 
     numbers = node.numbers
@@ -149,9 +153,7 @@ def test_speed_of_collectives(node: Node) -> None:
         return
     sizes = [size for size in (1 << 20, _LARGEST[node.level]) if fits(node, size)]
     cases = [
-        RepeatedCollective(operation, "float32", size, iterations=inner)
-        for operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-        for size in sizes
+        RepeatedCollective(operation, "float32", size, iterations=inner) for operation in MEASURED for size in sizes
     ]
     results = node.on_ranks("collectives", time_collectives, cases, repeats)
     group = Subject("group", tuple(numbers))
@@ -161,7 +163,7 @@ def test_speed_of_collectives(node: Node) -> None:
         if not times or min(times) <= 0:
             continue
         speed, spread = median_and_spread([case.bytes / time for time in times])
-        factor = bus_factor(case.operation, len(numbers))
+        factor = TRANSFERS[case.operation].share_of_link(len(numbers))
         for name, times_faster in (("algorithm", 1.0), ("bus", factor)):
             quantity = f"{case.operation} {name} bandwidth"
             node.record([

@@ -11,16 +11,11 @@ from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, View, views_of
+from mgpu_check.torch_hooks.table import TRANSFERS
 
 __all__ = ["examine_collectives", "observations_of_views"]
 
 _CHECK = "collectives"
-
-_DIRECT = ("all_to_all", "gather", "scatter")
-"""Operations that send data directly from rank to rank."""
-_ON_ALL = ("all_reduce", "all_gather", "reduce_scatter")
-"""Operations in which each rank gets a result, and takes part in the results of the others."""
-_REDUCED_ON_ALL = ("all_reduce", "reduce_scatter")
 
 
 def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
@@ -111,15 +106,16 @@ def _suspects(
         return set()
     sources, receivers = {source for source, _ in ways}, set(bad)
     all_agree = len(sources) == 1 and {receiver for _, receiver in ways} == receivers
-    if case.operation in _DIRECT:
+    transfer = TRANSFERS[case.operation]
+    if transfer.direct:
         if len(sources) == 1 and len(receivers) == 1:
             return sources | receivers
         if len(receivers) == 1:
             return receivers
         return sources if len(sources) == 1 else set()
-    if all_agree and len(receivers) == len(members) and case.operation in _REDUCED_ON_ALL:
+    if all_agree and len(receivers) == len(members) and transfer.reduces and transfer.takers == "all":
         return sources
-    return receivers if len(receivers) == 1 and case.operation in _ON_ALL else set()
+    return receivers if len(receivers) == 1 and not transfer.root else set()
 
 
 def _seen(view: View) -> str:

@@ -7,30 +7,26 @@ import torch
 from mgpu_check.simulated.defects.chance import SPOIL, Chance, dtype_matches
 from mgpu_check.simulated.defects.parameters import Parameters
 from mgpu_check.simulated.hardware import Defect, EndedCollective, cells
+from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = ["FAMILIES", "WrongCollective"]
+__all__ = ["WrongCollective"]
 
-FAMILIES = {
-    "all_reduce": ("all_reduce", "allreduce_coalesced"),
-    "all_gather": ("all_gather", "_all_gather_base"),
-    "reduce_scatter": ("reduce_scatter", "_reduce_scatter_base"),
-    "broadcast": ("broadcast",),
-    "all_to_all": ("all_to_all",),
-}
-_ALL = tuple(name for names in FAMILIES.values() for name in names)
+_ANY = tuple(name for name, transfer in TRANSFERS.items() if transfer.takers == "all" and name != "scatter")
+"""Transfers that are wrong by default: those that give each rank a result. A wrong scatter could be an error of its
+root too."""
 
 
 class WrongCollective(Defect):
     """The result on ``device`` is wrong.
 
-    Parameters: operation (a family, or "any"), dtype, bytes (exactly; 0 for any), ranks (at least), pattern, every,
+    Parameters: operation (a transfer, or "any"), dtype, bytes (exactly; 0 for any), ranks (at least), pattern, every,
     probability, seed.
     """
 
     def __init__(self, parameters: Parameters, pattern: str = "bits") -> None:
         self._parameters = parameters
         operation = str(parameters.get("operation", "any"))
-        self._names = _ALL if operation == "any" else FAMILIES[operation]
+        self._names = _ANY if operation == "any" else (operation,)
         self._chance = Chance(parameters)
         self._pattern = SPOIL[pattern]
 

@@ -18,11 +18,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.bounds import significand_bits
+from mgpu_check.suite.collectives.cases import form_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
+from mgpu_check.suite.collectives.runner import runner
+from mgpu_check.torch_hooks.table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["LIMIT", "assert_rounding_is_unbiased", "elements_for", "mean_error", "most_ranks", "terms_of"]
@@ -78,11 +80,11 @@ def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
     return float(error.mean())
 
 
-def assert_rounding_is_unbiased(rank: Rank, function: str, dtype: torch.dtype, place: str, seed: int) -> None:
+def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, place: str, seed: int) -> None:
     """Assert that the rounding of a collective's sums leans neither towards zero nor away from it.
 
     Args:
-        function: "all_reduce", "reduce" (to the last rank) or "reduce_scatter_tensor".
+        transfer: a name in `TRANSFERS` that reduces; the root is the last rank.
 
     Raises:
         CollectiveMismatch: the mean error is more than a quarter of a unit in the last place.
@@ -90,20 +92,16 @@ def assert_rounding_is_unbiased(rank: Rank, function: str, dtype: torch.dtype, p
     __tracebackhide__ = True
     terms = terms_of(rank.size, dtype, seed)
     mine = terms[rank.index].to(rank.device if place == "device" else "cpu", copy=True)
-    if function == "all_reduce":
-        dist.all_reduce(mine)
-    elif function == "reduce":
-        dist.reduce(mine, rank.size - 1)
-        if rank.index != rank.size - 1:
-            return
-    else:
-        whole = mine.repeat(rank.size)
-        dist.reduce_scatter_tensor(mine, whole)
-    mean = mean_error(mine.cpu(), terms)
+    whole = mine.repeat(rank.size) if TRANSFERS[transfer].divides else mine
+    made = runner(transfer, "sum", whole, None, rank.size, rank.index, rank.size - 1)
+    made.call()
+    if made.output is None:
+        return
+    mean = mean_error(made.output.cpu(), terms)
     findings = []
     if not abs(mean) <= LIMIT:
         side = "towards zero" if mean < 0 else "away from zero"
-        what = f"{function} SUM, {name_of(dtype)}, {place} tensors, seed {seed}"
+        what = f"{form_of(transfer)} SUM, {name_of(dtype)}, {place} tensors, seed {seed}"
         text = (
             f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, "
             f"expected 0 ± {LIMIT}"

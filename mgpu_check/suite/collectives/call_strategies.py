@@ -14,6 +14,7 @@ from mgpu_check.suite.collectives.cases import (
     COPIED,
     COPYING,
     FLOATING,
+    FUNCTIONS,
     OPERATIONS,
     REDUCED,
     REDUCING,
@@ -22,6 +23,7 @@ from mgpu_check.suite.collectives.cases import (
     left_out,
 )
 from mgpu_check.suite.common.strategies.worlds import world_sizes
+from mgpu_check.torch_hooks.table import TRANSFERS
 
 __all__ = [
     "all_reduces",
@@ -193,20 +195,20 @@ def layouts(seed: int) -> list[CollectiveCall]:
     """Return calls on views, of several dimensions, in place, and with parts of different sizes."""
     calls = []
     for number, function in enumerate(_FUNCTIONS):
-        shapes: tuple[str, ...] = ("matrix", "channels_last", "transposed", "gaps")
-        if function in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        row = FUNCTIONS[function]
+        exchanges = TRANSFERS[row.does].divides and TRANSFERS[row.does].joins
+        shapes: tuple[str, ...] = ("uneven", "uneven") if exchanges else ()
+        if row.lists or row.in_place:
+            shapes += ("matrix", "channels_last", "transposed", "gaps")
+        elif not exchanges:
             shapes = ("in place",)
-        elif function == "all_to_all":
-            shapes = ("uneven", "uneven", *shapes)
-        elif function == "all_to_all_single":
-            shapes = ("uneven", "uneven")
         for turn, layout in enumerate(shapes):
             dtype = FLOATING[(turn + seed) % 4] if layout == "channels_last" else None
             calls.append(_drawn(function, number + turn, seed, elements=24, layout=layout, place="device", dtype=dtype))
             if layout in ("in place", "uneven", "matrix"):
                 calls.append(_drawn(function, number + turn + 1, seed, elements=24, layout=layout, place="cpu"))
         calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
-        if function in ("all_to_all", "all_to_all_single"):
+        if exchanges:
             calls += [_drawn(function, number, seed, elements=0, layout="uneven", place=place) for place in PLACES]
     return _right(calls)
 

@@ -6,7 +6,7 @@ import functools
 import operator
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.buffers import CallMemory
-from mgpu_check.suite.collectives.cases import REDUCING, CollectiveCall, left_out
+from mgpu_check.suite.collectives.cases import FUNCTIONS, REDUCING, CollectiveCall, left_out
 from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.pieces import STEP, Laid, Piece, ReducedPiece
-from mgpu_check.suite.collectives.runner import of_one_tensor
+from mgpu_check.suite.collectives.runner import called
 from mgpu_check.suite.collectives.values import differing, factor_of, stretched
+from mgpu_check.torch_hooks.table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits, digest_of
 
 __all__ = ["Started", "assert_collectives_match", "operation_of"]
@@ -103,16 +104,15 @@ def operation_of(call: CollectiveCall) -> Any:
 
 def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResult]:
     """Call a collective on a rank outside its group; torch warns, and must leave the tensor unchanged."""
-    if call.function not in ("all_reduce", "broadcast"):
+    row = FUNCTIONS[call.function]
+    if not row.in_place or TRANSFERS[row.does].takers == "root":
         return
     tensor = torch.full((5,), 3, device=rank.device if call.place == "device" else "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if call.function == "all_reduce":
-            dist.all_reduce(tensor, group=group)
-        else:
-            # Not `src`: torch would look it up in the group that was made last without this rank.
-            dist.broadcast(tensor, group_src=call.root % len(call.members), group=group)
+        # Not `src`: torch would look it up in the group that was made last without this rank.
+        root = {"group_src": call.root % len(call.members)} if TRANSFERS[row.does].root else {}
+        called(call.function, [tensor], [tensor], group=group, **root)
     if not bool((tensor == 3).all()):
         text = f"this rank is not in the group, yet its tensor became {tensor.tolist()}"
         yield WrongResult(call, text)
@@ -143,31 +143,16 @@ class Started(Laid):
         call, group = self.call, self.group
         views = [self.memory.view(self.whole, number) for number in range(len(self.pieces))]
         given, taken = [views[n] for n in self.given], [views[n] for n in self.taken]
-        late: dict[str, Any] = {"group": group, "async_op": call.asynchronous}
-        op = operation_of(call) if self.reduces else None
-        src: dict[str, Any]
-        dst: dict[str, Any]
-        if call.root_by == "group":
-            src, dst = {"group_src": self.root}, {"group_dst": self.root}
-        else:
-            src, dst = {"src": self.members[self.root]}, {"dst": self.members[self.root]}
-        mine = slice(self.place * self.length, (self.place + 1) * self.length)
-        calls: Mapping[str, Callable[[], Any]] = {
-            "all_reduce": lambda: dist.all_reduce(given[0], op, **late),
-            "reduce": lambda: dist.reduce(given[0], op=op, **dst, **late),
-            "broadcast": lambda: dist.broadcast(given[0], **src, **late),
-            "all_gather": lambda: dist.all_gather(taken, given[0], **late),
-            "all_gather_into_tensor": lambda: of_one_tensor("all_gather")(
-                taken[0], given[0] if given else taken[0][mine], **late),
-            "gather": lambda: dist.gather(given[0], taken or None, **dst, **late),
-            "scatter": lambda: dist.scatter(taken[0], given or None, **src, **late),
-            "reduce_scatter": lambda: dist.reduce_scatter(taken[0], given, op, **late),
-            "reduce_scatter_tensor": lambda: of_one_tensor("reduce_scatter")(
-                taken[0] if taken else given[0][mine], given[0], op, **late),
-            "all_to_all": lambda: dist.all_to_all(taken, given, **late),
-            "all_to_all_single": lambda: dist.all_to_all_single(taken[0], given[0], *self.splits, **late),
-        }  # fmt: skip
-        return calls[call.function]()
+        options: dict[str, Any] = {"group": group, "async_op": call.asynchronous}
+        if self.reduces:
+            options["op"] = operation_of(call)
+        if role := self.transfer.root:
+            by_group = call.root_by == "group"
+            options[f"group_{role}" if by_group else role] = self.root if by_group else self.members[self.root]
+        if call.layout == "in place":
+            mine = slice(self.place * self.length, (self.place + 1) * self.length)
+            given, taken = given or [taken[0][mine]], taken or [given[0][mine]]
+        return called(call.function, given, given if self.row.in_place else taken, *self.splits, **options)
 
     def wait(self) -> None:
         """Wait until the collective has ended."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, Collective
 
 __all__ = [
     "COPIED",
     "COPYING",
     "FLOATING",
+    "FUNCTIONS",
     "INTEGERS",
+    "NOT_CALLED",
     "OPERATIONS",
     "REDUCED",
     "REDUCING",
     "ROOTED",
     "CollectiveCall",
+    "form_of",
     "left_out",
 ]
 
@@ -31,17 +37,28 @@ COPIED = (*REDUCED, "float8_e4m3fn", "float8_e5m2")
 
 OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-COPYING = (
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "all_to_all_single",
-)
-ROOTED = ("reduce", "broadcast", "gather", "scatter")
+_NEWER = "another name of a function that is called, by its newest name"
+_COALESCED = "several tensors in one call: see `functional.assert_coalesced_match`"
+NOT_CALLED: Mapping[str, str] = {
+    **dict.fromkeys((row.newer for row in COLLECTIVES.values() if row.newer), _NEWER),
+    **dict.fromkeys(("all_reduce_coalesced", "all_gather_coalesced"), _COALESCED),
+    **dict.fromkeys(("gather_single", "gather_into_tensor"), "torch 2.13 lacks it"),
+}
+"""Collectives of tensors that no `CollectiveCall` calls, and why."""
+
+FUNCTIONS: Mapping[str, Collective] = {
+    name: row for name, row in COLLECTIVES.items() if row.given and name not in NOT_CALLED
+}
+"""Name of each collective that a `CollectiveCall` may call -> its row."""
+
+REDUCING = tuple(name for name, row in FUNCTIONS.items() if row.reduces)
+COPYING = tuple(name for name, row in FUNCTIONS.items() if not row.reduces)
+ROOTED = tuple(name for name, transfer in TRANSFERS.items() if transfer.root)
+
+
+def form_of(transfer: str) -> str:
+    """Return the function for a transfer, the form without lists if there is one."""
+    return next((name for name, row in FUNCTIONS.items() if row.does == transfer and not row.lists), transfer)
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ class CollectiveCall:
     """One call of a collective, equal on all members of its group.
 
     Attributes:
-        function: a name in `REDUCING` or `COPYING`.
+        function: a name in `FUNCTIONS`.
         elements: number of elements in one rank's part of the result; None for the number that `values` has.
         values: the inputs of the ranks. For reductions: "exact" has the same result in every order; "extremes" pairs
             all limits of the dtype, from each rank; "borders" is both of these; "special" pairs NaN, infinities, zeros

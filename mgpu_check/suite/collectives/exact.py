@@ -13,11 +13,10 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.data import Terms
 from mgpu_check.suite.collectives.runner import runner
 from mgpu_check.suite.common.contents import CHUNK, HOST, bytes_of_content, compare, tag_of
+from mgpu_check.torch_hooks.table import TRANSFERS, Transfer
 from mgpu_check.torch_hooks.tensors import as_bits
 
 __all__ = [
-    "COPYING",
-    "REDUCING",
     "Cases",
     "RepeatedCollective",
     "View",
@@ -25,11 +24,6 @@ __all__ = [
     "groups_of",
     "views_of",
 ]
-
-REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-COPYING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv")
-_DIVIDING = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
-"""Operations whose larger tensor has a part for each rank, or from each rank."""
 
 _WINDOW = 64
 """Range of the shift between iterations, in elements, so that stale data of the previous iteration is wrong."""
@@ -43,12 +37,12 @@ class RepeatedCollective:
     """A collective that is called repeatedly, with different data each time.
 
     Attributes:
-        operation: one of `REDUCING` or `COPYING`. In "send_recv" each rank sends to one rank and receives from another;
-            the distance grows with each iteration.
+        operation: a name in `TRANSFERS`, or "send_recv": each rank sends to one rank and receives from another; the
+            distance grows with each iteration.
         dtype: the name of the dtype.
         bytes: the size of the larger of a rank's input and output; rounded down if it must have equal parts.
         members: the ranks of the group, ascending; empty for all ranks.
-        reduction: "sum", "avg", "product", "min" or "max"; used by `REDUCING` operations.
+        reduction: "sum", "avg", "product", "min" or "max"; used by operations that reduce.
         root: the position of the root in the group.
         burst: the number of iterations to queue before their results are compared.
     """
@@ -64,18 +58,24 @@ class RepeatedCollective:
     seed: int = 0
 
     def __str__(self) -> str:
-        how = f" {self.reduction}" if self.operation in REDUCING else ""
-        root = f", root {self.root}" if self.operation in ("reduce", "broadcast", "gather", "scatter") else ""
+        how = f" {self.reduction}" if self.transfer is not None and self.transfer.reduces else ""
+        root = f", root {self.root}" if self.transfer is not None and self.transfer.root else ""
         return (
             f"{self.operation}{how}, {self.dtype}, {self.bytes} bytes{root}, {self.iterations} times, seed {self.seed}"
         )
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """The row of the operation; None for "send_recv"."""
+        return TRANSFERS.get(self.operation)
 
     def elements(self, count: int) -> int:
         """Return the number of elements of the larger tensor in a group of `count` ranks: at least one per rank."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         whole = self.bytes // dtype.itemsize
-        # Keep the exact size if nothing is divided: a library may fail at one exact size only.
-        return max(count, whole // count * count if self.operation in _DIVIDING else whole)
+        # Keep the exact size if nothing has parts: a library may fail at one exact size only.
+        parts = self.transfer is not None and (self.transfer.divides or self.transfer.joins)
+        return max(count, whole // count * count if parts else whole)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class _Examination:
         self.elements = case.elements(self.count)
         self.length = self.elements + _WINDOW
         self.terms = Terms(case.reduction, self.dtype, self.count, case.seed)
-        self.reduces = case.operation in REDUCING
+        self.reduces = case.transfer is not None and case.transfer.reduces
         chunk = max(CHUNK // 4, torch.cuda.mem_get_info(self.device)[0] // 512)
         if self.reduces:
             self.own = self.terms.filled(
@@ -241,16 +241,12 @@ class _Examination:
         made = runner(case.operation, case.reduction, window, self.group, self.count, self.place, self.members[root])
         made.call()
         result.tensor = made.output
+        assert case.transfer is not None
+        first = start + self.place * part if case.transfer.divides else start
         if self.reduces:
-            result.start += self.place * part if case.operation == "reduce_scatter" else 0
-        elif case.operation == "broadcast":
-            result.pieces = [(root, start)]
-        elif case.operation == "scatter":
-            result.pieces = [(root, start + self.place * part)]
-        elif case.operation == "all_to_all":
-            result.pieces = [(place, start + self.place * part) for place in range(self.count)]
+            result.start = first
         else:
-            result.pieces = [(place, start) for place in range(self.count)]
+            result.pieces = [(source, first) for source in case.transfer.sources(self.place, self.count, root)]
         return result
 
     def exchange(self, given: torch.Tensor, taken: torch.Tensor, to: int, sender: int) -> None:

@@ -17,7 +17,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
-from mgpu_check.suite.collectives.runner import of_one_tensor
+from mgpu_check.suite.collectives.runner import newest
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_coalesced_match", "assert_differentiable_match", "assert_functional_match"]
@@ -352,12 +352,12 @@ def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool
         "all_gather_into_tensor": (
             [torch.empty_like(one, device=device) for one in whole],
             whole,
-            lambda got, given: of_one_tensor("all_gather")(got, given, group=group),
+            lambda got, given: newest("all_gather_into_tensor")(got, given, group=group),
         ),
         "reduce_scatter_tensor": (
             [torch.empty_like(part[: len(part) // size]) for part in mine],
             [one.chunk(size)[me] for one in total],
-            lambda got, given: of_one_tensor("reduce_scatter")(got, given, group=group),
+            lambda got, given: newest("reduce_scatter_tensor")(got, given, group=group),
         ),
     }
     late = ", async" if asynchronous else ""

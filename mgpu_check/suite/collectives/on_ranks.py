@@ -23,6 +23,7 @@ from mgpu_check.suite.collectives.message_cases import messages_between
 from mgpu_check.suite.collectives.messages import assert_any_source_tells_the_sender, assert_messages_arrive
 from mgpu_check.suite.collectives.objects import BarrierKind, assert_barrier_holds, assert_objects_travel
 from mgpu_check.suite.collectives.subgroups import assert_subgroups_divide
+from mgpu_check.torch_hooks.table import TRANSFERS
 
 __all__ = [
     "assert_barriers_hold",
@@ -122,10 +123,8 @@ def assert_meshes_match(rank: Rank, shapes: Sequence[tuple[int, ...]]) -> None:
 
 def assert_sums_are_unbiased(rank: Rank, seed: int) -> None:
     """Assert that sums are unbiased: for each floating-point dtype that has a bit left for fractions, and each
-    function."""
-    functions = [(name, "device") for name in ("all_reduce", "reduce", "reduce_scatter_tensor")] + [
-        ("all_reduce", "cpu")
-    ]
+    collective that sums."""
+    functions = [(name, "device") for name, row in TRANSFERS.items() if row.reduces] + [("all_reduce", "cpu")]
     dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     run_all(
         partial(assert_rounding_is_unbiased, rank, function, dtype, place, seed)

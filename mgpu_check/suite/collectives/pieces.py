@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.suite.collectives.buffers import Shape, shaped
-from mgpu_check.suite.collectives.cases import REDUCING, CollectiveCall
+from mgpu_check.suite.collectives.cases import FUNCTIONS, CollectiveCall
 from mgpu_check.suite.collectives.values import Right, given_blocks, right_block, stretched
+from mgpu_check.torch_hooks.table import TRANSFERS, is_list
 
 __all__ = ["STEP", "Laid", "Piece", "ReducedPiece"]
 
@@ -76,7 +77,8 @@ class Laid:
         self.call, self.members, self.count, self.place = call, members, len(members), place
         self.root = call.root % self.count
         self.dtype: torch.dtype = getattr(torch, call.dtype)
-        self.reduces = call.function in REDUCING
+        self.row = FUNCTIONS[call.function]
+        self.transfer, self.reduces = TRANSFERS[self.row.does], self.row.reduces
         self.values = call.values if self.reduces else "bits"
         op = call.op if self.reduces else ""
         self.blocks = given_blocks(self.values, op, self.dtype, self.count, call.seed)
@@ -85,7 +87,7 @@ class Laid:
         self.pieces: list[Piece] = []
         self.given: list[int] = []
         self.taken: list[int] = []
-        self.splits: tuple[list[int] | None, list[int] | None] = (None, None)
+        self.splits: tuple[list[int], ...] = ()
         self._lay_out()
 
     def _part(self, member: int, start: int, length: int) -> torch.Tensor:
@@ -97,81 +99,64 @@ class Laid:
         self.pieces.append(piece)
 
     def _lay_out(self) -> None:
-        call = self.call
-        layout = "dense" if call.layout in ("in place", "uneven") else call.layout
-        shape = shaped(layout, self.length)
-        if call.function in ("all_reduce", "reduce", "broadcast"):
-            self._add(self._in_place(shape), self.given)
-        elif call.function in ("all_gather", "gather"):
-            self._lay_out_gather(shape)
-        elif call.function == "all_gather_into_tensor":
-            self._lay_out_joined_gather(shape)
-        elif call.function == "scatter":
-            if self.place == self.root:
-                for part in range(self.count):
-                    self._add(Piece(shape, self._part(self.place, part * STEP, self.length)), self.given)
-            self._add(Piece(shape, None, self._part(self.root, self.place * STEP, self.length)), self.taken)
-        elif call.function.startswith("reduce_scatter"):
-            self._lay_out_reduce_scatter(shape)
-        else:
-            self._lay_out_exchange(layout if call.function == "all_to_all" else "dense")
-
-    def _in_place(self, shape: Shape) -> Piece:
-        piece = Piece(shape, self._part(self.place, 0, self.length))
-        if self.call.function == "broadcast":
-            piece.after = self._part(self.root, 0, self.length)
-        elif self.call.function == "all_reduce" or self.place == self.root:
-            self._reduce(piece, 0)
-        else:
-            piece.after = "anything"
-        return piece
-
-    def _lay_out_gather(self, shape: Shape) -> None:
-        self._add(Piece(shape, self._part(self.place, 0, self.length)), self.given)
-        if self.call.function == "all_gather" or self.place == self.root:
-            for member in range(self.count):
-                self._add(Piece(shape, None, self._part(member, 0, self.length)), self.taken)
-
-    def _lay_out_joined_gather(self, shape: Shape) -> None:
-        parts = [self._part(member, 0, self.length) for member in range(self.count)]
-        before = None
-        if self.call.layout == "in place":
-            before = torch.cat(
-                [part if member == self.place else torch.zeros_like(part) for member, part in enumerate(parts)]
-            )
-        else:
-            self._add(Piece(shape, parts[self.place]), self.given)
-        self._add(Piece(shaped("dense", self.length * self.count), before, torch.cat(parts)), self.taken)
-
-    def _lay_out_reduce_scatter(self, shape: Shape) -> None:
-        parts = [self._part(self.place, part * STEP, self.length) for part in range(self.count)]
-        start, whole = self.place * STEP, shaped("dense", self.length * self.count)
-        if self.call.layout == "in place" and self.call.function == "reduce_scatter_tensor":
-            reduced = ReducedPiece(self._right(), start, self.length, at=self.place * self.length)
-            self._add(Piece(whole, torch.cat(parts), "anything", reduced), self.given)
+        call, row, transfer, place = self.call, self.row, self.transfer, self.place
+        gets = [
+            self._part(giver, place * STEP if transfer.divides else 0, self._length(giver, place))
+            for giver in transfer.sources(place, self.count, self.root)
+        ]
+        if row.in_place:
+            self._lay_in_place(gets)
             return
-        if self.call.function == "reduce_scatter":
-            for part in parts:
+        takers = range(self.count) if transfer.divides else (0,)
+        gives = [self._part(place, taker * STEP, self._length(place, taker)) for taker in takers]
+        if call.layout == "in place":
+            self._lay_joined(gives, gets)
+            return
+        if call.layout == "uneven":
+            lengths = [[len(part) for part in parts] for parts in (gets, gives)]
+            self.splits = () if row.lists else tuple(lengths)
+        if transfer.gives(place, self.root):
+            for shape, part in self._tensors(row.given, gives, divided=transfer.divides):
                 self._add(Piece(shape, part), self.given)
+        if self.reduces:
+            shape = shaped(self._layout, self.length)
+            self._add(self._reduce(Piece(shape), place * STEP if transfer.divides else 0), self.taken)
         else:
-            self._add(Piece(whole, torch.cat(parts)), self.given)
-        self._add(self._reduce(Piece(shape), start), self.taken)
+            for shape, part in self._tensors(row.taken, gets, divided=transfer.joins):
+                self._add(Piece(shape, None, part), self.taken)
 
-    def _lay_out_exchange(self, layout: str) -> None:
-        call, place, others = self.call, self.place, range(self.count)
-        uneven = call.layout == "uneven"
-        to = [_part_length(call, place, other) if uneven else self.length for other in others]
-        of = [_part_length(call, other, place) if uneven else self.length for other in others]
-        gives = [self._part(place, other * STEP, to[other]) for other in others]
-        gets = [self._part(other, place * STEP, of[other]) for other in others]
-        if uneven:
-            self.splits = (of, to)
-        if call.function == "all_to_all_single":
-            gives, gets = [torch.cat(gives)], [torch.cat(gets)]
-        for part in gives:
-            self._add(Piece(shaped(layout, len(part)), part), self.given)
-        for part in gets:
-            self._add(Piece(shaped(layout, len(part)), None, part), self.taken)
+    @property
+    def _layout(self) -> str:
+        return "dense" if self.call.layout in ("in place", "uneven") else self.call.layout
+
+    def _length(self, giver: int, getter: int) -> int:
+        return _part_length(self.call, giver, getter) if self.call.layout == "uneven" else self.length
+
+    def _tensors(self, parameter: str, parts: list[torch.Tensor], *, divided: bool) -> list[tuple[Shape, torch.Tensor]]:
+        """Return the tensors of a parameter for some parts, with their shapes."""
+        if divided and parts and not is_list(parameter):
+            whole = torch.cat(parts)
+            return [(shaped("dense", len(whole)), whole)]
+        return [(shaped(self._layout, len(part)), part) for part in parts]
+
+    def _lay_in_place(self, gets: list[torch.Tensor]) -> None:
+        """Lay out a collective whose result replaces the input."""
+        piece = Piece(shaped(self._layout, self.length), self._part(self.place, 0, self.length), "anything")
+        if gets and self.reduces:
+            self._reduce(piece, 0)
+        elif gets:
+            piece.after = gets[0]
+        self._add(piece, self.given)
+
+    def _lay_joined(self, gives: list[torch.Tensor], gets: list[torch.Tensor]) -> None:
+        """Lay out a collective whose smaller tensor is a part of the larger one."""
+        shape = shaped("dense", self.length * self.count)
+        if self.reduces:
+            reduced = ReducedPiece(self._right(), self.place * STEP, self.length, at=self.place * self.length)
+            self._add(Piece(shape, torch.cat(gives), "anything", reduced), self.given)
+        else:
+            before = [part if giver == self.place else torch.zeros_like(part) for giver, part in enumerate(gets)]
+            self._add(Piece(shape, torch.cat(before), torch.cat(gets)), self.taken)
 
     def _right(self) -> Right:
         assert self.right is not None

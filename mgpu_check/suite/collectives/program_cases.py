@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mgpu_check.torch_hooks.table import TRANSFERS
+
 __all__ = ["BUFFERS", "GROUPS", "LENGTH", "OF_GROUPS", "STEPS", "CollectiveStep"]
 
 BUFFERS = 4
@@ -12,18 +14,7 @@ LENGTH = 5
 GROUPS = 2
 """Largest number of groups at a time, besides the world. Groups are numbered from 1."""
 
-STEPS = (
-    "add",
-    "all_reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "shift",
-    "reduce",
-    "scatter",
-    "gather",
-)
+STEPS = ("add", *TRANSFERS, "shift")
 OF_GROUPS = ("new_group", "destroy_group")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,13 @@ import torch.distributed as dist
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.program_cases import BUFFERS, LENGTH, OF_GROUPS, CollectiveStep
+from mgpu_check.suite.collectives.runner import called, parts_of
+from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
 __all__ = ["assert_program_matches"]
+
+_FORMS = {"all_to_all": "all_to_all_single"}
+"""Transfer -> the function to call, where it has another name: older versions of gloo have no `all_to_all` of lists."""
 
 
 def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: str, place: str) -> None:
@@ -129,38 +134,42 @@ class _OfRank:
         size, me = len(group.members), group.members.index(self._rank.index)
         target, source = (self._view(name, size) for name in (step.target, step.source))
         root = step.root % size
-        part = slice(me * LENGTH, (me + 1) * LENGTH)
-        named: dict[str, Any] = {"group": group.handle, "async_op": step.asynchronous}
-        op, of_root = getattr(dist.ReduceOp, step.op), group.members[root]
         after: Callable[[], object] = bool  # does nothing
         work: Any = None
         if step.kind == "add":
             target.add_(source, alpha=me + 1)
-        elif step.kind == "all_reduce":
-            work = dist.all_reduce(target, op, **named)
-        elif step.kind == "reduce":
-            copy = target.clone()
-            work = dist.reduce(copy, of_root, op, **named)
-            after = (lambda: target.copy_(copy)) if me == root else after
-        elif step.kind == "broadcast":
-            work = dist.broadcast(target, of_root, **named)
-        elif step.kind == "all_gather":
-            work = dist.all_gather(list(target.chunk(size)), source[part].clone(), **named)
-        elif step.kind == "reduce_scatter":
-            work = dist.reduce_scatter(target[part], [chunk.clone() for chunk in source.chunk(size)], op, **named)
-        elif step.kind == "all_to_all":
-            work = dist.all_to_all_single(target, source.clone(), **named)
-        elif step.kind == "scatter":
-            given = [chunk.clone() for chunk in source.chunk(size)] if me == root else None
-            work = dist.scatter(target[part], given, of_root, **named)
-        elif step.kind == "gather":
-            work = dist.gather(source[part].clone(), list(target.chunk(size)) if me == root else None, of_root, **named)
-        elif step.kind == "shift" and root:
-            self._shift(target, source.clone(), group, me, root)
+        elif step.kind == "shift":
+            if root:
+                self._shift(target, source.clone(), group, me, root)
+        else:
+            work, after = self._transfer(step, group, target, source)
         if work is None:
             after()
         else:
             self.pending[step.target] = _Pending(work, step.group, after)
+
+    def _transfer(
+        self, step: CollectiveStep, group: _Members, target: torch.Tensor, source: torch.Tensor
+    ) -> tuple[Any, Callable[[], object]]:
+        """Call a collective; return its work, and what to do when it is done."""
+        transfer, name = TRANSFERS[step.kind], _FORMS.get(step.kind, step.kind)
+        size, me, root = len(group.members), group.members.index(self._rank.index), step.root % len(group.members)
+        options: dict[str, Any] = {"group": group.handle, "async_op": step.asynchronous}
+        if transfer.root:
+            options[transfer.root] = group.members[root]
+        if transfer.reduces:
+            options["op"] = getattr(dist.ReduceOp, step.op)
+        row = COLLECTIVES[name]
+        if row.in_place:
+            # Backends may use the tensor of a rank that gets no result as scratch memory.
+            used = target if transfer.takers == "all" else target.clone()
+            work = called(name, [used], [used], **options)
+            return work, (lambda: target.copy_(used)) if used is not target and me == root else bool
+        part = slice(me * LENGTH, (me + 1) * LENGTH)
+        given = [one.clone() for one in parts_of(row.given, source if transfer.divides else source[part], size)]
+        taken = parts_of(row.taken, target if transfer.joins else target[part], size)
+        gives, takes = transfer.gives(me, root), transfer.takes(me, root)
+        return called(name, given if gives else [], taken if takes else [], **options), bool
 
     def _shift(self, target: torch.Tensor, given: torch.Tensor, group: _Members, me: int, by: int) -> None:
         to, of = (group.members[(me + step) % len(group.members)] for step in (by, -by))
@@ -194,37 +203,30 @@ class _Model:
         length, root = len(members) * LENGTH, step.root % len(members)
         targets = [self.held[rank][step.target][:length] for rank in members]
         sources = [self.held[rank][step.source][:length].clone() for rank in members]
-        for number, (target, right) in enumerate(zip(targets, _after(step, root, targets, sources), strict=True)):
-            if step.kind in ("reduce", "gather") and number != root:
-                continue
-            if step.kind in ("reduce_scatter", "scatter"):
-                part = slice(number * LENGTH, (number + 1) * LENGTH)
-                target[part] = right[part]
-            else:
-                target.copy_(right)
+        for written, right in list(_after(step, root, targets, sources)):
+            written.copy_(right)
 
 
 def _after(
     step: CollectiveStep, root: int, targets: list[torch.Tensor], sources: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the result of a step for each rank, in new memory."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what a step writes: a view of a target, and the result in new memory."""
     size = len(targets)
-    ranks, parts = range(size), [slice(rank * LENGTH, (rank + 1) * LENGTH) for rank in range(size)]
-    if step.kind == "add":
-        return [torch.add(targets[rank], sources[rank], alpha=rank + 1) for rank in ranks]
-    if step.kind in ("all_reduce", "reduce"):
-        return [_reduced(targets, step.op)] * size
-    if step.kind == "broadcast":
-        return [targets[root].clone()] * size
-    if step.kind in ("all_gather", "gather"):
-        return [torch.cat([sources[rank][parts[rank]] for rank in ranks])] * size
-    if step.kind == "reduce_scatter":
-        return [_reduced(sources, step.op)] * size
-    if step.kind == "all_to_all":
-        return [torch.cat([sources[other][parts[rank]] for other in ranks]) for rank in ranks]
-    if step.kind == "scatter":
-        return [sources[root]] * size
-    return [sources[(rank - root) % size] if root else targets[rank].clone() for rank in ranks]
+    parts = [slice(rank * LENGTH, (rank + 1) * LENGTH) for rank in range(size)]
+    transfer = TRANSFERS.get(step.kind)
+    for rank, target in enumerate(targets):
+        if step.kind == "add":
+            yield target, torch.add(target, sources[rank], alpha=rank + 1)
+        elif transfer is None:
+            yield target, sources[(rank - root) % size] if root else target.clone()
+        elif givers := transfer.sources(rank, size, root):
+            in_place = COLLECTIVES[step.kind].in_place
+            given = [
+                targets[giver] if in_place else sources[giver][parts[rank if transfer.divides else giver]]
+                for giver in givers
+            ]
+            right = _reduced(given, step.op) if transfer.reduces else torch.cat(given)
+            yield target if in_place or transfer.joins else target[parts[rank]], right
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:

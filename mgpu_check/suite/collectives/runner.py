@@ -1,15 +1,56 @@
-"""Prepare collectives by name."""
+"""Call collectives by their names, with the parameters of their rows in the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Runner", "of_one_tensor", "runner"]
+from mgpu_check.suite.collectives.cases import form_of
+from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, is_list
+
+__all__ = ["Runner", "called", "newest", "parts_of", "runner"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def newest(name: str) -> Callable[..., Any]:
+    """Return a collective under the name that this version of torch does not deprecate."""
+    found: Callable[..., Any] = getattr(dist, COLLECTIVES[name].newer, None) or getattr(dist, name)
+    return found
+
+
+def called(name: str, given: Tensors, taken: Tensors, *splits: list[int] | None, **options: Any) -> Any:
+    """Call a collective of `torch.distributed`.
+
+    Args:
+        given: the tensors that this rank gives; none if only the root gives any.
+        taken: the tensors for the result of this rank; none if only the root gets one. For a collective in place they
+            are the same tensors.
+        splits: the sizes of parts, for `all_to_all_single`.
+        options: the root, the operation of a reduction, and all that every collective has.
+    """
+    row = COLLECTIVES[name]
+    operands = {row.given: given, row.taken: taken}
+    tensors = [(list(operands[one]) or None) if is_list(one) else operands[one][0] for one in _order(name)]
+    return newest(name)(*tensors, *splits, **options)
+
+
+@functools.cache
+def _order(name: str) -> list[str]:
+    """Return the parameters for tensors in the order of the function: most programs give them by position."""
+    return [one for one in inspect.signature(getattr(dist, name)).parameters if one in COLLECTIVES[name].tensors]
+
+
+def parts_of(parameter: str, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return a tensor as a parameter of a collective takes it: as one tensor, or as a part for each of `count`
+    ranks."""
+    return list(whole.chunk(count)) if is_list(parameter) else [whole]
 
 
 @dataclass(frozen=True)
@@ -21,7 +62,7 @@ class Runner:
 
 
 def runner(
-    operation: str,
+    transfer: str,
     reduction: str,
     given: torch.Tensor,
     group: dist.ProcessGroup | None,
@@ -32,50 +73,25 @@ def runner(
     """Prepare a collective with new memory for its result.
 
     Args:
+        transfer: a name in `TRANSFERS`.
         given: as many elements as the largest tensor of this rank has.
         group: None for all ranks.
         count: the number of ranks in the group.
         place: the position of this rank in the group.
         root: the root, as a rank of the world.
     """
-    part = given.numel() // count
-    op = dist.ReduceOp.AVG if reduction == "avg" else getattr(dist.ReduceOp, reduction.upper())
-    mine = dist.get_rank() == root
-    if operation in ("all_reduce", "reduce", "broadcast"):
+    name, how, me = form_of(transfer), TRANSFERS[transfer], dist.get_rank()
+    row, part = COLLECTIVES[name], given.numel() // count
+    options: dict[str, Any] = {"group": group}
+    if how.root:
+        options[how.root] = root
+    if how.reduces:
+        options["op"] = dist.ReduceOp.AVG if reduction == "avg" else getattr(dist.ReduceOp, reduction.upper())
+    if row.in_place:
         whole = given.clone()
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: dist.all_reduce(whole, op=op, group=group),
-            "reduce": lambda: dist.reduce(whole, root, op=op, group=group),
-            "broadcast": lambda: dist.broadcast(whole, root, group=group),
-        }
-        return Runner(calls[operation], whole if mine or operation != "reduce" else None)
-    if operation in ("reduce_scatter", "scatter"):
-        small = given.new_empty(part)
-        parts = _pieces(given, count) if mine and operation == "scatter" else None
-        if operation == "reduce_scatter":
-            return Runner(lambda: of_one_tensor("reduce_scatter")(small, given, op=op, group=group), small)
-        return Runner(lambda: dist.scatter(small, parts, src=root, group=group), small)
-    whole = torch.empty_like(given)
-    if operation == "all_to_all":
-        return Runner(lambda: dist.all_to_all_single(whole, given, group=group), whole)
-    if operation == "all_gather":
-        return Runner(lambda: of_one_tensor("all_gather")(whole, given[:part], group=group), whole)
-    places = _pieces(whole, count) if mine else None
-    return Runner(
-        lambda: dist.gather(given[:part].contiguous(), places, dst=root, group=group), whole if mine else None
-    )
-
-
-def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
-    return list(whole.chunk(count))
-
-
-def of_one_tensor(operation: str) -> Callable[..., Any]:
-    """Return the single-tensor form of a collective, under a name that this version of torch does not deprecate.
-
-    Args:
-        operation: "reduce_scatter" or "all_gather".
-    """
-    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}
-    found: Callable[..., Any] = getattr(dist, f"{operation}_single", None) or getattr(dist, older[operation])
-    return found
+        return Runner(lambda: called(name, [whole], [whole], **options), whole if how.takes(me, root) else None)
+    source = given if how.divides else given[:part]
+    inputs = parts_of(row.given, source, count) if how.gives(me, root) else []
+    result = given.new_empty(len(given) if how.joins else part) if how.takes(me, root) else None
+    outputs = [] if result is None else parts_of(row.taken, result, count)
+    return Runner(lambda: called(name, inputs, outputs, **options), result)

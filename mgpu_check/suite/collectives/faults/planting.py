@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,17 +16,12 @@ import torch.distributed as dist
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.table import COLLECTIVES, ROOTS
 from mgpu_check.torch_hooks.tensors import as_bits
 
 __all__ = ["Done", "Seen", "after", "before", "flipped", "instead", "unchanged"]
 
-_ALIASES = {
-    "all_gather_into_tensor": ("all_gather_single",),
-    "reduce_scatter_tensor": ("reduce_scatter_single",),
-}
-"""Newer aliases of the functions, patched together with them."""
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-_ROOTS = ("src", "group_src", "dst", "group_dst")
 _OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
@@ -64,7 +60,7 @@ class Seen:
     @property
     def root(self) -> int | None:
         """The rank that the call names as its root, in the world or in the group."""
-        return next((self.kwargs[name] for name in _ROOTS if name in self.kwargs), None)
+        return next((self.kwargs[name] for name in ROOTS if name in self.kwargs), None)
 
     @property
     def first(self) -> torch.Tensor:
@@ -96,7 +92,7 @@ class Seen:
 
     def with_root(self, **root: int) -> Any:
         """Call the original function with another root, such as ``group_src=0``."""
-        named = {name: value for name, value in self.kwargs.items() if name not in _ROOTS}
+        named = {name: value for name, value in self.kwargs.items() if name not in ROOTS}
         return self.real(*(None if type(value) is int else value for value in self.args), **named, **root)
 
     def through(self, wide: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor] = lambda total: total) -> Any:
@@ -121,9 +117,9 @@ class Done(dist.Work):
 
 
 def _seen(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Seen:
-    written = (
-        args[1] if name == "gather" and len(args) > 1 else kwargs.get("gather_list") if name == "gather" else args[0]
-    )
+    order = list(inspect.signature(real).parameters)
+    taken = COLLECTIVES[name].taken or order[0]
+    written = args[order.index(taken)] if order.index(taken) < len(args) else kwargs.get(taken)
     tensors = [written] if isinstance(written, torch.Tensor) else list(written or ())
     found = next((value for value in args if isinstance(value, _OP_TYPES)), kwargs.get("op"))
     op = "SUM" if found is None else next(known for known in _OPS if found == getattr(dist.ReduceOp, known))
@@ -148,8 +144,8 @@ def instead(*names: str) -> Planter:
 
         with contextlib.ExitStack() as stack:
             for name in names:
-                for alias in (name, *_ALIASES.get(name, ())):
-                    if hasattr(dist, alias):
+                for alias in (name, COLLECTIVES[name].newer):
+                    if alias and hasattr(dist, alias):
                         stack.enter_context(replaced(dist, alias, made(name, getattr(dist, alias))))
             yield
 
