@@ -11,7 +11,7 @@ from mgpu_check.acceptance.compute import arithmetic
 from mgpu_check.devices.observations import Subject
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import bits
-from mgpu_check.suite.devices.computing.prepared import OPERATIONS
+from mgpu_check.suite.devices.computing.operations import OPERATIONS
 from tests.acceptance.nodes import Node
 
 CASES = [ComputeCase(name, "float32", 32, 5, 3) for name in ("softmax of random numbers", "sum of two")]

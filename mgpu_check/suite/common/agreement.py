@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mgpu_check.asserts.bits import index_of
 from mgpu_check.asserts.covered import covered
 from mgpu_check.errors import DeviceMismatch
+from mgpu_check.suite.common.operators import Function, Kind
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, indices_of, name_of, plain
 
@@ -27,19 +28,6 @@ __all__ = [
     "named_wrong",
     "shapes_of",
 ]
-
-Function = Callable[..., Any]
-"""Takes operands, returns results."""
-
-Kind = Literal["bits", "values", "numbers", "close"]
-"""How a result is compared.
-
-bits: every bit, including the payload of NaN; for operators that only move elements.
-values: equal values; every NaN equals every other NaN, and the sign of zero counts.
-numbers: as "values", but 0.0 equals -0.0, because no standard fixes the sign of zero for maxima.
-close: the error is at most some units in the last place of the largest element, in the dtype of the result (see
-`_ULPS`).
-"""
 
 _LISTED = 6
 _ULPS = 64

@@ -4,10 +4,12 @@ bits."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
+from mgpu_check.suite.common import operators
 from mgpu_check.suite.common.counters import counted, fractions, integers
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
@@ -27,10 +29,14 @@ __all__ = [
     "whole",
 ]
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-COMPLEX = (torch.complex64, torch.complex128)
-BOOL = (torch.bool,)
+
+def _dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
+    return tuple(getattr(torch, name) for name in names)
+
+
+FLOATS, INTEGERS, COMPLEX, BOOL = map(
+    _dtypes, (operators.FLOATS, operators.INTEGERS, operators.COMPLEX, operators.BOOL)
+)
 NUMBERS = (*FLOATS, *INTEGERS)
 REAL = (*NUMBERS, *BOOL)
 ALL = (*REAL, *COMPLEX)

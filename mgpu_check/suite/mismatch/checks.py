@@ -15,7 +15,7 @@ from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.agreement import Kind, WrongCase, difference, named_wrong
 from mgpu_check.suite.common.tensors import DTYPES, TensorSpec
 from mgpu_check.suite.mismatch.cases import OperatorCase
-from mgpu_check.suite.mismatch.operators import CALLS, Operands
+from mgpu_check.suite.mismatch.operators import OPERATORS, Operands
 from mgpu_check.torch_hooks.tensors import indices_of
 
 __all__ = [
@@ -108,25 +108,6 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
     raise DeviceMismatch(text, ranks=sorted({rank for _, error in found for rank in error.ranks})) from first
 
 
-_ROUNDED = frozenset(
-    (
-        "layer_norm",
-        "batch_norm",
-        "attention",
-        "cross_entropy",
-        "cross_entropy weight",
-        "Linear",
-        "Conv2d",
-        "BatchNorm2d",
-        "LayerNorm",
-        "GRU",
-        "Sequential",
-    )
-)
-"""Operators whose results are not whole numbers, and may round differently on a GPU; the results of all others are
-exact."""
-
-
 def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> int:
     """Assert that each operator of the table, with all operands on one device, gives the result of the CPU.
 
@@ -138,9 +119,9 @@ def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) 
     """
     __tracebackhide__ = True
     wrong: list[WrongCase] = []
-    for operator in CALLS:
+    for operator, row in OPERATORS.items():
         expected = _alone(operator, torch.device("cpu"), rows, seed)
-        kind: Kind = "close" if operator in _ROUNDED else "numbers"
+        kind: Kind = "close" if row.rounds else "numbers"
         for device in devices:
             try:
                 got = _alone(operator, device, rows, seed)
@@ -151,8 +132,8 @@ def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) 
             if what:
                 wrong.append(WrongCase(device, f"{operator} of float32, {rows} rows", what))
     if wrong:
-        raise named_wrong(wrong, devices, len(CALLS))
-    return len(CALLS)
+        raise named_wrong(wrong, devices, len(OPERATORS))
+    return len(OPERATORS)
 
 
 def _alone(operator: str, device: torch.device, rows: int, seed: int) -> object:
@@ -216,7 +197,7 @@ def assert_data_parallel_refuses(devices: Sequence[torch.device], rows: int) -> 
 
 
 def _prepared(case: OperatorCase, first: torch.device, second: torch.device) -> Callable[[], object]:
-    return CALLS[case.operator](Operands(first, second, case.rows, case.seed))
+    return OPERATORS[case.operator].build(Operands(first, second, case.rows, case.seed))
 
 
 def _call(case: OperatorCase, first: torch.device, second: torch.device) -> object:

@@ -1,24 +1,77 @@
-"""Call each operator of `mgpu_check.suite.mismatch.cases` with operands on two devices.
+"""Operators with operands on two devices, one row for each: its call, and what torch does on CUDA. Can be read without
+torch.
 
-Each entry builds its operands and returns the call that must raise or work. So an error while operands are built is
+Each operator has a first and a second operand, placed on different devices in one of three ways. The rules describe
+torch's behaviour on CUDA. The error must name both devices, with two exceptions:
+
+- Convolution of a CPU tensor with a CUDA tensor, or vice versa: "Input type (torch.cuda.FloatTensor) and weight type
+  (torch.FloatTensor) should be the same". It names the kinds of device without an index ("types").
+- Indexing with an index on another GPU, or of a CPU tensor with an index on a GPU: "indices should be either on cpu
+  or on the same device as the indexed tensor (cuda:0)". It names only the indexed tensor's device ("indexed").
+
+Operators built on TensorIterator (arithmetic, comparisons, mse_loss, where, index_put) say "found at least two devices,
+cuda:0 and cpu!". Operators with a generated check (mm, addmm, bmm, cat, index_select, nll_loss, normalisations, cudnn's
+convolution) say "got mat2 is on cpu, different from other tensors on cuda:0". A few others (masked_fill, equal,
+attention, recurrent layers, DataParallel) have messages of their own.
+
+Each call builds its operands and returns the call that must raise or work. So an error while operands are built is
 never taken for the error of the operator. Operands are small whole numbers, so that compared results are exact.
+The simulated node has rules of its own (`mgpu_check/simulated/fidelity.json`), from the source of torch, and this table
+tests them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from torch.nn import functional as F
-
+from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.common.tensors import TensorSpec
+from mgpu_check.suite.common.torch_later import F, nn, torch
 
-__all__ = ["CALLS", "Operands"]
+__all__ = ["OPERATORS", "Operands", "OperatorRow", "Rule"]
 
 Call = Callable[[], object]
 Builder = Callable[["Operands"], Call]
+
+CPU_CUDA, CUDA_CPU, CUDA_CUDA = "cpu,cuda", "cuda,cpu", "cuda,cuda"
+EVERYWHERE = frozenset({CPU_CUDA, CUDA_CPU, CUDA_CUDA})
+NOWHERE: frozenset[str] = frozenset()
+UNLESS_FIRST_ON_CPU = frozenset({CUDA_CPU, CUDA_CUDA})
+UNLESS_SECOND_ON_CPU = frozenset({CPU_CUDA, CUDA_CUDA})
+ON_TWO_GPUS = frozenset({CUDA_CUDA})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The placements for which an operator raises, and the devices that its error names.
+
+    Attributes:
+        raises: the placements of (first operand, second operand) that must raise; all others must work.
+        names: the devices in the error: "both", "types" or "indexed".
+        result: the operand, 0 or 1, whose device the result has if the placement works; None for the operand on a GPU.
+    """
+
+    raises: frozenset[str] = EVERYWHERE
+    names: str = "both"
+    result: int | None = 0
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """An operator with operands on two devices.
+
+    Attributes:
+        build: makes the operands and returns the call.
+        group: "modules", "scalars" or "copies", if a test of its own has the operator.
+        rounds: whether the result is rounded, and may differ on a GPU; others are whole numbers.
+    """
+
+    build: Builder
+    rule: Rule = Rule()
+    group: str = ""
+    rounds: bool = False
+
 
 N = -1
 """Placeholder in the shape of an operand for the number of rows of the case."""
@@ -54,15 +107,17 @@ class Operands:
         return (self.first, self.second)[operand]
 
 
-def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
+def _of(function: Callable[..., object] | str, *operands: tuple[int, ...]) -> Builder:
     """Return a case that applies `function` to tensors, each given as (operand, *shape).
 
-    `function` must look up the operator at the time of the call: ``lambda a, b: torch.add(a, b)``.
+    `function` must look up the operator at the time of the call: ``lambda a, b: torch.add(a, b)``. Or it is a name in
+    the common table of operators.
     """
+    call = CALLS[function] if isinstance(function, str) else function
 
     def build(at: Operands) -> Call:
         tensors = [at.on(operand, *shape) for operand, *shape in operands]
-        return lambda: function(*tensors)
+        return lambda: call(*tensors)
 
     return build
 
@@ -175,75 +230,95 @@ def _foreach_mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 _MATRICES = (0, N, 3), (1, N, 3)
 _FACTORS = (0, N, 3), (1, 3, 2)
 
-CALLS: dict[str, Builder] = {
-    "add": _of(lambda a, b: torch.add(a, b), *_MATRICES),
-    "mul": _of(lambda a, b: torch.mul(a, b), *_MATRICES),
-    "maximum": _of(lambda a, b: torch.maximum(a, b), *_MATRICES),
-    "eq": _of(lambda a, b: torch.eq(a, b), *_MATRICES),
-    "equal": _of(lambda a, b: torch.equal(a, b), *_MATRICES),
-    "where": _where,
-    "addcmul": _of(lambda a, b, c: torch.addcmul(a, b, c), *_MATRICES, (1, N, 3)),
-    "addcmul third": _of(lambda a, b, c: torch.addcmul(a, b, c), (0, N, 3), (0, N, 3), (1, N, 3)),
-    "lerp": _of(lambda a, b: torch.lerp(a, b, 0.5), *_MATRICES),
-    "foreach add": _of(lambda a, b: torch._foreach_add([a], [b])[0], *_MATRICES),
-    "foreach mul_": _of(_foreach_mul, *_MATRICES),
-    "foreach add second": _of(lambda a, b: torch._foreach_add([a, a], [a, b])[1], *_MATRICES),
-    "add_": _of(lambda a, b: a.add_(b), *_MATRICES),
-    "mul_": _of(lambda a, b: a.mul_(b), *_MATRICES),
-    "add out=": _of(lambda a, b, out: torch.add(a, b, out=out), (0, N, 3), *_MATRICES),
-    "mul out=": _of(lambda a, b, out: torch.mul(a, b, out=out), (0, N, 3), *_MATRICES),
-    "matmul": _of(lambda a, b: torch.matmul(a, b), *_FACTORS),
-    "matmul vector": _of(lambda a, b: torch.matmul(a, b), (0, N, 3), (1, 3)),
-    "bmm": _of(lambda a, b: torch.bmm(a, b), (0, 2, N, 3), (1, 2, 3, 2)),
-    "einsum": _of(lambda a, b: torch.einsum("ij,jk->ik", a, b), *_FACTORS),
-    "einsum third": _of(lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (0, N, 3), (0, 3, 2), (1, 2, 3)),
-    "matmul out=": _of(lambda a, b, out: torch.matmul(a, b, out=out), (0, N, 3), (0, 3, 2), (1, N, 2)),
-    "addmm": _of(lambda c, a, b: torch.addmm(c, a, b), (0, 2), *_FACTORS),
-    "cat": _of(lambda a, b: torch.cat([a, b]), (0, N, 3), (1, 2, 3)),
-    "stack": _of(lambda a, b: torch.stack([a, b]), *_MATRICES),
-    "cat third of four": _of(lambda a, b: torch.cat([a, a, b, a]), (0, N, 3), (1, 2, 3)),
-    "stack third": _of(lambda a, b: torch.stack([a, a, b]), *_MATRICES),
-    "hstack third": _of(lambda a, b: torch.hstack((a, a, b)), *_MATRICES),
-    "cat out=": _of(lambda a, b, out: torch.cat([a, b], 1, out=out), (0, N, 1), (0, N, 2), (1, N, 3)),
-    "linear": _of(lambda x, w: F.linear(x, w), (0, N, 3), (1, 2, 3)),
-    "linear bias": _of(lambda x, w, b: F.linear(x, w, b), (0, N, 3), (0, 2, 3), (1, 2)),
-    "conv2d": _of(lambda x, w: F.conv2d(x, w), (0, N, 1, 4, 4), (1, 2, 1, 2, 2)),
-    "conv2d bias": _of(lambda x, w, b: F.conv2d(x, w, b), (0, N, 1, 4, 4), (0, 2, 1, 2, 2), (1, 2)),
-    "embedding": _indexing(lambda weight, index: F.embedding(index, weight), 4, 3),
-    "layer_norm": _of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3)),
-    "batch_norm": _of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3)),
-    "attention": _of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (0, 1, N, 4), (1, 1, 3, 4), (1, 1, 3, 4)),
-    "mse_loss": _of(lambda a, b: F.mse_loss(a, b), *_MATRICES),
-    "l1_loss": _of(lambda a, b: F.l1_loss(a, b), *_MATRICES),
-    "nll_loss": _indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4),
-    "nll_loss weight": _weighing(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum")),
-    "cross_entropy": _indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4),
-    "cross_entropy weight": _weighing(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum")),
-    "index_select": _indexing(lambda x, index: torch.index_select(x, 0, index), 4, 3),
-    "gather": _indexing(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), N, 4),
-    "masked_fill": _masking(lambda x, mask: torch.masked_fill(x, mask, 1.0), N, 3),
-    "index_put values": _index_put(N, 3),
-    "index": _indexing(lambda x, index: x[index], 4, 3),
-    "index by mask": _masking(lambda x, mask: x[mask], N),
-    "Linear": _module(lambda: nn.Linear(3, 2), 3),
-    "Conv2d": _module(lambda: nn.Conv2d(1, 2, 2), 1, 4, 4),
-    "Embedding": _embedding_module,
-    "BatchNorm2d": _module(lambda: nn.BatchNorm2d(2), 2, 3, 3),
-    "LayerNorm": _module(lambda: nn.LayerNorm(3), 3),
-    "GRU": _module(lambda: nn.GRU(3, 2), 3),
-    "Sequential": _layers_apart,
-    "add 0-dim": _of(lambda a, b: torch.add(a, b), (0, N, 3), (1,)),
-    "eq 0-dim": _of(lambda a, b: torch.eq(a, b), (0, N, 3), (1,)),
-    "maximum 0-dim": _of(lambda a, b: torch.maximum(a, b), (0, N, 3), (1,)),
-    "lt by 0-dim first": _of(lambda a, b: torch.lt(a, b), (0,), (1, N, 3)),
-    "mul by 0-dim first": _of(lambda a, b: torch.mul(a, b), (0,), (1, N, 3)),
-    "mul_ by 0-dim": _of(lambda a, b: a.mul_(b), (0, N, 3), (1,)),
-    "0-dim add 0-dim": _of(lambda a, b: torch.add(a, b), (0,), (1,)),
-    "0-dim add_ 0-dim": _of(lambda a, b: a.add_(b), (0,), (1,)),
-    "index_put 0-dim value": _index_put(),
-    "copy_": _of(lambda a, b: a.copy_(b), *_MATRICES),
-    "slice assignment": _slice_assignment,
-    "to": _to,
-    "load_state_dict": _load_state_dict,
+OPERATORS: Mapping[str, OperatorRow] = {
+    "add": OperatorRow(_of("add", *_MATRICES)),
+    "mul": OperatorRow(_of("mul", *_MATRICES)),
+    "maximum": OperatorRow(_of("maximum", *_MATRICES)),
+    "eq": OperatorRow(_of("eq", *_MATRICES)),
+    "where": OperatorRow(_where),
+    "addcmul": OperatorRow(_of(lambda a, b, c: torch.addcmul(a, b, c), *_MATRICES, (1, N, 3))),
+    "addcmul third": OperatorRow(_of(lambda a, b, c: torch.addcmul(a, b, c), (0, N, 3), (0, N, 3), (1, N, 3))),
+    "lerp": OperatorRow(_of(lambda a, b: torch.lerp(a, b, 0.5), *_MATRICES)),
+    "add_": OperatorRow(_of("add_", *_MATRICES)),
+    "mul_": OperatorRow(_of("mul_", *_MATRICES)),
+    "add out=": OperatorRow(_of(lambda a, b, out: torch.add(a, b, out=out), (0, N, 3), *_MATRICES)),
+    "mul out=": OperatorRow(_of(lambda a, b, out: torch.mul(a, b, out=out), (0, N, 3), *_MATRICES)),
+    # As called by optimizers and by gradient clipping, the latter with a first pair on one device.
+    "foreach add": OperatorRow(_of(lambda a, b: torch._foreach_add([a], [b])[0], *_MATRICES)),
+    "foreach mul_": OperatorRow(_of(_foreach_mul, *_MATRICES)),
+    "foreach add second": OperatorRow(_of(lambda a, b: torch._foreach_add([a, a], [a, b])[1], *_MATRICES)),
+    "matmul": OperatorRow(_of(lambda a, b: torch.matmul(a, b), *_FACTORS)),
+    "matmul vector": OperatorRow(_of(lambda a, b: torch.matmul(a, b), (0, N, 3), (1, 3))),
+    "bmm": OperatorRow(_of(lambda a, b: torch.bmm(a, b), (0, 2, N, 3), (1, 2, 3, 2))),
+    "einsum": OperatorRow(_of(lambda a, b: torch.einsum("ij,jk->ik", a, b), *_FACTORS)),
+    "matmul out=": OperatorRow(_of(lambda a, b, out: torch.matmul(a, b, out=out), (0, N, 3), (0, 3, 2), (1, N, 2))),
+    "addmm": OperatorRow(_of(lambda c, a, b: torch.addmm(c, a, b), (0, 2), *_FACTORS)),
+    "einsum third": OperatorRow(
+        _of(lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (0, N, 3), (0, 3, 2), (1, 2, 3))
+    ),
+    # With several tensors, the third is on another device. A check of the first two would miss it, and so would a check
+    # of the first and last.
+    "cat": OperatorRow(_of(lambda a, b: torch.cat([a, b]), (0, N, 3), (1, 2, 3))),
+    "stack": OperatorRow(_of(lambda a, b: torch.stack([a, b]), *_MATRICES)),
+    "cat out=": OperatorRow(_of(lambda a, b, out: torch.cat([a, b], 1, out=out), (0, N, 1), (0, N, 2), (1, N, 3))),
+    "cat third of four": OperatorRow(_of(lambda a, b: torch.cat([a, a, b, a]), (0, N, 3), (1, 2, 3))),
+    "stack third": OperatorRow(_of(lambda a, b: torch.stack([a, a, b]), *_MATRICES)),
+    "hstack third": OperatorRow(_of(lambda a, b: torch.hstack((a, a, b)), *_MATRICES)),
+    "linear": OperatorRow(_of(lambda x, w: F.linear(x, w), (0, N, 3), (1, 2, 3))),
+    "linear bias": OperatorRow(_of(lambda x, w, b: F.linear(x, w, b), (0, N, 3), (0, 2, 3), (1, 2))),
+    "embedding": OperatorRow(_indexing(lambda weight, index: F.embedding(index, weight), 4, 3)),
+    "layer_norm": OperatorRow(_of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3)), rounds=True),
+    "batch_norm": OperatorRow(_of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3)), rounds=True),
+    "attention": OperatorRow(
+        _of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (0, 1, N, 4), (1, 1, 3, 4), (1, 1, 3, 4)),
+        rounds=True,
+    ),
+    "conv2d": OperatorRow(_of(lambda x, w: F.conv2d(x, w), (0, N, 1, 4, 4), (1, 2, 1, 2, 2)), Rule(names="types")),
+    "conv2d bias": OperatorRow(
+        _of(lambda x, w, b: F.conv2d(x, w, b), (0, N, 1, 4, 4), (0, 2, 1, 2, 2), (1, 2)), Rule(names="types")
+    ),
+    "mse_loss": OperatorRow(_of(lambda a, b: F.mse_loss(a, b), *_MATRICES)),
+    "l1_loss": OperatorRow(_of(lambda a, b: F.l1_loss(a, b), *_MATRICES)),
+    "nll_loss": OperatorRow(_indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4)),
+    "nll_loss weight": OperatorRow(_weighing(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum"))),
+    "cross_entropy": OperatorRow(
+        _indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4), rounds=True
+    ),
+    "cross_entropy weight": OperatorRow(
+        _weighing(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum")), rounds=True
+    ),
+    "index_select": OperatorRow(_indexing(lambda x, index: torch.index_select(x, 0, index), 4, 3)),
+    "gather": OperatorRow(_indexing(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), N, 4)),
+    "masked_fill": OperatorRow(_masking(lambda x, mask: torch.masked_fill(x, mask, 1.0), N, 3)),
+    "index_put values": OperatorRow(_index_put(N, 3)),
+    "equal": OperatorRow(_of(lambda a, b: torch.equal(a, b), *_MATRICES)),
+    "index": OperatorRow(_indexing(lambda x, index: x[index], 4, 3), Rule(UNLESS_SECOND_ON_CPU, names="indexed")),
+    "index by mask": OperatorRow(_masking(lambda x, mask: x[mask], N), Rule(UNLESS_SECOND_ON_CPU, names="indexed")),
+    "Linear": OperatorRow(_module(lambda: nn.Linear(3, 2), 3), group="modules", rounds=True),
+    "Embedding": OperatorRow(_embedding_module, group="modules"),
+    "BatchNorm2d": OperatorRow(_module(lambda: nn.BatchNorm2d(2), 2, 3, 3), group="modules", rounds=True),
+    "LayerNorm": OperatorRow(_module(lambda: nn.LayerNorm(3), 3), group="modules", rounds=True),
+    "GRU": OperatorRow(_module(lambda: nn.GRU(3, 2), 3), group="modules", rounds=True),
+    "Sequential": OperatorRow(_layers_apart, group="modules", rounds=True),
+    "Conv2d": OperatorRow(
+        _module(lambda: nn.Conv2d(1, 2, 2), 1, 4, 4), Rule(names="types"), group="modules", rounds=True
+    ),
+    # A 0-dim tensor on the CPU counts as a number, unless it is written to. On a GPU it is an ordinary tensor.
+    "add 0-dim": OperatorRow(_of("add", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
+    "eq 0-dim": OperatorRow(_of("eq", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
+    "maximum 0-dim": OperatorRow(_of("maximum", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
+    "lt by 0-dim first": OperatorRow(_of("lt", (0,), (1, N, 3)), Rule(UNLESS_FIRST_ON_CPU, result=1), group="scalars"),
+    "mul by 0-dim first": OperatorRow(
+        _of("mul", (0,), (1, N, 3)), Rule(UNLESS_FIRST_ON_CPU, result=1), group="scalars"
+    ),
+    "mul_ by 0-dim": OperatorRow(_of("mul_", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
+    "0-dim add 0-dim": OperatorRow(_of("add", (0,), (1,)), Rule(ON_TWO_GPUS, result=None), group="scalars"),
+    "0-dim add_ 0-dim": OperatorRow(_of("add_", (0,), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
+    # index_put_ accepts a 0-dim value on any device.
+    "index_put 0-dim value": OperatorRow(_index_put(), Rule(NOWHERE), group="scalars"),
+    "copy_": OperatorRow(_of(lambda a, b: a.copy_(b), *_MATRICES), Rule(NOWHERE), group="copies"),
+    "slice assignment": OperatorRow(_slice_assignment, Rule(NOWHERE), group="copies"),
+    "to": OperatorRow(_to, Rule(NOWHERE, result=1), group="copies"),
+    "load_state_dict": OperatorRow(_load_state_dict, Rule(NOWHERE), group="copies"),
 }
-"""Name of an operator -> its case."""
+"""Name of an operator -> its row."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.sharded.redistribution import part_of, placed, require_none_wrong, text_of
 from mgpu_check.torch_hooks.tensors import plain
 
@@ -25,9 +26,9 @@ _Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _OF_ONE: tuple[tuple[str, _Unary], ...] = (
     ("neg", lambda x: -x),
     ("abs", lambda x: x.abs()),
-    ("exp", lambda x: x.exp()),
+    ("exp", CALLS["exp"]),
     ("clamp", lambda x: x.clamp(-1, 2)),
-    ("relu", lambda x: F.relu(x)),
+    ("relu", CALLS["relu"]),
     ("square", lambda x: x * x),
     ("times a number", lambda x: x * 3),
     ("plus a number", lambda x: x + 5),
@@ -59,11 +60,11 @@ _OF_ONE: tuple[tuple[str, _Unary], ...] = (
     ("gelu", lambda x: F.gelu(x)),
 )
 _OF_ALIKE: tuple[tuple[str, _Binary], ...] = (
-    ("add", lambda x, y: x + y),
+    ("add", CALLS["+"]),
     ("sub", lambda x, y: x - 2 * y),
-    ("mul", lambda x, y: x * y),
+    ("mul", CALLS["*"]),
     ("div", lambda x, y: x / (y * y + 1)),
-    ("maximum", lambda x, y: torch.maximum(x, y)),
+    ("maximum", CALLS["maximum"]),
     ("where", lambda x, y: torch.where(x > y, x, 3 * y)),
     ("add of a row", lambda x, y: x + y[:1]),
     ("matmul with the transpose", lambda x, y: x @ y.t()),

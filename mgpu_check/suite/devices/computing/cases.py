@@ -6,69 +6,80 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["FAMILIES", "OPERATIONS", "TIMED", "Ballot", "ComputeCase"]
+from mgpu_check.suite.common.operators import BINARY, FLOATS, FUNCTIONS, INTEGERS, NUMBERS, UNARY
 
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
+__all__ = ["COMPUTATIONS", "FAMILIES", "OPERATIONS", "TIMED", "Ballot", "Computation", "ComputeCase"]
+
 _CORES = ("float64", "float32", "tf32", "float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+_TENSOR_CORES = (*_CORES, *_FLOAT8, "int8")
 
-FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "products": {
-            "product known by algebra": (*_CORES, *_FLOAT8, "int8"),
-            "product by Freivalds' check": (*_CORES, *_FLOAT8, "int8"),
-            "product of random numbers": (*_CORES, *_FLOAT8),
-            "batched product known by algebra": _CORES,
-            "batched product of random numbers": _CORES,
-        },
-        "layers": {
-            "convolution known by algebra": _CORES,
-            "convolution of random numbers": _CORES,
-            "attention known by algebra": _FLOATS,
-            "attention of random numbers": _FLOATS,
-            "layer norm of random numbers": _FLOATS,
-            "softmax of random numbers": _FLOATS,
-        },
-        "elementwise": {
-            "sum of two": (*_FLOATS, *_INTEGERS),
-            "product of two": (*_FLOATS, *_INTEGERS),
-            "quotient": _FLOATS,
-            "remainder": _INTEGERS,
-            "square root": _FLOATS,
-            "bits": _INTEGERS,
-            "conversion": ("float64", "float32"),
-        },
-        "functions": dict.fromkeys(
-            ("exp", "expm1", "log", "log1p", "sin", "cos", "atan", "tanh", "erf", "rsqrt"), _FLOATS
-        ),
-        "reductions": {
-            "sum": (*_FLOATS, *_INTEGERS),
-            "mean": _FLOATS,
-            "least and greatest": (*_FLOATS, *_INTEGERS),
-            "cumulative sum": (*_FLOATS, *_INTEGERS),
-            "count": _INTEGERS,
-            "logsumexp of random numbers": _FLOATS,
-        },
-        "ordering": {
-            "sort": (*_FLOATS, *_INTEGERS),
-            "topk": (*_FLOATS, *_INTEGERS),
-            "search": (*_FLOATS, *_INTEGERS),
-            "gather": (*_FLOATS, *_INTEGERS),
-            "scatter": (*_FLOATS, *_INTEGERS),
-            "index": (*_FLOATS, *_INTEGERS),
-            "transpose": (*_FLOATS, *_INTEGERS),
-        },
-        "drawing": {"random bits": ("int64",), "normal numbers": ("float32", "float64"), "permutation": ("int64",)},
-    }
-)
-"""Family -> operation -> dtypes. "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled."""
 
-OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {name: dtypes for family in FAMILIES.values() for name, dtypes in family.items()}
-)
-"""Operation -> dtypes, of all families."""
+@dataclass(frozen=True)
+class Computation:
+    """An operation of the check of arithmetic, of the suite and of the acceptance.
 
+    Attributes:
+        dtypes: "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled.
+        prepare: the module in this folder and its function that makes the operands and the judge, "module:function".
+    """
+
+    family: str
+    dtypes: tuple[str, ...]
+    prepare: str
+
+
+def _exact() -> dict[str, Computation]:
+    """Return the operations for the rows of the table of operators."""
+    found: dict[str, tuple[str, ...]] = {}
+    for row in (*BINARY, *UNARY):
+        if row.accepted:
+            found[row.accepted] = tuple(name for name in found.get(row.accepted, NUMBERS) if name in row.dtypes)
+    return {name: Computation("elementwise", dtypes, "elementwise:exact") for name, dtypes in found.items()}
+
+
+COMPUTATIONS: Mapping[str, Computation] = MappingProxyType({
+    "product known by algebra": Computation("products", _TENSOR_CORES, "products:known_by_algebra"),
+    "product by Freivalds' check": Computation("products", _TENSOR_CORES, "products:checked_by_freivalds"),
+    "product of random numbers": Computation("products", (*_CORES, *_FLOAT8), "products:of_random_numbers"),
+    "batched product known by algebra": Computation("products", _CORES, "products:batches_known_by_algebra"),
+    "batched product of random numbers": Computation("products", _CORES, "products:batches_of_random_numbers"),
+    "convolution known by algebra": Computation("layers", _CORES, "layers:convolution_known_by_algebra"),
+    "convolution of random numbers": Computation("layers", _CORES, "layers:convolution_of_random_numbers"),
+    "attention known by algebra": Computation("layers", FLOATS, "layers:attention_known_by_algebra"),
+    "attention of random numbers": Computation("layers", FLOATS, "layers:attention_of_random_numbers"),
+    "layer norm of random numbers": Computation("layers", FLOATS, "layers:layer_norm"),
+    "softmax of random numbers": Computation("layers", FLOATS, "layers:softmax"),
+    **_exact(),
+    "conversion": Computation("elementwise", ("float64", "float32"), "elementwise:conversion"),
+    **dict.fromkeys(FUNCTIONS, Computation("functions", FLOATS, "elementwise:bounded")),
+    "sum": Computation("reductions", NUMBERS, "reductions:sums"),
+    "mean": Computation("reductions", FLOATS, "reductions:means"),
+    "least and greatest": Computation("reductions", NUMBERS, "reductions:extremes"),
+    "cumulative sum": Computation("reductions", NUMBERS, "reductions:cumulative_sums"),
+    "count": Computation("reductions", INTEGERS, "reductions:counts"),
+    "logsumexp of random numbers": Computation("reductions", FLOATS, "reductions:logsumexp"),
+    "sort": Computation("ordering", NUMBERS, "ordering:sort"),
+    "topk": Computation("ordering", NUMBERS, "ordering:topk"),
+    "search": Computation("ordering", NUMBERS, "ordering:search"),
+    "gather": Computation("ordering", NUMBERS, "ordering:gather"),
+    "scatter": Computation("ordering", NUMBERS, "ordering:scatter"),
+    "index": Computation("ordering", NUMBERS, "ordering:index"),
+    "transpose": Computation("ordering", NUMBERS, "ordering:transpose"),
+    "random bits": Computation("drawing", ("int64",), "drawing:random_bits"),
+    "normal numbers": Computation("drawing", ("float32", "float64"), "drawing:normal_numbers"),
+    "permutation": Computation("drawing", ("int64",), "drawing:permutation"),
+})  # fmt: skip
+"""Name of an operation -> its row."""
+
+OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({name: row.dtypes for name, row in COMPUTATIONS.items()})
+"""Name of an operation -> its dtypes."""
+
+FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
+    family: {name: row.dtypes for name, row in COMPUTATIONS.items() if row.family == family}
+    for family in dict.fromkeys(row.family for row in COMPUTATIONS.values())
+})  # fmt: skip
+"""Family -> operation -> dtypes."""
 
 TIMED = ("product known by algebra", "convolution known by algebra", "attention known by algebra")
 """Operations that measure the speed of a GPU. Their shapes depend on the size only, so rates are comparable."""

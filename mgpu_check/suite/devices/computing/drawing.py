@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mgpu_check.suite.devices.computing.cases import ComputeCase
-from mgpu_check.suite.devices.computing.prepared import DTYPES, Judge, Prepared, operation
+from mgpu_check.suite.devices.computing.prepared import DTYPES, Judge, Prepared
 
-__all__ = ["spread"]
+__all__ = ["normal_numbers", "permutation", "random_bits", "spread"]
 
 _MOST = 1 << 20
 _UNLIKELY = 1e-12
@@ -48,8 +48,7 @@ def spread(case: ComputeCase) -> Judge:
     return judge
 
 
-@operation("random bits")
-def _words(case: ComputeCase, device: torch.device) -> Prepared:
+def random_bits(case: ComputeCase, device: torch.device) -> Prepared:
     count = min(case.size**2, _MOST) // 2
 
     def call() -> torch.Tensor:
@@ -64,8 +63,7 @@ def _words(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(call, spread(case))
 
 
-@operation("normal numbers")
-def _normal(case: ComputeCase, device: torch.device) -> Prepared:
+def normal_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare normal deviates: none is beyond 8, the mean is near 0, and the mean square is near 1.
 
     The mean of n deviates is off by more than t with probability at most 2·e^(-nt²/2). The mean square is off by more
@@ -92,8 +90,7 @@ def _normal(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(call, judge)
 
 
-@operation("permutation")
-def _permutation(case: ComputeCase, device: torch.device) -> Prepared:
+def permutation(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare a permutation, which must contain each number once."""
     count = min(case.size**2, _MOST)
 

@@ -5,25 +5,24 @@ The host makes the same data from the same counters, and computes the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.suite.common.counters import counted, fractions
+from mgpu_check.suite.common.operators import BINARY, FUNCTIONS, UNARY, Function
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import evidence_of
-from mgpu_check.suite.devices.computing.prepared import DTYPES, Judge, Prepared, operation, seeded
+from mgpu_check.suite.devices.computing.prepared import DTYPES, Judge, Prepared, seeded
 from mgpu_check.suite.devices.computing.products import require
 
-__all__ = ["FUNCTIONS", "within"]
+__all__ = ["bounded", "conversion", "exact", "within"]
 
 _HOST = torch.device("cpu")
 _MOST = 1 << 20
 """Most elements per operation, because the host computes each of them too."""
-
-Function = Callable[..., torch.Tensor]
 
 
 def _shape(case: ComputeCase) -> tuple[int, ...]:
@@ -54,34 +53,26 @@ def _same(expected: torch.Tensor) -> Judge:
     return judge
 
 
-def _exact(name: str, function: Function, operands: int = 2) -> None:
-    @operation(name)
-    def prepare(case: ComputeCase, device: torch.device) -> Prepared:
-        require(case.dtype, device)
-        there, here = ([_patterns(case, number, where) for number in range(operands)] for where in (device, _HOST))
-        return Prepared(lambda: function(*there), _same(function(*here)))
+def exact(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare the operators of the table that have the name of the operation."""
+    require(case.dtype, device)
+    calls = [
+        (row.call, count) for rows, count in ((BINARY, 2), (UNARY, 1)) for row in rows if row.accepted == case.operation
+    ]
+    there, here = ([_patterns(case, number, where) for number in range(2)] for where in (device, _HOST))
+    return Prepared(lambda: _called(calls, there), _same(_called(calls, here)))
 
 
-def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return quotients and remainders for divisors from 1 to 64, in one tensor."""
-    divisor = (b & 63) + 1
-    return torch.cat([torch.div(a, divisor, rounding_mode="floor"), torch.remainder(a, divisor)])
+def _called(calls: Sequence[tuple[Function, int]], operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the results of calls in one tensor; each takes the first operands."""
+    results: list[torch.Tensor] = []
+    for call, count in calls:
+        result = call(*operands[:count])
+        results += [result] if isinstance(result, torch.Tensor) else result
+    return torch.cat(results) if results[1:] else results[0]
 
 
-def _bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.cat([a & b, a | b, a ^ b, ~a, a << 3, a >> 2])
-
-
-_exact("sum of two", lambda a, b: torch.add(a, b))
-_exact("product of two", lambda a, b: torch.mul(a, b))
-_exact("quotient", lambda a, b: torch.div(a, b))
-_exact("square root", lambda a: torch.sqrt(a), 1)
-_exact("remainder", _remainder)
-_exact("bits", _bits)
-
-
-@operation("conversion")
-def _conversion(case: ComputeCase, device: torch.device) -> Prepared:
+def conversion(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare conversions to narrower dtypes and to integers, and back, of numbers within their range."""
 
     def converted(x: torch.Tensor) -> torch.Tensor:
@@ -95,25 +86,6 @@ def _conversion(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(lambda: converted(there), _same(converted(here)))
 
 
-FUNCTIONS: dict[str, tuple[Function, float, float, tuple[float, float]]] = {
-    "exp": (lambda x: torch.exp(x), 2, 1, (-9.0, 10.0)),
-    "expm1": (lambda x: torch.expm1(x), 1, 1, (-9.0, 10.0)),
-    "log": (lambda x: torch.log(x), 1, 1, (2.0, 6e4)),
-    "log1p": (lambda x: torch.log1p(x), 1, 1, (0.1, 6e4)),
-    "sin": (lambda x: torch.sin(x), 2, 2, (0.1, 3.0)),
-    "cos": (lambda x: torch.cos(x), 2, 2, (-1.5, 1.5)),
-    "atan": (lambda x: torch.atan(x), 2, 2, (0.01, 60.0)),
-    "tanh": (lambda x: torch.tanh(x), 2, 2, (0.01, 9.0)),
-    "erf": (lambda x: torch.erf(x), 2, 2, (0.01, 4.0)),
-    "rsqrt": (lambda x: torch.rsqrt(x), 2, 2, (0.01, 6e4)),
-}
-"""Name -> function, largest errors in units in the last place in float32 and in float64, range of the arguments.
-
-The errors come from the tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions": the largest
-value of any version since 11. The ranges keep results normal in float16.
-"""
-
-
 def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
     """Judge by a float64 reference from the host: the error must not exceed the documented one.
 
@@ -122,10 +94,9 @@ def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
     GPU computes in float32 and rounds; a simulated GPU may take two steps in the narrow dtype, as for the reciprocal of
     a root. The last rounding costs half a unit, and the error of the first step one.
     """
-    reference = FUNCTIONS[function][0](x.double())
-    narrow = DTYPES[dtype]
-    _, single, double, _ = FUNCTIONS[function]
-    units = double + 1.5 if dtype == "float64" else single + 0.5 + 2.0**-20
+    row, narrow = FUNCTIONS[function], DTYPES[dtype]
+    reference = row.call(x.double())
+    units = row.double + 1.5 if dtype == "float64" else row.single + 0.5 + 2.0**-20
     if significand_bits(narrow) < significand_bits(torch.float32):
         units = 1.5
 
@@ -139,19 +110,15 @@ def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
     return judge
 
 
-def _function(name: str) -> None:
-    @operation(name)
-    def prepare(case: ComputeCase, device: torch.device) -> Prepared:
-        require(case.dtype, device)
-        function, _, _, (low, high) = FUNCTIONS[name]
-        there, here = (
-            fractions(_shape(case), seed=seeded(case, 0), device=where, dtype=DTYPES[case.dtype], low=low, high=high)
-            for where in (device, _HOST)
-        )
-        # The bounds are NVIDIA's, so GPUs of other makers are only compared with each other.
-        judge = within(name, case.dtype, here) if torch.version.hip is None else None
-        return Prepared(lambda: function(there), judge)
-
-
-for _name in FUNCTIONS:
-    _function(_name)
+def bounded(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare the function of the table that has the name of the operation."""
+    require(case.dtype, device)
+    row = FUNCTIONS[case.operation]
+    low, high = row.arguments
+    there, here = (
+        fractions(_shape(case), seed=seeded(case, 0), device=where, dtype=DTYPES[case.dtype], low=low, high=high)
+        for where in (device, _HOST)
+    )
+    # The bounds are NVIDIA's, so GPUs of other makers are only compared with each other.
+    judge = within(case.operation, case.dtype, here) if torch.version.hip is None else None
+    return Prepared(lambda: row.call(there), judge)

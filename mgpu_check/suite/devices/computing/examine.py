@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 
-import mgpu_check.suite.devices.computing.drawing
-import mgpu_check.suite.devices.computing.elementwise
-import mgpu_check.suite.devices.computing.layers
-import mgpu_check.suite.devices.computing.ordering
-import mgpu_check.suite.devices.computing.products
-import mgpu_check.suite.devices.computing.reductions  # noqa: F401  # each of them registers its operations
 from mgpu_check.devices.observations import Observation, Outcome, Subject, SubjectResult, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.digests import digest
@@ -28,7 +22,8 @@ from mgpu_check.suite.devices.computing.evidence import (
     evidence_of,
     length_of_piece,
 )
-from mgpu_check.suite.devices.computing.prepared import OPERATIONS, CaseUnsupported, Prepared
+from mgpu_check.suite.devices.computing.operations import OPERATIONS
+from mgpu_check.suite.devices.computing.prepared import CaseUnsupported, Prepared
 from mgpu_check.torch_hooks import precision
 
 __all__ = ["elements_of_piece", "examine_arithmetic", "examine_case", "pieces_of_result"]

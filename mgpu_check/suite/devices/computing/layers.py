@@ -10,10 +10,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mgpu_check.suite.common.counters import fractions, integers, several
 from mgpu_check.suite.devices.computing.cases import ComputeCase
-from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, operation, seeded
+from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, seeded
 from mgpu_check.suite.devices.computing.products import LARGEST, require
 
-__all__: list[str] = []
+__all__ = [
+    "attention_known_by_algebra",
+    "attention_of_random_numbers",
+    "convolution_known_by_algebra",
+    "convolution_of_random_numbers",
+    "layer_norm",
+    "softmax",
+]
 
 _TAPS = 9
 _HEAD = 64
@@ -26,8 +33,7 @@ def _image(case: ComputeCase) -> tuple[int, int, int]:
     return max(1, min(64, case.size**2 // (side**2 * channels))), channels, side
 
 
-@operation("convolution known by algebra")
-def _known_convolution(case: ComputeCase, device: torch.device) -> Prepared:
+def convolution_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare a 3x3 convolution in which all channels but two cancel, as in `products.factors`.
 
     Channels are [x, y, -x] and filters [z, w, z]. Each filter w has one tap per input channel, so the result is a sum
@@ -57,8 +63,7 @@ def _known_convolution(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(lambda: F.conv2d(image, filters, stride=2, padding=1), exactly(expected.to(dtype)), operations)
 
 
-@operation("convolution of random numbers")
-def _random_convolution(case: ComputeCase, device: torch.device) -> Prepared:
+def convolution_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     count, channels, side = _image(case)
     dtype = DTYPES[case.dtype]
@@ -73,8 +78,7 @@ def _sequence(case: ComputeCase) -> tuple[int, int, int]:
     return max(1, case.size**2 // (tokens * _HEAD)), tokens, _HEAD
 
 
-@operation("attention known by algebra")
-def _known_attention(case: ComputeCase, device: torch.device) -> Prepared:
+def attention_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare attention in which each query attends equally to some keys, and to no others.
 
     Keys are rows of a Hadamard matrix or their negatives, and queries are multiples of such rows. So a query has a
@@ -123,8 +127,7 @@ def _hadamard(size: int, device: torch.device) -> torch.Tensor:
     return 1.0 - 2.0 * parity.double()
 
 
-@operation("attention of random numbers")
-def _random_attention(case: ComputeCase, device: torch.device) -> Prepared:
+def attention_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     heads, tokens, width = _sequence(case)
     q, k, v = (
@@ -134,16 +137,14 @@ def _random_attention(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(lambda: F.scaled_dot_product_attention(q, k, v), None, 4.0 * heads * tokens**2 * width)
 
 
-@operation("layer norm of random numbers")
-def _layer_norm(case: ComputeCase, device: torch.device) -> Prepared:
+def layer_norm(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     x = fractions((case.size, case.size), seed=seeded(case, 0), device=device, dtype=DTYPES[case.dtype], high=3.0)
     weight = fractions((case.size,), seed=seeded(case, 1), device=device, dtype=DTYPES[case.dtype])
     return Prepared(lambda: F.layer_norm(x, (case.size,), weight, weight))
 
 
-@operation("softmax of random numbers")
-def _softmax(case: ComputeCase, device: torch.device) -> Prepared:
+def softmax(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     x = fractions((case.size, case.size), seed=seeded(case, 0), device=device, dtype=DTYPES[case.dtype], high=9.0)
     return Prepared(lambda: torch.softmax(x, dim=1))

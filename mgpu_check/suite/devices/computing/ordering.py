@@ -6,10 +6,10 @@ import torch
 
 from mgpu_check.suite.common.counters import counted, integers
 from mgpu_check.suite.devices.computing.cases import ComputeCase
-from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, operation, seeded
+from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, seeded
 from mgpu_check.suite.devices.computing.products import require
 
-__all__: list[str] = []
+__all__ = ["gather", "index", "scatter", "search", "sort", "topk", "transpose"]
 
 _LARGEST = {"float16": 2048, "bfloat16": 256, "int16": 2**15 - 1, "int8": 127, "uint8": 255}
 _FACTOR = 0x9E3779B1  # odd, and prime: any length below it is coprime to it
@@ -43,21 +43,18 @@ def _mixed_up(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, to
     return ascending, permutation, ascending[permutation]
 
 
-@operation("sort")
-def _sort(case: ComputeCase, device: torch.device) -> Prepared:
+def sort(case: ComputeCase, device: torch.device) -> Prepared:
     ascending, _, mixed = _mixed_up(case, device)
     return Prepared(lambda: torch.sort(mixed).values, exactly(ascending))
 
 
-@operation("topk")
-def _topk(case: ComputeCase, device: torch.device) -> Prepared:
+def topk(case: ComputeCase, device: torch.device) -> Prepared:
     ascending, _, mixed = _mixed_up(case, device)
     count = min(case.size, 1024)
     return Prepared(lambda: torch.topk(mixed, count).values, exactly(ascending[-count:].flip(0)))
 
 
-@operation("search")
-def _search(case: ComputeCase, device: torch.device) -> Prepared:
+def search(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare a search for each number among the ascending ones; it must find the first place that holds the number."""
     ascending, _, mixed = _mixed_up(case, device)
     count = case.size**2
@@ -68,22 +65,19 @@ def _search(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(lambda: torch.searchsorted(ascending, mixed), exactly(first[order]))
 
 
-@operation("gather")
-def _gather(case: ComputeCase, device: torch.device) -> Prepared:
+def gather(case: ComputeCase, device: torch.device) -> Prepared:
     ascending, permutation, _ = _mixed_up(case, device)
     # Place p of the result holds number permutation[p]: known by arithmetic, without another index.
     expected = _numbers(case, permutation)
     return Prepared(lambda: torch.gather(ascending, 0, permutation), exactly(expected))
 
 
-@operation("scatter")
-def _scatter(case: ComputeCase, device: torch.device) -> Prepared:
+def scatter(case: ComputeCase, device: torch.device) -> Prepared:
     ascending, permutation, mixed = _mixed_up(case, device)
     return Prepared(lambda: torch.zeros_like(mixed).scatter_(0, permutation, mixed), exactly(ascending))
 
 
-@operation("index")
-def _index(case: ComputeCase, device: torch.device) -> Prepared:
+def index(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare an index by drawn rows, an assignment by index, and masks."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
@@ -103,8 +97,7 @@ def _index(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(call, exactly(chosen.to(dtype)[:, None].expand(-1, case.size)))
 
 
-@operation("transpose")
-def _transpose(case: ComputeCase, device: torch.device) -> Prepared:
+def transpose(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare copies of a transposed and of a rolled matrix, for strided reads and writes."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]

@@ -11,7 +11,7 @@ import torch
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import evidence_of
 
-__all__ = ["DTYPES", "OPERATIONS", "CaseUnsupported", "Prepare", "Prepared", "exactly", "operation", "seeded"]
+__all__ = ["DTYPES", "CaseUnsupported", "Judge", "Prepare", "Prepared", "exactly", "seeded"]
 
 DTYPES = {
     "tf32": torch.float32,
@@ -49,20 +49,6 @@ class Prepared:
 
 
 Prepare = Callable[[ComputeCase, torch.device], Prepared]
-
-OPERATIONS: dict[str, Prepare] = {}
-"""Name of an operation -> function that makes its operands; the names are those of
-`mgpu_check.suite.devices.computing.cases.OPERATIONS`."""
-
-
-def operation(name: str) -> Callable[[Prepare], Prepare]:
-    """Register the decorated function as the one that prepares operation `name`."""
-
-    def register(prepare: Prepare) -> Prepare:
-        OPERATIONS[name] = prepare
-        return prepare
-
-    return register
 
 
 def exactly(expected: torch.Tensor) -> Judge:

@@ -9,9 +9,19 @@ import torch
 from mgpu_check.suite.common.counters import fractions, several
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.freivalds import freivalds
-from mgpu_check.suite.devices.computing.prepared import DTYPES, CaseUnsupported, Prepared, exactly, operation, seeded
+from mgpu_check.suite.devices.computing.prepared import DTYPES, CaseUnsupported, Prepared, exactly, seeded
 
-__all__ = ["LARGEST", "factors", "multiplied", "require"]
+__all__ = [
+    "LARGEST",
+    "batches_known_by_algebra",
+    "batches_of_random_numbers",
+    "checked_by_freivalds",
+    "factors",
+    "known_by_algebra",
+    "multiplied",
+    "of_random_numbers",
+    "require",
+]
 
 _TERMS = 4
 LARGEST = {
@@ -115,16 +125,14 @@ def _sides(case: ComputeCase, most: int) -> tuple[int, int, int]:
     return m, k, n
 
 
-@operation("product known by algebra")
-def _known(case: ComputeCase, device: torch.device) -> Prepared:
+def known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
     m = n = case.size // 16 * 16
     k = min(m, 4096 if DTYPES[case.dtype] in _FLOAT8 else 16384)
     a, b, product = factors((), m, k, n, LARGEST[case.dtype], case, device)
     return Prepared(multiplied(case.dtype, a, b), exactly(product.to(_result(case.dtype))), 2.0 * m * k * n)
 
 
-@operation("product by Freivalds' check")
-def _checked(case: ComputeCase, device: torch.device) -> Prepared:
+def checked_by_freivalds(case: ComputeCase, device: torch.device) -> Prepared:
     m, k, n = _sides(case, _MOST_TERMS.get(case.dtype, 16384))
     largest = _LARGEST_RANDOM.get(case.dtype, LARGEST[case.dtype])
     seed = seeded(case, 0)
@@ -135,8 +143,7 @@ def _checked(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(call, lambda c: freivalds(left, right, c, seeded(case, 2)), 2.0 * m * k * n)
 
 
-@operation("product of random numbers")
-def _random(case: ComputeCase, device: torch.device) -> Prepared:
+def of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     m, k, n = _sides(case, 16384)
     a, b = (
         fractions(shape, seed=seeded(case, number), device=device, dtype=torch.float64)
@@ -151,15 +158,13 @@ def _batch(case: ComputeCase) -> tuple[int, int]:
     return max(2, case.size**2 // side**2), side
 
 
-@operation("batched product known by algebra")
-def _known_batch(case: ComputeCase, device: torch.device) -> Prepared:
+def batches_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
     count, side = _batch(case)
     a, b, product = factors((count,), side, side, side, LARGEST[case.dtype], case, device)
     return Prepared(multiplied(case.dtype, a, b), exactly(product.to(DTYPES[case.dtype])), 2.0 * count * side**3)
 
 
-@operation("batched product of random numbers")
-def _random_batch(case: ComputeCase, device: torch.device) -> Prepared:
+def batches_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     count, side = _batch(case)
     a, b = (
         fractions((count, side, side), seed=seeded(case, number), device=device, dtype=torch.float64)

@@ -9,10 +9,10 @@ import torch
 
 from mgpu_check.suite.common.counters import fractions, integers
 from mgpu_check.suite.devices.computing.cases import ComputeCase
-from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, operation, seeded
+from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, seeded
 from mgpu_check.suite.devices.computing.products import require
 
-__all__ = ["rows_with_known_sums"]
+__all__ = ["counts", "cumulative_sums", "extremes", "logsumexp", "means", "rows_with_known_sums", "sums"]
 
 _LARGEST = 7
 _TERMS = 8
@@ -34,8 +34,7 @@ def rows_with_known_sums(case: ComputeCase, device: torch.device) -> tuple[torch
     return torch.cat([x, y, -x], dim=1), sums
 
 
-@operation("sum")
-def _sum(case: ComputeCase, device: torch.device) -> Prepared:
+def sums(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare sums of rows, and of the columns of the transposed matrix; sums of uint8 are modulo 256."""
     require(case.dtype, device)
     matrix, sums = rows_with_known_sums(case, device)
@@ -48,8 +47,7 @@ def _sum(case: ComputeCase, device: torch.device) -> Prepared:
     )
 
 
-@operation("mean")
-def _mean(case: ComputeCase, device: torch.device) -> Prepared:
+def means(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare means of rows whose length is a power of two."""
     require(case.dtype, device)
     matrix, _ = rows_with_known_sums(case, device)
@@ -62,8 +60,7 @@ def _mean(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(lambda: rows.mean(dim=1), exactly(expected.to(rows.dtype)))
 
 
-@operation("least and greatest")
-def _extremes(case: ComputeCase, device: torch.device) -> Prepared:
+def extremes(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare minima and maxima of rows with their indices; both were put at drawn places."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
@@ -84,8 +81,7 @@ def _extremes(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(call, exactly(expected))
 
 
-@operation("cumulative sum")
-def _cumulative(case: ComputeCase, device: torch.device) -> Prepared:
+def cumulative_sums(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the cumulative sum of the differences of numbers, which gives the numbers back."""
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
@@ -95,8 +91,7 @@ def _cumulative(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(lambda: steps.cumsum(dim=1, dtype=dtype), exactly(numbers.to(dtype)))
 
 
-@operation("count")
-def _count(case: ComputeCase, device: torch.device) -> Prepared:
+def counts(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare counts of nonzero elements; their number was drawn for each row."""
     dtype = DTYPES[case.dtype]
     counts = integers((case.size,), 0, case.size, seed=seeded(case, 0), device=device)
@@ -108,8 +103,7 @@ def _count(case: ComputeCase, device: torch.device) -> Prepared:
     return Prepared(lambda: torch.count_nonzero(matrix, dim=1), exactly(counts))
 
 
-@operation("logsumexp of random numbers")
-def _logsumexp(case: ComputeCase, device: torch.device) -> Prepared:
+def logsumexp(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     shape = case.size, case.size
     x = fractions(shape, seed=seeded(case, 0), device=device, dtype=DTYPES[case.dtype], high=9.0)

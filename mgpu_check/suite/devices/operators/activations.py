@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.agreement import Function
+from mgpu_check.suite.common.operators import CALLS, Function
 
 __all__ = ["ACTIVATIONS"]
 
 ACTIVATIONS: tuple[tuple[str, Function], ...] = (
     ("sigmoid", lambda x: torch.sigmoid(x)),
-    ("tanh", lambda x: torch.tanh(x)),
-    ("exp", lambda x: torch.exp(x)),
+    ("tanh", CALLS["tanh"]),
+    ("exp", CALLS["exp"]),
     ("log", lambda x: torch.log(x.abs() + 1)),
     ("gelu", lambda x: F.gelu(x)),
     ("silu", lambda x: F.silu(x)),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from mgpu_check.asserts.covered import covered
 from mgpu_check.suite.common.agreement import Places, WrongCase, difference, named_wrong
 from mgpu_check.suite.common.counters import fractions
+from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.common.values import shaped
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import name_of
@@ -115,7 +116,7 @@ _WIDEST: dict[str, Operation] = {
     "index_put": lambda x, y: x.index_put((_classes(x)[::2],), y[0]),
     "scatter_add": lambda x, y: x.scatter_add(0, _classes(x)[:, None].expand_as(x).flip(0), y),
     "tensordot": lambda x, y: torch.tensordot(x, y, dims=([1], [1])),
-    "__add__": lambda x, y: x + y,  # not listed: it promotes by itself
+    "__add__": CALLS["+"],  # not listed: it promotes by itself
 }
 """Operators that autocast runs in the widest dtype of their operands: one has the dtype of autocast, the other
 float32."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_check.suite.common.agreement import WrongCase, named_wrong
-from mgpu_check.suite.devices.computing import examine  # noqa: F401  # it imports all operations
 from mgpu_check.suite.devices.computing.cases import FAMILIES, ComputeCase
-from mgpu_check.suite.devices.computing.prepared import OPERATIONS, CaseUnsupported
+from mgpu_check.suite.devices.computing.operations import OPERATIONS
+from mgpu_check.suite.devices.computing.prepared import CaseUnsupported
 from mgpu_check.torch_hooks import precision
 
 __all__ = ["assert_arithmetic_known"]

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from mgpu_check.suite.common.agreement import Case
+from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.common.values import anything, significands, whole
 from mgpu_check.suite.devices.operators.products import monomial
 from mgpu_check.torch_hooks.tensors import name_of
@@ -28,8 +29,8 @@ def large_cases(seed: int = 0, *, more: bool = False) -> Iterator[Case]:
         yield Case(name, lambda a, b: torch.matmul(a, b), factors, "numbers", _known(*factors))
     count = LEAST // 4 + 5
     sharp, other = significands((count,), torch.float32, seed), significands((count,), torch.float32, seed + 1)
-    yield Case("add of float32", lambda a, b: torch.add(a, b), (sharp, other))
-    yield Case("add_ of float32", lambda a, b: a.add_(b), (sharp, other), changes=True)
+    yield Case("add of float32", CALLS["add"], (sharp, other))
+    yield Case("add_ of float32", CALLS["add_"], (sharp, other), changes=True)
     yield Case("where of float32", lambda a, b: torch.where(a > b, a, b), (sharp, other), "bits")
     yield Case("conversion of float32 to bfloat16 and back", lambda a: a.bfloat16().float(), (sharp,))
     yield Case("conversion of float32 to float64", lambda a: a.double(), (sharp,))

@@ -1,0 +1,70 @@
+"""The common table of operators: every row is tried by the suite, and by the acceptance if it says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mgpu_check.suite.mismatch.operators as apart
+from mgpu_check.suite.common import operators, torch_later
+from mgpu_check.suite.common.operators import BINARY, CALLS, FUNCTIONS, UNARY, ElementwiseOperator
+from mgpu_check.suite.devices.computing import cases, elementwise
+from mgpu_check.suite.devices.computing.cases import COMPUTATIONS, FAMILIES, ComputeCase
+from mgpu_check.suite.devices.computing.operations import OPERATIONS
+from mgpu_check.suite.devices.operators import elementwise as tried
+
+CPU = torch.device("cpu")
+
+
+def test_the_suite_tries_each_row_in_each_dtype():
+    names = {case.name for case in tried.elementwise_cases()}
+    assert {f"{row.name} of {dtype}" for row in (*BINARY, *UNARY) for dtype in row.dtypes} <= names
+
+
+def test_the_acceptance_tries_each_row_that_says_so_and_each_function():
+    accepted = {row.accepted for row in (*BINARY, *UNARY)} - {""}
+    assert accepted == set(FAMILIES["elementwise"]) - {"conversion"}
+    assert set(FAMILIES["functions"]) == set(FUNCTIONS)
+    for row in (*BINARY, *UNARY):
+        if row.accepted:
+            assert set(COMPUTATIONS[row.accepted].dtypes) <= set(row.dtypes) - {"bool"}, row.name
+
+
+def test_one_more_row_is_one_more_case_of_suite_and_acceptance(monkeypatch):
+    row = ElementwiseOperator("hypot", lambda a, b: torch.hypot(a, b), ("float64",), accepted="hypotenuse")
+    monkeypatch.setattr(tried, "BINARY", (*BINARY, row))
+    monkeypatch.setattr(cases, "BINARY", (*BINARY, row))
+    monkeypatch.setattr(elementwise, "BINARY", (*BINARY, row))
+    assert [case.name for case in tried.elementwise_cases() if "hypot" in case.name] == ["hypot of float64"]
+    made = cases._exact()["hypotenuse"]
+    assert (made.dtypes, made.prepare) == (("float64",), "elementwise:exact")
+    monkeypatch.setattr(cases, "OPERATIONS", {"hypotenuse": made.dtypes})
+    prepared = elementwise.exact(ComputeCase("hypotenuse", "float64", 32, 1), CPU)
+    result = prepared.call()
+    assert prepared.judge is not None and prepared.judge(result) == {}
+    assert prepared.judge(result.flip(0)) != {}
+
+
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_each_operation_has_its_function_in_a_module_of_the_folder(name):
+    module, _, function = COMPUTATIONS[name].prepare.partition(":")
+    assert Path(cases.__file__).with_name(f"{module}.py").exists()
+    assert OPERATIONS[name].__name__ == function
+
+
+def test_operators_of_one_name_have_one_call():
+    """Other tables refer to a row by its name."""
+    x, y = torch.tensor([1.0, 4.0]), torch.tensor([2.0, 2.0])
+    assert CALLS["add"](x, y).tolist() == [3.0, 6.0]
+    for row in (*BINARY, *UNARY):
+        assert CALLS[row.name].__code__.co_code == row.call.__code__.co_code, row.name
+
+
+def test_tables_are_read_without_torch():
+    names = [module.__name__ for module in (operators, torch_later, cases, apart)]
+    code = f"import sys; [__import__(name) for name in {names}]; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
