@@ -264,7 +264,7 @@ CASES = (
     ),
     Case(
         "suite: any source",
-        lambda rank: collectives.assert_messages_from_any_source_arrive(rank, 1),
+        lambda rank: collectives.assert_messages_from_any_source_arrive(rank, 1, 1, [4, 5, 6], 0),
         misread("collectives.messages.as_bits"),
         "memory before or behind the received tensor was changed",
         who=1,
@@ -277,7 +277,7 @@ CASES = (
     ),
     Case(
         "suite: barriers",
-        lambda rank: collectives.assert_barriers_hold(rank, 1),
+        lambda rank: collectives.assert_barriers_hold(rank, 1, 0),
         misread("collectives.objects._fresh_store", LeftAtOnce),
         "ranks left it before rank 0 had entered it",
         who=0,

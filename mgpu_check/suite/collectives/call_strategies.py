@@ -22,6 +22,7 @@ from mgpu_check.suite.collectives.cases import (
     CollectiveCall,
     left_out,
 )
+from mgpu_check.suite.common.strategies.tensors import seeds as tensor_seeds
 from mgpu_check.suite.common.strategies.worlds import world_sizes
 from mgpu_check.torch_hooks.table import TRANSFERS
 
@@ -31,6 +32,7 @@ __all__ = [
     "copies",
     "in_groups",
     "layouts",
+    "members",
     "other_reductions",
     "partitions",
     "rounding",
@@ -59,7 +61,9 @@ def worlds(draw: st.DrawFn, least: int = 1) -> int:
     return draw(world_sizes(least) if draw(st.booleans()) else world_sizes(max(least, whole)))
 
 
-seeds = st.integers(0, 2**16)
+seeds = tensor_seeds()
+members = st.integers(0, 62)
+"""A rank of the world, modulo its size."""
 
 
 def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:

@@ -294,7 +294,7 @@ def _rooted(root: int, team: _Team) -> Iterator[_Case]:
     )
 
 
-def assert_coalesced_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
+def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
     """Assert that coalesced collectives give the same results as separate calls for each tensor.
 
     Args:
@@ -304,12 +304,11 @@ def assert_coalesced_match(rank: Rank, seed: int, members: tuple[int, ...] = ())
         CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
-    _judged(rank, members, lambda team, account: _coalesced(team, account, seed))
+    _judged(rank, members, lambda team, account: _coalesced(team, account, dtype, seed))
 
 
-def _coalesced(team: _Team, account: _CallTally, seed: int) -> None:
+def _coalesced(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int) -> None:
     size, me, group = team.size, team.place, team.group
-    dtype = (torch.float32, torch.int64, torch.bfloat16)[seed % 3]
     parts = [
         [_given(other, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
         for other in range(size)

@@ -50,6 +50,12 @@ def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
     return [tuple(one for one in everybody if one != other) for other in missing] if rank.size > 2 else []
 
 
+def _without(rank: Rank, outside: int) -> list[tuple[int, ...]]:
+    """Return the group of all ranks but one, or none in a world of one or two."""
+    everybody = range(rank.size)
+    return [tuple(one for one in everybody if one != outside % rank.size)] if rank.size > 2 else []
+
+
 def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
     """Assert that collectives in groups match their models, and that subgroups divide the world."""
     run_all((partial(assert_collectives_match, rank, wanted), partial(assert_subgroups_divide, rank)))
@@ -69,13 +75,22 @@ def assert_messages_of_all_ways_arrive(rank: Rank, seed: int) -> None:
     run_all(partial(assert_messages_arrive, rank, messages, way, place) for way, place, messages in cases)
 
 
-def assert_messages_from_any_source_arrive(rank: Rank, seed: int) -> None:
-    """Assert that `recv` without a source returns the sender: for several dtypes, and in a group."""
+def assert_messages_from_any_source_arrive(
+    rank: Rank, target: int, tag: int, elements: Sequence[int], outside: int
+) -> None:
+    """Assert that `recv` without a source returns the sender: for three dtypes, and in a group.
+
+    Args:
+        target: the rank that receives first, modulo the world size; the next ranks receive the next dtypes.
+        tag: the tag of the first messages; later ones have the next tags.
+        elements: the number of elements of the messages of each dtype.
+        outside: the rank outside the group, modulo the world size.
+    """
     cases = [
-        ((seed + turn) % rank.size, seed % 7 + turn, dtype, (seed * 3 + turn) % 50 + 1, ())
-        for turn, dtype in enumerate(("float32", "int64", "bfloat16"))
+        ((target + turn) % rank.size, tag + turn, dtype, count, ())
+        for turn, (dtype, count) in enumerate(zip(("float32", "int64", "bfloat16"), elements, strict=True))
     ]
-    groups = [(some[seed % len(some)], 1, "float32", 9, some) for some in _some(rank, seed)[:1]]
+    groups = [(some[target % len(some)], 1, "float32", 9, some) for some in _without(rank, outside)]
     run_all(partial(assert_any_source_tells_the_sender, rank, *case) for case in (*cases, *groups))
 
 
@@ -87,15 +102,20 @@ def assert_objects_travel_on_all_ways(rank: Rank, seed: int) -> None:
     run_all((*checks, partial(dist.destroy_process_group, over_devices)))
 
 
-def assert_barriers_hold(rank: Rank, seed: int) -> None:
-    """Assert that barriers of all kinds hold: with several ranks as the last, and in a group."""
+def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:
+    """Assert that barriers of all kinds hold: with several ranks as the last, and in a group.
+
+    Args:
+        late: the rank that enters last, modulo the world size.
+        outside: the rank outside the group, modulo the world size.
+    """
     kinds: tuple[BarrierKind, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
-    late = seed % rank.size
+    last = late % rank.size
     cases: list[tuple[int, BarrierKind, tuple[int, ...]]] = [
-        *((other, kinds[0], ()) for other in sorted({0, rank.size - 1, late})),
-        *((late, kind, ()) for kind in kinds[1:]),
+        *((other, kinds[0], ()) for other in sorted({0, rank.size - 1, last})),
+        *((last, kind, ()) for kind in kinds[1:]),
     ]
-    cases += [(some[seed % len(some)], kind, some) for some in _some(rank, seed)[:1] for kind in kinds[:3]]
+    cases += [(some[late % len(some)], kind, some) for some in _without(rank, outside) for kind in kinds[:3]]
     run_all(partial(assert_barrier_holds, rank, *case) for case in cases)
 
 
@@ -111,9 +131,10 @@ def assert_differentiable_match_in_groups(rank: Rank, seed: int) -> None:
     run_all(partial(assert_differentiable_match, rank, seed, members) for members in ((), *_some(rank, seed)))
 
 
-def assert_coalesced_match_in_groups(rank: Rank, seed: int) -> None:
+def assert_coalesced_match_in_groups(rank: Rank, dtype: str, seed: int) -> None:
     """Assert that coalesced collectives match separate calls: of all ranks, and in a group."""
-    run_all(partial(assert_coalesced_match, rank, seed, members) for members in ((), *_some(rank, seed)[:1]))
+    groups = ((), *_some(rank, seed)[:1])
+    run_all(partial(assert_coalesced_match, rank, getattr(torch, dtype), seed, members) for members in groups)
 
 
 def assert_meshes_match(rank: Rank, shapes: Sequence[tuple[int, ...]]) -> None:

@@ -1,7 +1,6 @@
 """Collectives: each leaves the result of a single-device model on every rank, and changes nothing else.
 
-Most tests draw a seed, and `call_strategies` lists calls by it: each example covers every dtype, operation and size,
-and a failure names the calls that are wrong.
+`call_strategies` lists the calls of an example: every dtype, operation and size.
 """
 
 from __future__ import annotations
@@ -102,10 +101,18 @@ def test_messages(ranks: Ranks, size: int, seed: int) -> None:
 
 @pytest.mark.gpus(least=2)
 @examples(6, quick=1)
-@given(size=calls.worlds(least=2), seed=calls.seeds)
-def test_messages_from_any_source(ranks: Ranks, size: int, seed: int) -> None:
+@given(
+    size=calls.worlds(least=2),
+    target=calls.members,
+    tag=st.integers(0, 7),
+    elements=st.lists(st.integers(1, 50), min_size=3, max_size=3),
+    outside=calls.members,
+)
+def test_messages_from_any_source(
+    ranks: Ranks, size: int, target: int, tag: int, elements: list[int], outside: int
+) -> None:
     """`recv` without a source takes each message once, and returns the rank that sent it."""
-    ranks.run(f"{ON_RANKS}:assert_messages_from_any_source_arrive", seed, size=size)
+    ranks.run(f"{ON_RANKS}:assert_messages_from_any_source_arrive", target, tag, elements, outside, size=size)
 
 
 @examples(8, quick=2)
@@ -117,10 +124,10 @@ def test_object_collectives(ranks: Ranks, size: int, seed: int) -> None:
 
 @pytest.mark.gpus(least=2)
 @examples(6, quick=1)
-@given(size=calls.worlds(least=2), seed=calls.seeds)
-def test_barriers(ranks: Ranks, size: int, seed: int) -> None:
+@given(size=calls.worlds(least=2), late=calls.members, outside=calls.members)
+def test_barriers(ranks: Ranks, size: int, late: int, outside: int) -> None:
     """No rank leaves `barrier`, or `monitored_barrier`, before the last one has entered it."""
-    ranks.run(f"{ON_RANKS}:assert_barriers_hold", seed, size=size)
+    ranks.run(f"{ON_RANKS}:assert_barriers_hold", late, outside, size=size)
 
 
 @examples(6, quick=1)
@@ -139,10 +146,10 @@ def test_differentiable_collectives(ranks: Ranks, size: int, seed: int) -> None:
 
 
 @examples(8, quick=2)
-@given(size=calls.worlds(), seed=calls.seeds)
-def test_coalesced_collectives(ranks: Ranks, size: int, seed: int) -> None:
+@given(size=calls.worlds(), dtype=st.sampled_from(("float32", "int64", "bfloat16")), seed=calls.seeds)
+def test_coalesced_collectives(ranks: Ranks, size: int, dtype: str, seed: int) -> None:
     """Coalesced collectives give the same results as separate calls for each tensor."""
-    ranks.run(f"{ON_RANKS}:assert_coalesced_match_in_groups", seed, size=size)
+    ranks.run(f"{ON_RANKS}:assert_coalesced_match_in_groups", dtype, seed, size=size)
 
 
 @examples(8, quick=2)

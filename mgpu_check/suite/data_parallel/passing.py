@@ -62,11 +62,11 @@ class _Several(nn.Module):
         )
 
 
-def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
+def assert_outputs_ordered(devices: Devices, rows: int, place: int, seed: int) -> None:
     """Assert that outputs of all forms are gathered whole and in order on the output device.
 
-    The output device is the default, which is the first, or another one. If `devices` are all devices in order,
-    DataParallel gets no `device_ids`.
+    The output device is the default, which is the first, or the one at `place`, modulo the number of devices. If
+    `devices` are all devices in order, DataParallel gets no `device_ids`.
 
     Raises:
         GradientMismatch: names output and element, or the wrong device of an output.
@@ -76,7 +76,7 @@ def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
     expected = _Several()(x)
     for number, order in enumerate(both_ways(devices)):
         model = _Several().to(order[0])
-        home = order[(seed + number) % len(order)]
+        home = order[(place + number) % len(order)]
         for output_device in (None, home):
             wrapped = DataParallel(model, device_ids=told(order), output_device=output_device)
             if wrapped.device_ids != indices_of(order):
@@ -97,7 +97,7 @@ class _SumModule(nn.Module):
         return x.sum() * self.weight
 
 
-def assert_scalars_gathered(devices: Devices, seed: int) -> None:
+def assert_scalars_gathered(devices: Devices, rows: int, seed: int) -> None:
     """Assert that a module with a scalar output gives one scalar per replica, in order, with the right gradients.
 
     Raises:
@@ -105,7 +105,7 @@ def assert_scalars_gathered(devices: Devices, seed: int) -> None:
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
-        x = distinct_rows(2 * len(order) + 1, seed)
+        x = distinct_rows(rows, seed)
         model = _SumModule().to(order[0])
         with warnings.catch_warnings():
             # DataParallel warns that it gathers scalars into a vector.
@@ -194,21 +194,21 @@ def _in_order(notes: list[dict[str, Any]], order: Devices, what: str, count: int
     return [at[device][0] for device in order[:count]]
 
 
-def assert_arguments_arrive(devices: Devices, seed: int) -> None:
+def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed: int) -> None:
     """Assert that each replica gets its part of tensors on its device, and other arguments unchanged.
 
-    Tensors are positional or keyword arguments, and nested in containers.
+    Tensors are positional or keyword arguments, and nested in containers. With the devices in the given order they are
+    positional if `positional`, and in the reverse order if not.
 
     Raises:
         GradientMismatch: names the device and the argument.
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
-        rows = 2 * len(order) + 1
         x, y = distinct_rows(rows, seed), distinct_rows(rows, seed + 1).long()
         parts = [part.chunk(len(order)) for part in (x, y, x.double(), y > 3)]
         model = _RecordingModule().to(order[0])
-        args: tuple[Any, ...] = (x, [y, "word"]) if (seed + number) % 2 else ()
+        args: tuple[Any, ...] = (x, [y, "word"]) if (positional + number) % 2 else ()
         kwargs: dict[str, Any] = {"more": {"d": (x.double(), 7)}, "flags": y > 3, "text": "a word", "nothing": None}
         kwargs |= {} if args else {"x": x, "y": [y, "word"]}
         DataParallel(model, device_ids=indices_of(order))(*args, **kwargs)
@@ -253,9 +253,12 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
             _in_order(model.notes, order, what, max(1, len(x.chunk(len(order)))))
 
 
-def assert_modes_seen(devices: Devices, seed: int) -> None:
+def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
     """Assert that the threads of replicas have the caller's training flag, gradient mode and autocast, and their own
     device.
+
+    Args:
+        inference: whether calls without gradients are in inference mode; in the reverse order of devices the others.
 
     Raises:
         GradientMismatch: names the device and the mode.
@@ -268,10 +271,10 @@ def assert_modes_seen(devices: Devices, seed: int) -> None:
             model = _RecordingModule().to(order[0])
             parallel = DataParallel(model, device_ids=indices_of(order)).train(training)
             model.part.train(not training)  # as a frozen part of a model that trains
-            inference = not grad and bool((seed + number) % 2)
+            inferred = not grad and bool((inference + number) % 2)
             before = torch.cuda.current_device()
             with (
-                torch.inference_mode(inference),
+                torch.inference_mode(inferred),
                 torch.set_grad_enabled(grad),
                 torch.autocast("cuda", torch.float16, cast),
             ):
@@ -334,9 +337,12 @@ class _Refusing(nn.Module):
         return x + self.weight
 
 
-def assert_exceptions_named(devices: Devices, seed: int) -> None:
+def assert_exceptions_named(devices: Devices, place: int, kind: type[Exception]) -> None:
     """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call must
     work.
+
+    Args:
+        place: the position of the device whose replica raises, modulo the number of devices.
 
     Raises:
         GradientMismatch: no exception or another one was raised, it does not name the replica, or the next output is
@@ -344,14 +350,13 @@ def assert_exceptions_named(devices: Devices, seed: int) -> None:
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
-        place = (seed + number) % len(order)
+        at = (place + number) % len(order)
         x = torch.arange(float(2 * len(order))).view(-1, 1)
         spoilt = x.clone()
-        spoilt[2 * place] = -1
-        kind = (RuntimeError, ValueError, KeyError)[seed % 3]
+        spoilt[2 * at] = -1
         parallel = DataParallel(_Refusing(kind).to(order[0]), device_ids=indices_of(order))
-        what = f"{_named(order)}: {kind.__name__} in replica {place}, on {order[place]},"
-        names = ["refused 1 rows"] + ([f"replica {place}", f"device {order[place].index}"] if len(order) > 1 else [])
+        what = f"{_named(order)}: {kind.__name__} in replica {at}, on {order[at]},"
+        names = ["refused 1 rows"] + ([f"replica {at}", f"device {order[at].index}"] if len(order) > 1 else [])
         try:
             parallel(spoilt)
         except Exception as error:
@@ -359,7 +364,7 @@ def assert_exceptions_named(devices: Devices, seed: int) -> None:
                 message = (
                     f"{what} was raised as {type(error).__name__}: {error}; its text must contain {', '.join(names)}"
                 )
-                raise GradientMismatch(message, ranks=[order[place].index]) from error
+                raise GradientMismatch(message, ranks=[order[at].index]) from error
         else:
-            raise GradientMismatch(f"{what} was not raised", ranks=[order[place].index])
+            raise GradientMismatch(f"{what} was not raised", ranks=[order[at].index])
         require_same(f"{_named(order)}, after an exception: the output", parallel(x).detach(), x, order[0])

@@ -2,9 +2,6 @@
 
 Training uses whole numbers whose sums do not round (`mgpu_check.suite.common.whole_numbers.models`), so no comparison
 needs a tolerance. Each check uses the devices in the drawn order and in its reverse.
-
-Where a test draws a seed, the check makes rows from it. All rows differ, so that a misplaced one shows; drawn elements
-would repeat.
 """
 
 from __future__ import annotations
@@ -24,27 +21,29 @@ if TYPE_CHECKING:
 Runs = tuple[WholeRun, ...]
 Gpus = tuple["torch.device", ...]
 ORDERS = strategies.device_orders()
-SEEDS = st.integers(0, 9999)
+SEEDS = strategies.seeds()
 RARE = ("float64 inside", "bfloat16 inside", "listed")
 ROWS = st.sampled_from((9, 40, 1, 2, 8, 13, 4))
+PLACES = st.integers(0, 7)
+"""Positions in the list of devices, modulo its length."""
+
+
+@examples(14, quick=4)
+@given(order=ORDERS, rows=ROWS, place=PLACES, seed=SEEDS)
+def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, place: int, seed: int) -> None:
+    """Outputs of all forms (tuples, dicts, None, large ones) arrive whole and in order on any output device."""
+    from mgpu_check.suite.data_parallel import passing as data_parallel
+
+    data_parallel.assert_outputs_ordered([gpus[index] for index in order], rows, place, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
-def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
-    """Outputs of all forms (tuples, dicts, None, large ones) arrive whole and in order on any output device."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_outputs_ordered([gpus[index] for index in order], rows, seed)
-
-
-@examples(14, quick=4)
-@given(order=ORDERS, seed=SEEDS)
-def test_scalars(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
+def test_scalars(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """Scalar outputs are gathered, one for each replica, and their gradients return to the right replica."""
     from mgpu_check.suite.data_parallel import passing as data_parallel
 
-    data_parallel.assert_scalars_gathered([gpus[index] for index in order], seed)
+    data_parallel.assert_scalars_gathered([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=4)
@@ -57,12 +56,12 @@ def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> 
 
 
 @examples(14, quick=4)
-@given(order=ORDERS, seed=SEEDS)
-def test_arguments(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
+@given(order=ORDERS, rows=ROWS, positional=st.booleans(), seed=SEEDS)
+def test_arguments(gpus: Gpus, order: tuple[int, ...], rows: int, positional: bool, seed: int) -> None:
     """Each replica gets its part of nested and keyword tensors on its device, and all other arguments unchanged."""
     from mgpu_check.suite.data_parallel import passing as data_parallel
 
-    data_parallel.assert_arguments_arrive([gpus[index] for index in order], seed)
+    data_parallel.assert_arguments_arrive([gpus[index] for index in order], rows, positional, seed)
 
 
 @examples(14, quick=4)
@@ -75,13 +74,13 @@ def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(14, quick=3)
-@given(order=ORDERS, seed=SEEDS)
-def test_modes(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
+@given(order=ORDERS, inference=st.booleans(), seed=SEEDS)
+def test_modes(gpus: Gpus, order: tuple[int, ...], inference: bool, seed: int) -> None:
     """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current
     device."""
     from mgpu_check.suite.data_parallel import passing as data_parallel
 
-    data_parallel.assert_modes_seen([gpus[index] for index in order], seed)
+    data_parallel.assert_modes_seen([gpus[index] for index in order], inference, seed)
 
 
 @examples(10, quick=3)
@@ -94,21 +93,21 @@ def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(14, quick=4)
-@given(order=ORDERS, seed=SEEDS)
-def test_exceptions(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
+@given(order=ORDERS, place=PLACES, kind=st.sampled_from((RuntimeError, ValueError, KeyError)))
+def test_exceptions(gpus: Gpus, order: tuple[int, ...], place: int, kind: type[Exception]) -> None:
     """An exception keeps its type and text, and names replica and device; the next call works."""
     from mgpu_check.suite.data_parallel import passing as data_parallel
 
-    data_parallel.assert_exceptions_named([gpus[index] for index in order], seed)
+    data_parallel.assert_exceptions_named([gpus[index] for index in order], place, kind)
 
 
 @examples(14, quick=4)
-@given(order=ORDERS, rows=ROWS, seed=SEEDS)
-def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
+@given(order=ORDERS, rows=ROWS, place=PLACES, seed=SEEDS)
+def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, place: int, seed: int) -> None:
     """`data_parallel` with each of its arguments, and its building blocks, give the module's outputs and gradients."""
     from mgpu_check.suite.data_parallel.functional import assert_functional_form_agrees
 
-    assert_functional_form_agrees([gpus[index] for index in order], rows, seed)
+    assert_functional_form_agrees([gpus[index] for index in order], rows, place, seed)
 
 
 @examples(14, quick=3)
@@ -177,9 +176,9 @@ def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> Non
 
 
 @examples(14, quick=2)
-@given(order=ORDERS, seed=SEEDS)
-def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
+@given(order=ORDERS, rows=st.lists(st.integers(0, 12), min_size=9, max_size=25))
+def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], rows: list[int]) -> None:
     """The sparse gradient of an embedding is the sum over all replicas and stays sparse."""
     from mgpu_check.suite.data_parallel import training as data_parallel_training
 
-    data_parallel_training.assert_sparse_gradients_added([gpus[index] for index in order], seed)
+    data_parallel_training.assert_sparse_gradients_added([gpus[index] for index in order], rows)

@@ -296,21 +296,23 @@ def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch
     return {name: one for name, one in zip(named, second, strict=True) if one is not None}
 
 
-def assert_sparse_gradients_added(devices: Devices, seed: int) -> None:
+def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None:
     """Assert that the sparse gradient of an embedding sums the gradients of all replicas for each row.
+
+    Args:
+        rows: the rows of the embedding that a batch looks up, one for each sample.
 
     Raises:
         GradientMismatch: names the element.
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
-        count = 3 * len(order) + 1
-        # Each replica looks up some rows alone, and some that other replicas look up too.
-        rows, factors = (torch.arange(count) * 3 + seed) % (count + 2) // 2, torch.arange(1.0, count + 1)
+        count, samples = max(rows) + 1, torch.tensor(rows, device="cpu")
+        factors = torch.arange(1.0, len(rows) + 1)
         model = nn.Embedding(count, 2, sparse=True).to(order[0])
-        outputs = _wrapped(model, order)(rows)
+        outputs = _wrapped(model, order)(samples)
         (outputs.sum(1) * factors.to(order[0])).sum().backward()
-        expected = torch.zeros(count, 2).index_add_(0, rows, factors[:, None].expand(-1, 2))
+        expected = torch.zeros(count, 2).index_add_(0, samples, factors[:, None].expand(-1, 2))
         gradient = model.weight.grad
         what = f"DataParallel of a sparse embedding on {', '.join(map(str, order))}"
         if gradient is None or not gradient.is_sparse:

@@ -1,8 +1,4 @@
-"""Devices: each computes, stores and copies correctly in every dtype, alone and together with the others.
-
-Most tests draw a seed, not data. An example covers all operators, dtypes and sizes of its table, and its report names
-the first wrong element, so no smaller example would say more.
-"""
+"""Devices: each computes, stores and copies correctly in every dtype, alone and together with the others."""
 
 from __future__ import annotations
 

@@ -194,11 +194,14 @@ class _Spread(nn.Module):
         return {"out": out, "nested": (None, [out.detach() + more["list"][0]]), "text": more["text"], "number": words}
 
 
-def assert_arguments_arrive(rank: Rank, seed: int) -> None:
+def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> None:
     """Assert that nested arguments from the CPU arrive whole on the rank's device.
 
     Positional and keyword arguments are tried. Outputs must keep their structure, and gradients must flow back to the
     arguments.
+
+    Args:
+        rows_of: the number of rows of each rank; the first ranks' again for later ranks.
 
     Raises:
         GradientMismatch: an argument or output is missing, on the wrong device, or has wrong values.
@@ -206,7 +209,7 @@ def assert_arguments_arrive(rank: Rank, seed: int) -> None:
     __tracebackhide__ = True
     with judged() as findings:
         generator = torch.Generator().manual_seed(seed + rank.index)
-        rows = 1 + (seed + rank.index) % 4
+        rows = rows_of[rank.index % len(rows_of)]
         x = torch.randint(-4, 5, (rows, FEATURES), generator=generator).float()
         y = torch.randint(-4, 5, (rows, CLASSES), generator=generator)
         torch.manual_seed(seed)

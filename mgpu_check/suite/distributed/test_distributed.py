@@ -1,13 +1,8 @@
 """DistributedDataParallel: with every option, each step leaves the same bits as on one device.
 
 The data are whole numbers whose sums do not round (`mgpu_check.suite.common.whole_numbers.models`), so no comparison
-needs a tolerance. One
-exception: if the number of ranks is not a power of two, the mean may round by
+needs a tolerance. One exception: if the number of ranks is not a power of two, the mean may round by
 `mgpu_check.suite.common.whole_numbers.reference.slack`.
-
-Where a test draws a seed, the check makes tensors of every dtype and shape from it. Shrinking their elements would not
-simplify a
-failure: the report names the tensor and the element.
 """
 
 from __future__ import annotations
@@ -19,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.strategies.tensors import seeds
 from mgpu_check.suite.common.whole_numbers.strategies import PLAIN, WholeRun, mostly_all, whole_runs
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks
 
 Runs = tuple[WholeRun, ...]
-SEEDS = st.integers(0, 9999)
+SEEDS = seeds()
 
 
 @examples(8, quick=1)
@@ -171,10 +167,10 @@ def test_channels_last(ranks: Ranks, size: int, runs: Runs) -> None:
 
 
 @examples(8, quick=2)
-@given(size=mostly_all(), seed=SEEDS)
-def test_arguments(ranks: Ranks, size: int, seed: int) -> None:
+@given(size=mostly_all(), rows=st.permutations((1, 2, 3, 4)), seed=SEEDS)
+def test_arguments(ranks: Ranks, size: int, rows: list[int], seed: int) -> None:
     """Nested positional and keyword arguments arrive on the device, and outputs keep their structure."""
-    ranks.run("mgpu_check.suite.distributed.state:assert_arguments_arrive", seed, size=size)
+    ranks.run("mgpu_check.suite.distributed.state:assert_arguments_arrive", rows, seed, size=size)
 
 
 @examples(8, quick=2)

@@ -1,6 +1,6 @@
 """Loading: all ranks together load each sample once per epoch, in the order of the sampler, with any number of workers.
 
-Small cases are enumerated, each length with each world size; only seeds are drawn.
+Small cases are enumerated: each length with each world size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Parallelism by hand: every way to divide a step among devices or ranks gives the result of one device.
 
 Data are exact, so every order of sums must give the bits of one device; see
-`mgpu_check.suite.common.exact_training.cases`. Tests that draw a seed have fixed sizes and shapes: the seed rotates
-dtypes among them, and the whole numbers that sums keep exact.
+`mgpu_check.suite.common.exact_training.cases`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ORDERS = strategies.device_orders()
 
 
 @examples(8, quick=2)
-@given(sizes=strategies.world_pairs(), seed=st.integers(0, 999))
+@given(sizes=strategies.world_pairs(), seed=strategies.seeds())
 def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
     for size in sizes:
@@ -88,7 +87,7 @@ def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraini
 
 @pytest.mark.gpus(least=2)
 @examples(12, quick=1)
-@given(order=strategies.device_orders(least=2), seed=st.integers(0, 999))
+@given(order=strategies.device_orders(least=2), seed=strategies.seeds())
 def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ...], seed: int) -> None:
     """Parameters on several devices are clipped by one norm, and optimizer steps or GradScaler skips apply to all of
     them."""

@@ -1,8 +1,4 @@
-"""Scatter and gather: shards are disjoint, in order and on their devices, and gathering them restores the batch.
-
-Tests of arbitrary bits and of large batches draw a seed, not data: their tables of dtypes, sizes and memories are the
-example.
-"""
+"""Scatter and gather: shards are disjoint, in order and on their devices, and gathering them restores the batch."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Data are exact where possible, so results must have the bits of one device; see
 `mgpu_check.suite.common.exact_training.cases`.
-
-Where a test draws a seed, the check enumerates shapes, dtypes and placements, and the seed rotates them and makes the
-elements. These must be exact in every sum, so they are not drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hypothesis import given
-from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.suite.common.budget import examples
@@ -21,7 +17,7 @@ from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exa
 if TYPE_CHECKING:
     from mgpu_check import Ranks
 
-SEEDS = st.integers(0, 999)
+SEEDS = strategies.seeds()
 SIZES = strategies.world_pairs()
 WORLDS = strategies.large_worlds()
 FEW = strategies.large_worlds(most=3)

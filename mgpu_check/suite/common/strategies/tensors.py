@@ -12,7 +12,17 @@ __all__ = ["LAYOUTS", "TensorSpec", "dtypes", "layouts", "seeds", "shapes", "ten
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable."""
+    """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable.
+
+    A test draws a seed in place of data for one of these reasons. Sizes, roots, positions and orders have strategies of
+    their own, because a smaller one simplifies a failure.
+
+    - All elements must differ, or all sums must be exact, so that a misplaced, lost or rounded element shows. Drawn
+      elements would repeat, and shrink to zeros.
+    - The example is a table of all operators, dtypes, sizes or layouts. The first example must have all of it, and a
+      failure names the wrong case and its first wrong element, so no smaller example would say more.
+    - The seed itself is under test, as that of a generator or a sampler.
+    """
     return st.integers(0, 999)
 
 
