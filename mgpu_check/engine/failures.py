@@ -130,7 +130,8 @@ class Account:
         records: rank -> the collectives that it has entered.
         instead: lines that replace the endings in the report if all ranks returned.
         unmatched: how ranks differed in a part of the call that all have finished, in words.
-        crossed: ranks waited for each other in different collectives; `deadline` is then the time that they were given.
+        crossed: ranks waited in vain, for each other or for finished ranks; `deadline` is then the time that they were
+            given.
     """
 
     endings: Mapping[int, Ending]
@@ -222,7 +223,8 @@ class Account:
         if self.hung is not None:
             headlines[:0] = _hang_headlines(interrupted, who, doing or self.doing, self.hung, self.records)
             if self.crossed:
-                headlines.append("the ranks wait for each other in different collectives, so more time would not help")
+                for_whom = "each other or for finished ranks" if self.finished else "each other in different calls"
+                headlines.append(f"the ranks wait for {for_whom}, so more time would not help")
         elif interrupted:
             seconds = max(end.seconds for end in interrupted.values())
             headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")

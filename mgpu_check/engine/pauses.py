@@ -11,6 +11,7 @@ from mgpu_check.engine.failures import Account, Finished, Who, disagreement, las
 from mgpu_check.engine.process import Process
 from mgpu_check.errors import RankFailure
 from mgpu_check.processes.channel import frame
+from mgpu_check.processes.deadlock import deadlocked
 from mgpu_check.processes.matching import Uneven, ahead, uneven
 from mgpu_check.processes.protocol import COLLECTIVE, Group, Paused, Resume
 from mgpu_check.processes.rank_lists import few, named
@@ -34,7 +35,7 @@ class Pauses:
 
     Attributes:
         failure: the error that keeps ranks from resuming; None until one is found.
-        crossed: ranks wait for each other in different collectives.
+        crossed: ranks wait in vain, for each other or for ranks that have finished.
     """
 
     def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
@@ -83,7 +84,7 @@ class Pauses:
             if rank not in self._paused and (self._paused or process.on_this_host):
                 self._seen[rank] = process.record()
         still = {rank: record for rank, record in self._seen.items() if before.get(rank) == record}
-        self.crossed = _are_crossed(still)
+        self.crossed = _are_crossed(still) or self._are_deadlocked(still, waiting)
         if self.crossed:
             return False
         if not self._paused or not still:
@@ -92,6 +93,15 @@ class Pauses:
         if found is not None:
             self.failure = self._uneven(found)
         return found is None
+
+    def _are_deadlocked(self, still: Mapping[int, Record], waiting: Collection[int]) -> bool:
+        """Return whether no rank moves, and some of them wait for operations that no rank will begin."""
+        moving = [self._processes[rank] for rank in waiting if rank not in self._paused]
+        if len(still) < len(moving) or any(process.runnable() for process in moving):
+            return False
+        others = {rank: process for rank, process in self._processes.items() if rank not in waiting}
+        finished = {rank: process.record() for rank, process in others.items() if process.on_this_host}
+        return bool(deadlocked({**still, **finished}, finished, len(self._processes)))
 
     def _resume(self) -> None:
         for rank in self._paused:

@@ -10,7 +10,7 @@ from mgpu_check.processes.protocol import Group
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.processes.record import Entered, Record
 
-__all__ = ["Uneven", "ahead", "uneven"]
+__all__ = ["Uneven", "ahead", "members", "uneven"]
 
 Counts = Mapping[Group, int]
 """Group -> number of collectives that one rank has entered there."""
@@ -97,7 +97,7 @@ def ahead(
             if entered.number:  # sends and receives have number 0, and their peer may still follow
                 latest.setdefault(entered.group_name, {})[rank] = entered
     for name, entries in latest.items():
-        group = Group(name, _members(next(iter(entries.values())), size))
+        group = Group(name, members(next(iter(entries.values())), size))
         of_group = {rank: _count(counts[rank], group) for rank in group.ranks if rank in counts}
         if of_group and min(of_group.values()) < max(entered.number for entered in entries.values()):
             of_group |= {rank: entered.number for rank, entered in entries.items()}
@@ -109,7 +109,7 @@ def _count(counts: Counts, group: Group) -> int:
     return next((count for other, count in counts.items() if other.name == group.name), 0)
 
 
-def _members(entered: Entered, size: int) -> tuple[int, ...]:
+def members(entered: Entered, size: int) -> tuple[int, ...]:
     """Return the ranks of a collective's group; only the first ones if its entry was cut."""
     if not entered.group:
         return tuple(range(size))

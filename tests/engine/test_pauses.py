@@ -52,6 +52,9 @@ class Waiting:
         self.looks = 0
         self._record = Record((Entered(name, 1, "", "", "float32[4]", "", "", "train.py", 3, "inside"),), 1)
 
+    def runnable(self) -> bool:
+        return False
+
     def record(self) -> Record:
         self.looks += 1
         return self._record

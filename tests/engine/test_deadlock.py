@@ -1,0 +1,88 @@
+"""Ranks that wait for operations that no rank will begin: the call ends at once, without its deadline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mgpu_check.errors import RankHang
+from mgpu_check.processes.deadlock import deadlocked
+from mgpu_check.processes.record import KEPT, Entered, Record
+
+
+def collective(number: int, state: str = "inside", group: str = "", options: str = "sum") -> Entered:
+    return Entered("all_reduce", number, group, group, "float32[4]", options, "", "a.py", 7, state)  # type: ignore[arg-type]
+
+
+def message(options: str, state: str = "inside") -> Entered:
+    name = "recv" if options.startswith("src") else "send"
+    return Entered(name, 0, "", "", "float32[4]", options, "", "a.py", 9, state)  # type: ignore[arg-type]
+
+
+def records(*of_ranks: list[Entered]) -> dict[int, Record]:
+    return {rank: Record(tuple(entries), len(entries)) for rank, entries in enumerate(of_ranks)}
+
+
+SENT = message("dst=1", "done")
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "found"),
+    [
+        ([[message("src=1")], [collective(1)]], {0, 1}),
+        ([[message("src=1")], [message("src=0")]], {0, 1}),
+        ([[collective(1)], [collective(1)]], set()),
+        ([[collective(1)], [collective(1)], []], set()),  # rank 2 may still come
+        ([[collective(1)], [message("src=0")], []], {0, 1}),  # with or without rank 2
+        ([[SENT, collective(1)], [message("src=0")]], set()),  # the message is on its way
+        ([[SENT, collective(1)], [message("src=0", "done"), message("src=0")]], {0, 1}),
+        ([[SENT, collective(1)], [message("src=0", "pending"), message("src=0")]], set()),  # tags may differ
+        ([[collective(1)], [collective(1, group="1,2")], [message("src=0")]], {0, 1, 2}),
+        ([[collective(1, options="src=1")], [message("src=2")], []], set()),
+        ([[collective(1, options="src=1")], [message("src=0")]], {0, 1}),
+        ([[collective(1, options="sum, dst=1")], [message("src=0")]], set()),  # only the root waits for others
+        ([[collective(1, options="sum, dst=0")], [message("src=0")]], {0, 1}),
+        ([[collective(1, group="0,1", options="src=1")], [message("src=0")]], set()),  # the root is ambiguous
+    ],
+)
+def test_ranks_are_deadlocked_if_each_waits_for_another_of_them(of_ranks, found):
+    assert deadlocked(records(*of_ranks), (), len(of_ranks)) == found
+
+
+def test_nobody_comes_who_has_finished():
+    assert deadlocked(records([collective(2)], [collective(1, "done")]), (), 2) == set()
+    assert deadlocked(records([collective(2)], [collective(1, "done")]), {1}, 2) == {0}
+    assert deadlocked(records([message("src=1")], []), {1}, 2) == {0}
+    assert deadlocked(records([collective(1)], [collective(1, "done")]), {1}, 2) == set()
+
+
+def test_what_the_record_has_lost_may_have_been_done():
+    lost = Record((message("src=0"),), KEPT + 1)
+    for waiting in (collective(1), message("src=1")):
+        assert deadlocked({0: Record((waiting,), 1), 1: lost}, (), 2) == set()
+
+
+def receives_from_one_that_reduces(rank, x):
+    if rank.index == 0:
+        dist.recv(x, 1)
+    else:
+        dist.all_reduce(x)
+
+
+def reduces_with_one_that_has_finished(rank, x):
+    if rank.index == 0:
+        dist.all_reduce(x)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (receives_from_one_that_reduces, "the ranks wait for each other in different calls"),
+        (reduces_with_one_that_has_finished, "the ranks wait for each other or for finished ranks"),
+    ],
+)
+def test_a_deadlock_ends_before_its_deadline(pool, body, said):
+    with pytest.raises(RankHang) as info:
+        pool.run(lambda rank: body(rank, torch.ones(4)), size=2, timeout=600)  # longer than a test may take
+    assert f"{said}, so more time would not help" in str(info.value).splitlines()
