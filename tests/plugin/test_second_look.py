@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
@@ -176,7 +177,8 @@ def body(ranks, size):
 
 
 def look(node: Node, size: int) -> Reruns:
-    return look_again(body, Failed((), {"ranks": None, "size": size}), Needs("parent", 0), node, AssertionError())
+    session: Any = node
+    return look_again(body, Failed((), {"ranks": None, "size": size}), Needs("parent", 0), session, AssertionError())
 
 
 def named_in(found: Reruns) -> set[str]:
