@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mgpu_check.diagnosis.observed import CallEvent, Change, Expected, RankTrace, Relations
@@ -86,15 +87,17 @@ def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Resu
 
 
 def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
-    """Yield changes, the likeliest first: other groups, positions, orders, factors, terms of the loss, groups of one
-    rank, operations, calls left out.
+    """Yield changes, the likeliest first: other groups, combined gradients, positions, orders, factors, terms of the
+    loss, groups of one rank, operations, calls left out.
 
     If all ranks give the same number, a group of one rank or the operation MAX has the effect of a division, so factors
     come first. A factor of a collective also corrects returned values, so it comes before a factor of a term.
     """
     lines = _lines(traces)
     groups = _groups(traces, scenario.world_size)
-    yield from _in_groups(lines, [group for group in groups if len(group[1][0]) > 1])
+    several = [group for group in groups if len(group[1][0]) > 1]
+    yield from _in_groups(lines, several)
+    yield from _combined(several, traces, relations, max(1, scenario.steps))
     yield from _shifts(trials, scenario)
     yield from _orders(lines)
     for (name, line), events in lines:
@@ -137,6 +140,36 @@ def _in_groups(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], groups:
         for index, now in groups:
             if set(now) != set(was):
                 yield Change("group", name, line, index, was, now, len(now[0]))
+
+
+def _combined(
+    groups: Sequence[_Group], traces: Sequence[RankTrace], relations: Relations, steps: int
+) -> Iterator[Change]:
+    """Yield gradients that differ between ranks, combined over each group after backward.
+
+    All ranks must call backward equally often, so that no rank waits for the others.
+    """
+    names = tuple(name.of for name in relations.split if name.kind == "grads") or _stepped_alone(traces)
+    passes = [trace.of("backward") for trace in traces]
+    if not names or not passes or not passes[0] or len({len(events) for events in passes}) > 1:
+        return
+    for how in ("mean", "sum") if len(passes[0]) == steps else ("mean",):
+        for index, now in groups:
+            yield Change("combine", "backward", passes[0][-1].site, (index, names, how), now=now, size=len(now[0]))
+
+
+def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
+    """Return the parameters whose gradients differ between ranks at the first optimizer step, and are as backward left
+    them: no collective runs between the two."""
+    left: list[Mapping[str, Mapping[str, float]]] = []
+    for trace in traces:
+        before = list(itertools.takewhile(lambda event: event.kind != "step", trace.events))
+        events = [event for event in before if event.kind in ("backward", "collective")]
+        if len(before) == len(trace.events) or not events or events[-1].kind == "collective":
+            return ()
+        left.append(events[-1].details.get("left", {}))
+    everywhere = [name for name in left[0] if all(name in one for one in left)] if left else []
+    return tuple(name for name in everywhere if any(one[name] != left[0][name] for one in left))
 
 
 def _kind(name: str) -> str:

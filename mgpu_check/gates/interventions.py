@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from mgpu_check.diagnosis.observed import Change, ObservedRun, Term
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.combining import combining_gradients
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.operands import site
 from mgpu_check.gates.program import Program
@@ -40,7 +41,7 @@ _ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
 def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> ObservedRun:
     """Return the step on this rank, with one call of it changed."""
     with full_precision():
-        return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank))
+        return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank, model))
 
 
 def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, Range]:
@@ -66,7 +67,10 @@ def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[T
     return list(found.values())
 
 
-def _changed(change: Change, rank: Rank) -> contextlib.AbstractContextManager[None]:
+def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractContextManager[None]:
+    if change.kind == "combine":
+        index, names, how = change.value
+        return combining_gradients(model, _group(index), names, how)
     if change.kind == "term":
         return scaling_term(*change.value)
     if change.kind == "shift":

@@ -19,7 +19,7 @@ from mgpu_check.processes.frames import is_file_under_test
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["Paths", "noting_terms", "scaling_term"]
+__all__ = ["Paths", "around_backward", "noting_terms", "scaling_term"]
 
 _MOST = 6
 """Most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs."""
@@ -54,7 +54,7 @@ def noting_terms(model: Any, found: dict[tuple[str, Paths], Term]) -> Iterator[N
         return []
 
     # Anomaly detection makes each node keep the traceback of its creation.
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), _around_backward(note):
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), around_backward(note):
         yield
 
 
@@ -70,7 +70,7 @@ def scaling_term(term: Term, times: float) -> Iterator[None]:
         found = [edges for root in roots for paths, edges in _terms(root.grad_fn) if paths == term.paths]
         return [node.register_hook(_multiplied(index, times)) for edges in found for node, index in edges]
 
-    with _around_backward(scale):
+    with around_backward(scale):
         yield
 
 
@@ -85,8 +85,19 @@ def _all_multiplied(times: float) -> Callable[..., Any]:
     return lambda gradients: tuple(None if one is None else one * times for one in gradients)
 
 
+def _leave_alone() -> None:
+    pass
+
+
 @contextlib.contextmanager
-def _around_backward(look: Callable[[str, Sequence[Any]], list[RemovableHandle]]) -> Iterator[None]:
+def around_backward(
+    look: Callable[[str, Sequence[Any]], list[RemovableHandle]] = lambda line, roots: [],
+    then: Callable[[], None] = _leave_alone,
+) -> Iterator[None]:
+    """Call `look` before each backward pass, with its line and its losses, and `then` after it.
+
+    The hooks that `look` returns are removed after the pass. Passes inside of others do not count.
+    """
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # imported, not exported
     inside = 0
 
@@ -95,11 +106,14 @@ def _around_backward(look: Callable[[str, Sequence[Any]], list[RemovableHandle]]
         hooks = [] if inside else look(site(sys._getframe()), roots)
         inside += 1
         try:
-            return run(roots, *args, **kwargs)
+            result = run(roots, *args, **kwargs)
         finally:
             inside -= 1
             for hook in hooks:
                 hook.remove()
+        if not inside:
+            then()
+        return result
 
     with replaced(torch.autograd, "_engine_run_backward", watched):
         yield

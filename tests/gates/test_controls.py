@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,13 +14,23 @@ from torch.nn import functional as F
 from mgpu_check import ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.observed import CallEvent, Expected, Hypotheses, Labels, ObservedRun, RankTrace, Relations
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.diagnosis.rules.collectives import gradient_cut
-from mgpu_check.diagnosis.rules.gradients import adds_up_no_parts_of_an_activation, adds_up_to_the_whole
+from mgpu_check.diagnosis.rules.decisions import right_on_one_rank
+from mgpu_check.diagnosis.rules.gradients import (
+    adds_up_no_parts_of_an_activation,
+    adds_up_to_the_whole,
+    stays_as_backward_left_it,
+)
 from mgpu_check.diagnosis.rules.optimizers import makes_something_else
 from mgpu_check.diagnosis.rules.sequences import labels_shifted_after_split
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.evidence import evidence_of
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.second_look import SecondLook
+from mgpu_check.gates.trial import Trials
+from tests.gates import divided
 from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
 
 pytestmark = pytest.mark.gpus(2)
@@ -315,3 +326,54 @@ def test_labels_are_shifted_where_it_is_no_chance(alone, by_rank, shifted):
         case(traces=[picks(*values) for values in by_rank], alone=picks(*alone), samples=2)
     )
     assert (found is not None) is shifted
+
+
+def trains_alone(model, batch, rank):
+    """Nothing combines the gradients of ranks."""
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+
+
+def test_gradients_of_own_backward_passes_are_blamed_only_if_combining_them_makes_the_step_right(ranks):
+    trials = Trials(ranks, Program(trains_alone, mlp, regression), frozenset(KINDS), None, "trains_alone")
+    failed = trials.run(Scenario(2, 4))
+    assert failed is not None
+    tensors = SecondLook(trials, failed, [2], Attempts()).taken()
+    found = stays_as_backward_left_it(tensors)
+    assert found is not None and found.mistake == "gradients-not-synchronized"
+    assert "with their mean over ranks 0-1 the step is right" in found.evidence
+    assert stays_as_backward_left_it(dataclasses.replace(tensors, tried=tensors.tried[:-1])) is None
+
+
+@pytest.mark.slow
+@pytest.mark.gpus(4)
+def test_gradients_that_differ_since_an_output_is_not_added_up(ranks):
+    step = functools.partial(divided.Megatron, wrong=divided.MISSING)
+    of: dict[str, Any] = {"build": divided.Mlp, "batch": divided.rows, "sizes": [16], "max_examples": 3}
+    found = refuted(ranks, step, world_sizes=None, meshes=[{"dp": 2, "tp": 2}], **of)
+    assert "gradients-not-synchronized" not in found.mistakes, str(found)
+
+
+def averages_parameters(model, batch, rank):
+    """AdamW steps with gradients of one rank; the mean of its steps is not the step of the mean."""
+    trains_alone(model, batch, rank)
+    torch.optim.AdamW(model.parameters(), lr=0.01).step()
+    model.zero_grad()
+    for parameter in model.parameters() if rank.size > 1 else ():
+        dist.all_reduce(parameter.data)
+        parameter.data /= rank.size
+
+
+def test_an_optimizer_that_steps_with_gradients_of_its_own(ranks):
+    found = refuted(ranks, averages_parameters)
+    assert found.mistakes[0] == "gradients-not-synchronized", str(found)
+    assert "AdamW" in str(found) and "with their mean over ranks 0-1 the step is right" in str(found)
+
+
+@pytest.mark.parametrize(("of_gradient", "named"), [([1], True), ([0, 1], False)])
+def test_a_parameter_that_is_right_by_chance_on_one_rank(of_gradient, named):
+    parameter, gradient = Result("params", "a"), Result("grads", "a")
+    relations = Relations(held={}, wrong={parameter: [1], gradient: of_gradient}, split=[gradient, parameter])
+    found = right_on_one_rank(
+        case(ObservedRun(), ObservedRun(), traces=(RankTrace(), RankTrace()), relations=relations)
+    )
+    assert (found is not None) is named

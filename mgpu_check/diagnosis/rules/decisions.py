@@ -228,11 +228,15 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
 
 @on_tensors(Precedence.AMBIGUOUS + 90)
 def right_on_one_rank(tensors: Tensors) -> Finding | None:
-    """Detect a result that is right on exactly one rank."""
+    """Detect a result that is right on exactly one rank.
+
+    A parameter may be right by chance, after the update by a wrong gradient.
+    """
     for name in tensors.relations.split:
         wrong = tensors.relations.wrong.get(name, [])
         right = [rank for rank in range(tensors.size) if rank not in wrong]
-        if wrong and len(right) == 1:
+        wrong_before = tensors.relations.wrong.get(Result("grads", name.of), []) if name.kind == "params" else []
+        if wrong and len(right) == 1 and right[0] not in wrong_before:
             return Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
     return None
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "right_by_another_operation",
     "right_by_the_size_of_a_group",
+    "right_if_combined",
     "right_in_another_group",
     "right_in_another_order",
     "right_where_positions_go_on",
@@ -121,6 +122,12 @@ def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
         f"{change.where} {begins} from 0 on each rank; if it continues over the {change.size} parts, the step is right"
     )
     return Finding("positions-restart", told)
+
+
+def right_if_combined(tensors: Tensors) -> str:
+    """Return a clause on the gradients of ranks whose combination makes the step right; "" if none does."""
+    change = _first(tensors, "combine")
+    return "" if change is None else f"with their {change.value[-1]} over {_groups(change.now)} the step is right"
 
 
 def _first(tensors: Tensors, *kinds: str) -> Change | None:

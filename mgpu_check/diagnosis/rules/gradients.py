@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.left import is_left
 from mgpu_check.diagnosis.modules import module_of_partial_gradients
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.rules.experiments import right_if_combined
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ __all__ = [
     "adds_up_to_the_whole",
     "each_rank_its_own",
     "gradients_apart",
-    "optimizes_its_own",
     "outside_of_the_wrapper",
     "stays_as_backward_left_it",
 ]
@@ -127,46 +125,20 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
 
 @on_tensors(Precedence.SUMS + 210)
 def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
-    """Detect gradients that are not synchronized: each rank ends with the gradient of its own backward pass."""
+    """Detect gradients that each rank's own backward left, where combining them makes the step right."""
     local = [name for name in tensors.relations.split if name.kind == "grads"]
     lasts = [next(iter(reversed(trace.of("backward"))), None) for trace in tensors.traces]
     left = [event.details.get("left", {}) for event in lasts if event is not None]
     if len(left) < max(2, len(lasts)):
         return None
     own = [name for name in local if tensors.stays_as_left(name, left)]
-    if not own:
+    right = right_if_combined(tensors)
+    if not own or not right:
         return None
     site = next(event.site for event in lasts if event is not None)
     told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
-    return _local(tensors, own, f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}")
-
-
-@on_tensors(Precedence.SUMS + 310)  # before a mean of parts, which averaged parameters also fit
-def optimizes_its_own(tensors: Tensors) -> Finding | None:
-    """Detect an optimizer step with unsynchronized gradients, even if parameters are averaged later.
-
-    The optimizer must be nonlinear in the gradient: otherwise averaging the parameters afterwards would be right.
-    """
-    if not tensors.seen[0].nonlinear or not tensors.gradient_like or any(not one.snapshots for one in tensors.seen):
-        return None
-    events = [list(itertools.takewhile(lambda event: event.kind != "step", trace.events)) for trace in tensors.traces]
-    lasts = [next((event for event in reversed(before) if event.kind == "backward"), None) for before in events]
-    known = [event for event in lasts if event is not None]
-    left = [event.details.get("left", {}) for event in known]
-    if len(known) < max(2, tensors.size):
-        return None
-    for name in tensors.seen[0].stepped:
-        gradient = Result("grads", name)
-        values = [one.snapshots[0][gradient] for one in tensors.seen if gradient in one.snapshots[0]]
-        if all(name in one.stepped for one in tensors.seen) and is_left(gradient, left, values):
-            step = tensors.traces[0].of("step")[0]
-            told = ", ".join(f"{one[name]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
-            return Finding(
-                "gradients-not-synchronized",
-                f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm "
-                f"{told}",
-            )
-    return None
+    what = f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}; {right}"
+    return _local(tensors, own, what)
 
 
 @on_tensors(Precedence.AMBIGUOUS + 130)

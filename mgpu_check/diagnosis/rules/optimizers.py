@@ -1,12 +1,15 @@
-"""Detect mistakes of the optimizer: the gradients are right, but the updates are wrong."""
+"""Detect mistakes of the optimizer: wrong updates from right gradients, or steps with the gradients of one rank."""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
+from mgpu_check.diagnosis.left import is_left
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.rules.experiments import right_if_combined
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -14,9 +17,11 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.observed import ObservedRun
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["makes_something_else", "steps_other_tensors", "updates_otherwise"]
+__all__ = ["makes_something_else", "optimizes_its_own", "steps_other_tensors", "updates_otherwise"]
 
 _RATE = "learning rate of group"
+_SHOWN = 4
+"""Most ranks whose values a message lists, so that it stays one line."""
 
 mistake(
     "optimizer-differs",
@@ -42,6 +47,38 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
         "was divided, or while it was gathered?"
     )
     return Finding("optimizer-differs", told, tuple(lost))
+
+
+@on_tensors(Precedence.SUMS + 310)  # before a mean of parts, which averaged parameters also fit
+def optimizes_its_own(tensors: Tensors) -> Finding | None:
+    """Detect an optimizer step with unsynchronized gradients, even if parameters are averaged later.
+
+    The optimizer must be nonlinear in the gradient: otherwise averaging the parameters afterwards would be right. The
+    step must be right with combined gradients: otherwise a wrong forward pass may be the reason why they differ.
+    """
+    right = right_if_combined(tensors)
+    if not right or not tensors.seen[0].nonlinear or not tensors.gradient_like:
+        return None
+    if any(not one.snapshots for one in tensors.seen):
+        return None
+    events = [list(itertools.takewhile(lambda event: event.kind != "step", trace.events)) for trace in tensors.traces]
+    lasts = [next((event for event in reversed(before) if event.kind == "backward"), None) for before in events]
+    known = [event for event in lasts if event is not None]
+    left = [event.details.get("left", {}) for event in known]
+    if len(known) < max(2, tensors.size):
+        return None
+    for name in tensors.seen[0].stepped:
+        gradient = Result("grads", name)
+        values = [one.snapshots[0][gradient] for one in tensors.seen if gradient in one.snapshots[0]]
+        if all(name in one.stepped for one in tensors.seen) and is_left(gradient, left, values):
+            step = tensors.traces[0].of("step")[0]
+            told = ", ".join(f"{one[name]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
+            return Finding(
+                "gradients-not-synchronized",
+                f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm "
+                f"{told}; {right}",
+            )
+    return None
 
 
 @on_evidence(Precedence.UPDATES + 20)
