@@ -47,19 +47,54 @@ def test_a_pattern_in_part_of_the_elements(kind) -> None:
     assert "the 5 elements that differ equal rank 1's part alone" in found[0]
 
 
-def test_one_bit_of_exact_data() -> None:
+def test_one_bit_of_many_elements() -> None:
     should = reduced(PARTS["exact"])
     got = should.value.float()
+    got.view(torch.int32)[:, 2] ^= 1 << 12
+    (found,) = diagnose(got, should.value)
+    assert found.startswith("looks like a flipped bit: bit 12 of 4 elements is inverted, in the first, [0, 2], that of")
+    whole = torch.arange(8)
+    (found,) = diagnose(whole ^ 4, whole)
+    assert "bit 2 of 8 elements" in found
+
+
+def _bits_of_few(expected: torch.Tensor) -> torch.Tensor:
+    got = expected.float()
     got.view(torch.int32)[1, 2] ^= 1 << 12
-    assert "element [1, 2]" in diagnose(got, should.value)[0]
-    assert "bit 12" in diagnose(got, should.value)[0]
+    return got
 
 
-def test_one_bit_of_rounded_data() -> None:
+def _different_bits(expected: torch.Tensor) -> torch.Tensor:
+    got = expected.float()
+    for row in range(4):
+        got.view(torch.int32)[row, 2] ^= 1 << (12 + row)
+    return got
+
+
+EXACT = reduced(PARTS["exact"]).value
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (torch.tensor([257, 3, 5, 7]), torch.tensor([256, 3, 5, 7])),
+        (torch.tensor([0]), torch.tensor([1])),  # a counter
+        (torch.tensor([1, 3, 5, 7, 9]), torch.tensor([0, 2, 4, 6, 8])),  # a number was added
+        (torch.arange(256.0, 512.0).bfloat16(), torch.arange(256.0, 512.0)),  # rounding to bfloat16
+        (torch.arange(256.0, 512.0).bfloat16().float(), torch.arange(256.0, 512.0)),
+        (torch.nextafter(torch.ones(9), torch.tensor(2.0)), torch.ones(9)),  # one unit in the last place
+        (_bits_of_few(EXACT), EXACT),
+        (_different_bits(EXACT), EXACT),
+    ],
+)
+def test_a_bit_that_chance_explains_is_no_flipped_bit(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert "flipped bit" not in " ".join(diagnose(got, expected))
+
+
+def test_one_wrong_element_is_called_corrupted() -> None:
     should = reduced(PARTS["random"])
-    got = should.value.float()
-    got.view(torch.int32)[1, 2] ^= 1 << 12
-    assert "looks like a flipped bit" in diagnose(got, should.value, should.tolerance)[0]
+    (found,) = diagnose(_bits_of_few(should.value), should.value, should.tolerance)
+    assert found.startswith("looks like a corrupted element: it is off by ")
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "float16"), (torch.bfloat16, "bfloat16")])

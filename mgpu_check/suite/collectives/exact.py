@@ -30,6 +30,8 @@ _WINDOW = 64
 _BURST = 4
 _MOST_WRONG = 3
 _LOOKED_AT = 64
+_MANY = 4
+"""Fewest elements with one inverted bit that are no coincidence."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +312,10 @@ class _Examination:
             return "it holds the result of the iteration before", ()
         if not bool(got.double().isfinite().all()):
             return "it holds values that are not finite", ()
-        flips = (as_bits(got) ^ as_bits(right)).tolist()
-        if all(flip & (flip - 1) == 0 or flip == -(2 ** (8 * got.element_size() - 1)) for flip in flips):
+        flips = set((as_bits(got) ^ as_bits(right)).tolist())
+        flip = flips.pop()
+        # One bit of a few elements is inverted by chance, too, as that of 257 and 256.
+        if not flips and len(index) >= _MANY and (flip % 2 ** (8 * got.element_size())).bit_count() == 1:
             return "a bit is inverted", ()
         return "it holds other values", ()
 
