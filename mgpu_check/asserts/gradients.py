@@ -10,7 +10,7 @@ from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.steps import MeasuredStep
-from mgpu_check.torch_hooks.tensors import plain
+from mgpu_check.torch_hooks.tensors import name_of, plain
 
 __all__ = ["assert_gradients_agree", "assert_same", "gradient_or_zeros"]
 
@@ -82,7 +82,7 @@ def assert_gradients_agree(
             off = difference(got[name], value, tolerance[name])
             if off is None:
                 continue
-            found = _describe(off) + _looks(
+            found = f"{_describe(off)}; {_kind_of(got[name])}" + _looks(
                 diagnose(
                     got[name],
                     value,
@@ -95,15 +95,15 @@ def assert_gradients_agree(
             )
         wrong += 1
         if len(lines) < _SHOWN:
-            lines.append(f"  {name}: {found}")
+            lines.append(f"{name}: {found}")
     if not wrong:
         return
     if wrong > len(lines):
-        lines.append(f"  … and {wrong - len(lines)} more")
-    lines += _common(got, expected, wrong)
-    raise GradientMismatch(
-        "\n".join([f"{where}{wrong} of {len(expected)} results differ from those of one device", *lines]), ranks=ranks
-    )
+        lines.append(f"… and {wrong - len(lines)} more")
+    first, *others = lines
+    count = f"{wrong} of {len(expected)} results differ from those of one device"
+    rest = [count, *others, *_common(got, expected, wrong)]
+    raise GradientMismatch("\n  ".join([where + first, *rest]), ranks=ranks)
 
 
 def assert_same(
@@ -133,6 +133,12 @@ def _describe(off: Difference) -> str:
     return f"{off}{ratio}"
 
 
+def _kind_of(got: torch.Tensor) -> str:
+    """Return dtype and shape, and the device of a tensor that is still there: results are often copied to the CPU."""
+    where = f" on {got.device}" if got.device.type == "cuda" else ""
+    return f"{name_of(got.dtype)}{list(got.shape)}{where}"
+
+
 def _looks(found: Sequence[str]) -> str:
     return "".join(f"; {line}" for line in found)
 
@@ -151,4 +157,4 @@ def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     # Four fifths of all elements are within a thousandth of the median; gradients of another batch would scatter more.
     if high - low > 1e-3 * abs(middle) or abs(middle - 1) <= 1e-3:
         return []
-    return [f"  all results together are {middle:.5g} times those of one device, in four of five elements or more"]
+    return [f"all results together are {middle:.5g} times those of one device, in four of five elements or more"]

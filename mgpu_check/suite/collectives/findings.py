@@ -41,7 +41,7 @@ class WrongResult:
         first = int(wrong.nonzero()[0])
         text = f"{label}: " if label else ""
         text += f"element {first}: got {got[first].item()!r}, expected {expected[first].item()!r}; "
-        text += f"{int(wrong.sum())} of {got.numel()} elements are wrong"
+        text += f"{int(wrong.sum())} of {got.numel()} elements of {str(got.dtype).removeprefix('torch.')} are wrong"
         return cls(call, f"{text}; {looks}" if looks else text)
 
 
@@ -51,13 +51,15 @@ def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> N
     if not findings:
         return
     wrong = {id(finding.call): finding.call for finding in findings}
-    lines = [f"  {finding.call}: {finding.text}" for finding in findings[:_SHOWN]]
+    first, *others = findings[:_SHOWN]
+    head = f"{first.call} is wrong on {named([rank.index])} of {rank.size} ({rank.device}): {first.text}"
+    count = f"  {len(wrong)} of {calls} collectives are wrong"
+    if len(wrong) > 1 and (common := _common(list(wrong.values()))):
+        count += f"; all of them: {common}"
+    lines = [f"  {finding.call}: {finding.text}" for finding in others]
     if len(findings) > _SHOWN:
         lines.append(f"  and {len(findings) - _SHOWN} more")
-    head = f"{len(wrong)} of {calls} collectives went wrong on {named([rank.index])} of {rank.size} ({rank.device})"
-    if len(wrong) > 1 and (common := _common(list(wrong.values()))):
-        head += f"; all of them: {common}"
-    raise CollectiveMismatch("\n".join([head, *lines]), ranks=[rank.index])
+    raise CollectiveMismatch("\n".join([head, count, *lines]), ranks=[rank.index])
 
 
 def _common(calls: Sequence[object]) -> str:

@@ -64,9 +64,9 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
         ways = dict.fromkeys(_way(one, devices) for one in wrong)
         others = len({_way(one, devices) for one in seen}) - len(ways)
         lines = [f"{_way(one, devices)}: {one.case}: {one.seen}" for one in wrong[:6]]
+        count = f"{len(ways)} of {len(ways) + others} ways copy wrong data ({', '.join(ways)}), the others are right"
         raise DeviceMismatch(
-            f"{len(ways)} of {len(ways) + others} ways copy wrong data ({', '.join(ways)}), the others are right:\n"
-            + "\n".join(lines),
+            "\n".join([f"the copy {lines[0]}", count, *lines[1:]]),
             ranks=sorted({devices[member].index for one in wrong for member in one.subject.members}),
         )
     return len(seen)
