@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from mgpu_check.plugin.report.failures import joined
+
 GPUS = ("--gpus=4", "--simulate", "--rank-timeout=5")
 
 
@@ -377,3 +379,15 @@ def test_a_failure_that_does_not_come_again_is_told_as_flaky(run, pytester):
         ]
     )
     result.stdout.no_fnmatch_line("*Exception Group*")
+
+
+def test_a_warning_that_torch_logs_in_every_process_is_one_section():
+    def logged(rank: int, text: str = "did not find any unused parameters") -> str:
+        return f"[rank{rank}]:[W1126 01:29:1{rank}.019481911 reducer.cpp:1529] Warning: {text} (function operator())\n"
+
+    output = [(f"rank {rank} of 3", "stderr", logged(rank)) for rank in range(3)]
+    assert joined(output) == [("stderr of rank 0 of 3, and 2 more alike", logged(0))]
+    others = [("rank 0 of 3", "stderr", logged(0)), ("rank 1 of 3", "stderr", logged(1, "another"))]
+    assert [title for title, _ in joined(others)] == ["stderr of rank 0 of 3", "stderr of rank 1 of 3"]
+    own = [(f"rank {rank} of 3", "stdout", "the same\n") for rank in range(2)]
+    assert len(joined(own)) == 2, "a user's own output is kept by rank"

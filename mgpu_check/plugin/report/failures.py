@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +14,41 @@ from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
 
-__all__ = ["add_output", "add_replay", "add_second_look", "replace_traceback"]
+__all__ = ["add_output", "add_replay", "add_second_look", "joined", "replace_traceback"]
 
 _REPLAY = "repeat with"
 _SECOND_LOOK = "second look"
+_LOGGED = re.compile(r"^\[rank\d+\]:\[[A-Z]\d{4} [\d:.]+ ", re.MULTILINE)
+"""How a line of torch's log begins, with rank, level, date and time."""
 _TOLD_BELOW = "Failed to reproduce exception"
 
 
 def add_output(item: pytest.Item, session: GpuSession, when: str) -> None:
     """Add the output of each rank as a report section; with ``-s``, also print it at once."""
-    for who, stream, text in session.output():
-        item.add_report_section(when, f"{stream} of {who}", text)
+    output = session.output()
+    for title, text in joined(output):
+        item.add_report_section(when, title, text)
+    for who, _, text in output:
         if item.config.option.capture == "no":
             lines = "".join(f"[{who}] {line}\n" for line in text.splitlines())
             encoding = sys.stdout.encoding or "utf-8"
             sys.stdout.write(lines.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def joined(output: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    """Return the sections of a report for outputs (process, stream, text).
+
+    Torch logs the same warning in every process. Outputs that differ only in the rank and the time of such lines are
+    one section.
+    """
+    sections: dict[tuple[str, str], tuple[list[str], str]] = {}
+    for number, (who, stream, text) in enumerate(output):
+        same = _LOGGED.sub("", text) if _LOGGED.match(text) else str(number)
+        sections.setdefault((stream, same), ([], text))[0].append(who)
+    return [
+        (f"{stream} of {whose[0]}" + (f", and {len(whose) - 1} more alike" if whose[1:] else ""), text)
+        for (stream, _), (whose, text) in sections.items()
+    ]
 
 
 def replace_traceback(

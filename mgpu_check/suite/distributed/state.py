@@ -184,6 +184,7 @@ class _Spread(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, CLASSES)
+        self.unused = nn.Linear(1, 1)  # torch warns on each rank if find_unused_parameters finds none
         self.seen: dict[str, Any] = {}
 
     def forward(self, pair: tuple[torch.Tensor, Any], *, more: Mapping[str, Any], factor: int = 1) -> dict[str, Any]:
