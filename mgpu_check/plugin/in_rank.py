@@ -28,6 +28,7 @@ from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
 from mgpu_check.engine.rank_side.worker import at_rest, tell
 from mgpu_check.plugin.forwarding import Collector
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.raw_errors import as_finding
 from mgpu_check.plugin.replacements import replaced
 from mgpu_check.processes.frames import is_engine
 from mgpu_check.processes.raised import EXPLAIN, without_engine
@@ -79,7 +80,7 @@ def call(
             _warn_of_strays()
             return result
     except BaseException as raised:
-        error = refused(raised)
+        error = as_finding(refused(raised))
         with contextlib.suppress(AttributeError):  # an exception with __slots__ keeps its plain traceback
             setattr(error, EXPLAIN, functools.partial(_render, error))
         if error is not raised:

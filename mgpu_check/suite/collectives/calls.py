@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.suite.collectives.buffers import CallMemory
 from mgpu_check.suite.collectives.cases import FUNCTIONS, REDUCING, CollectiveCall, left_out
 from mgpu_check.suite.collectives.exact import groups_of
@@ -132,9 +133,11 @@ class Started(Laid):
         self.work: Any = None
         try:
             self.work = self._call()
-        except (RuntimeError, ValueError) as refusal:
+        except (RuntimeError, ValueError, TypeError) as refusal:
             if not _may_refuse(call, str(refusal)):
-                raise
+                raise CollectiveMismatch(
+                    f"{call} on {device} raised {type(refusal).__name__}: {refusal}", ranks=[rank.index]
+                ) from refusal
             self.refused = str(refusal)
 
     # The call

@@ -1,0 +1,84 @@
+"""A raw error of torch in a check is a finding that names the call."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import CheckFailure, CollectiveMismatch, RankFailure
+from mgpu_check.suite.collectives.calls import assert_collectives_match
+from mgpu_check.suite.collectives.cases import CollectiveCall
+from mgpu_check.suite.collectives.exact import RepeatedCollective
+from mgpu_check.torch_hooks.patches import replaced
+
+pytestmark = pytest.mark.gpus(2)
+
+
+def test_the_expression_that_raised_is_named(ranks):
+    """No dtype of torch has this name."""
+    cases = [RepeatedCollective("all_reduce", "float33", 64)]
+    with pytest.raises(RankFailure) as caught:
+        ranks.run("mgpu_check.suite.collectives.exact:views_of", cases)
+    first = str(caught.value).splitlines()[0]
+    assert re.search(
+        r"raised CheckFailure: getattr\(torch, \S+\) raised AttributeError: .*'float33' \(in collectives/\w+.py:\d+\)",
+        first,
+    )
+    assert isinstance(caught.value.__cause__, CheckFailure)
+
+
+def test_errors_of_other_code_are_unchanged(ranks):
+    def of_a_user() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(RankFailure, match="raised ValueError: mine"):
+        ranks.run(of_a_user)
+
+
+def _without_its_list(rank: Rank) -> None:
+    real = dist.scatter
+
+    def scatter(tensor: Any, scatter_list: Any = None, **given: Any) -> Any:
+        return real(tensor, None, **given)
+
+    with replaced(dist, "scatter", scatter):
+        assert_collectives_match(rank, [CollectiveCall("scatter", "int64", elements=5)])
+
+
+def test_a_collective_that_raises_is_named_with_its_dtype_size_and_device(ranks):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(_without_its_list)
+    assert isinstance(caught.value.__cause__, CollectiveMismatch)
+    first = next(line for line in str(caught.value).splitlines() if "CollectiveMismatch" in line)
+    assert "scatter, int64, 5 elements" in first
+    assert re.search(r"on cuda:\d raised ValueError: .*scatter_list", first)
+
+
+def _with_a_wrong_sum(rank: Rank) -> None:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Any, *args: Any, **given: Any) -> Any:
+        done = real(tensor, *args, **given)
+        if rank.index == 1:
+            tensor.view(-1)[0] += 1
+        return done
+
+    calls = [CollectiveCall("all_reduce", "int32", elements=count) for count in (5, 9)]
+    with replaced(dist, "all_reduce", all_reduce):
+        assert_collectives_match(rank, calls)
+
+
+def test_the_first_line_names_the_first_wrong_collective(ranks):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(_with_a_wrong_sum)
+    first, second, third, *_ = str(caught.value.__cause__).splitlines()
+    assert (
+        first.startswith("all_reduce SUM, int32, 5 elements") and "is wrong on rank 1 of 2 (cuda:1): element 0" in first
+    )
+    assert "1 of 5 elements of int32 are wrong" in first
+    assert second.startswith("  2 of 2 collectives are wrong; all of them: function all_reduce, dtype int32")
+    assert third.startswith("  all_reduce SUM, int32, 9 elements")
