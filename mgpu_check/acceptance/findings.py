@@ -165,7 +165,9 @@ def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
         advice = str(first.evidence.get("advice") or kind.do)
         ruling = first.ruling or kind.ruling
         found.append(
-            ReportedFinding(name, kind.severity, kind.action, ruling, subject, len(entries), first.seen, advice)
+            ReportedFinding(
+                name, kind.severity, kind.action, ruling, subject, sum(e.times for e in entries), first.seen, advice
+            )
         )
     return sorted(found, key=lambda one: (-SEVERITIES.index(one.severity), one.id, one.subject))
 

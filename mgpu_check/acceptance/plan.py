@@ -35,6 +35,8 @@ class Plan:
             nothing.
         verdict_file: file to write the verdict to; None for none.
         policy: rulings on findings that differ from the defaults, by id.
+        evidence: whether JSON reports keep every observation and sample.
+        syslog: whether to send the verdict to the system log.
     """
 
     level: Level
@@ -47,6 +49,8 @@ class Plan:
     record: Path | None = None
     verdict_file: Path | None = None
     policy: Mapping[str, Ruling] = field(default_factory=dict)
+    evidence: bool = False
+    syslog: bool = False
 
     @classmethod
     def of(cls, settings: Settings) -> Plan:
@@ -90,6 +94,8 @@ class Plan:
             record,
             Path(settings.accept_verdict_file) if settings.accept_verdict_file else None,
             policy,
+            settings.accept_evidence,
+            settings.accept_syslog,
         )
 
 

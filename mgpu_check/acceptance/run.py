@@ -18,7 +18,7 @@ from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
-from mgpu_check.acceptance.report import files
+from mgpu_check.acceptance.report import files, syslog
 from mgpu_check.acceptance.report.text import verdict_lines
 from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
@@ -159,10 +159,12 @@ class Run:
                 said.append(f"NOT written: {self.plan.verdict_file}: {error}")
         for path in self.plan.reports:
             try:
-                files.write(path, report)
+                files.write(path, report if self.plan.evidence else files.shortened(path, report))
                 said.append(f"written: {path}")
             except OSError as error:
                 said.append(f"NOT written: {path}: {error}")
+        if self.plan.syslog:
+            said.append(f"sent to the system log: {syslog.send(report, self.interrupted)}")
         return said + ([self._recorded(report, self.plan.record)] if self.plan.record else [])
 
     def _recorded(self, report: RunReport, path: Path) -> str:

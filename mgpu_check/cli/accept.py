@@ -32,12 +32,18 @@ _OWN = {
 }
 """Options of this command that the plugin calls ``--accept-...``, each with an example value."""
 
+_OWN_SWITCHES = ("--evidence", "--syslog")
+"""Options of this command that the plugin calls ``--accept-...``, without a value."""
+
+_OURS = {*_OWN, *_OWN_SWITCHES}
+
 _LIST = ("--accept-plant", "list")
 
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
-                         [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml]
-                         [--verdict-file=FILE] [--policy=FILE.toml] [-k NAME] [pytest arguments]
+                         [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml|.prom]
+                         [--evidence] [--syslog] [--verdict-file=FILE] [--policy=FILE.toml] [-k NAME]
+                         [pytest arguments]
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
        mgpu-check accept lint [FILE ...]
 
@@ -50,6 +56,8 @@ Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the 
   --baseline        compare facts and speed with a file that --record-baseline has written on a good node
   --record-baseline write facts and speed of these GPUs to a file, unless a check failed; use a node that you trust
   --report          write a report; can be given several times
+  --evidence        keep every observation and sample in JSON reports, which are ten times as large then
+  --syslog          send the verdict to the system log, in one line
   --verdict-file    write the verdict: its word alone in the first line, then the exit code; also where a launcher, such
                     as torchrun, has an exit code of its own
   --policy          rule on kinds of findings by their ids: accept, warn or reject; a file with a table [findings]
@@ -79,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     _remove_old_verdict(arguments)
-    if refused := misuse(arguments, _OWN):
+    if refused := misuse(arguments, _OWN, _OWN_SWITCHES):
         print(f"mgpu-check accept: {refused}", file=sys.stderr)
         return WRONG_USAGE
     typed = arguments = in_pytests_words(arguments)
@@ -152,5 +160,5 @@ def in_pytests_words(arguments: Sequence[str]) -> list[str]:
     found = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        found.append(f"--accept-{name.removeprefix('--')}{equals}{value}" if name in _OWN else argument)
+        found.append(f"--accept-{name.removeprefix('--')}{equals}{value}" if name in _OURS else argument)
     return found

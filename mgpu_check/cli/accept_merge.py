@@ -36,7 +36,7 @@ def _report(text: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check accept merge",
-        usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.md|.xml]",
+        usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.md|.xml|.prom]",
         description="Join the JSON reports of many nodes into one, and name the nodes that differ from the others.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -7,7 +7,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,7 +93,7 @@ _VALUED = {
 _SWITCHES = {option.flag for option in OPTIONS.values() if "metavar" not in option.command_line}
 
 
-def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None) -> str:
+def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None, own_switches: Collection[str] = ()) -> str:
     """Return an error message if an option lacks its value, has an empty or needless one, or if ``--simulate`` lacks
     the number of GPUs; otherwise "".
 
@@ -102,6 +102,7 @@ def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None) -> st
 
     Args:
         own: options of the command itself that need a value -> an example of the value.
+        own_switches: options of the command itself without a value.
     """
     asking = {**_VALUED, **{flag: f", such as {flag}={example}" for flag, example in (own or {}).items()}}
     for argument, following in itertools.pairwise([*itertools.takewhile(lambda word: word != "--", arguments), "--"]):
@@ -110,7 +111,7 @@ def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None) -> st
             return f"{flag} needs a value{asking[flag]}"
         if flag in asking and not (value if equals else following) and flag != "-k":  # pytest reads -k '' as no -k
             return f"{flag} has an empty value; give one{asking[flag].removeprefix(',')}, or leave the option out"
-        if flag in _SWITCHES and equals:
+        if (flag in _SWITCHES or flag in own_switches) and equals:
             return f"{flag} takes no value, and has {value!r}; give {flag} alone"
     simulated = any(argument.partition("=")[0] == "--simulate" for argument in arguments)
     if simulated and not asks_for_gpus(arguments) and current.driver() is None:

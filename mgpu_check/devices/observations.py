@@ -151,6 +151,7 @@ class Observation(SubjectResult):
             may be at fault, too.
         finding: id of the kind of finding; "" if nothing is wrong.
         ruling: what the finding means for the verdict; with "warn" and "accept" the outcome is "passed".
+        times: number of like cases that it stands for.
     """
 
     outcome: Outcome
@@ -161,6 +162,7 @@ class Observation(SubjectResult):
     suspects: tuple[int, ...] = ()
     finding: str = ""
     ruling: Ruling = ""
+    times: int = 1
 
     def on(self, gpus: Sequence[int], host: int = 0) -> Self:
         moved = super().on(gpus, host)

@@ -116,7 +116,7 @@ def test_reports_that_do_not_fit_are_refused(files, tmp_path, capsys):
         ([str(tmp_path / "again.json"), str(tmp_path / "again2.json")], "again.json and in "),
         ([files[0], str(tmp_path / "simulated.json")], "simulated.json is of a SIMULATED node"),
         ([files[0], str(tmp_path / "none.json")], "none.json cannot be read: No such file or directory"),
-        ([files[0], "--report=all.txt"], "does not end in .html, .json, .md or .xml"),
+        ([files[0], "--report=all.txt"], "does not end in .html, .json, .md, .xml or .prom"),
         ([files[0], "--no-such-option"], "unrecognized arguments: --no-such-option"),
     ):
         assert main(["merge", *arguments]) == 4, arguments

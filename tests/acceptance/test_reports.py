@@ -120,8 +120,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("report.txt", r"does not end in \.html, \.json, \.md or \.xml; choose one of them"),
-        ("report", r"does not end in \.html, \.json, \.md or \.xml"),
+        ("report.txt", r"does not end in \.html, \.json, \.md, \.xml or \.prom; choose one of them"),
+        ("report", r"does not end in \.html, \.json, \.md, \.xml or \.prom"),
         ("no/such/report.json", "there is no directory .*/no/such for report.json"),
         (
             "/proc/self/report.json",

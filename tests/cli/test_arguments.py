@@ -17,7 +17,7 @@ from mgpu_check.settings import OPTIONS, resolve
 
 COMMANDS: dict[tuple[str, ...], Any] = {(): suite, ("accept",): accept, ("selftest",): selftest}
 NODE = ("--gpus=2", "--simulate")
-SHORT = {f"--accept-{flag.removeprefix('--')}": flag for flag in accept._OWN}
+SHORT = {f"--accept-{flag.removeprefix('--')}": flag for flag in accept._OURS}
 
 
 def parsed(arguments: Sequence[str], plugins: Sequence[Any], *_: Any) -> int:

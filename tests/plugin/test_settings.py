@@ -33,6 +33,8 @@ def test_the_first_place_that_says_something_wins():
         "accept_baseline": "default",
         "accept_record_baseline": "default",
         "accept_report": "default",
+        "accept_evidence": "default",
+        "accept_syslog": "default",
         "accept_policy": "default",
         "accept_verdict_file": "default",
         "accept_plant": "default",

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from mgpu_check import pages
 from mgpu_check.acceptance.documents import write_whole
+from mgpu_check.acceptance.report.brief import brief
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
-__all__ = ["check_paths", "check_place", "clear", "write"]
+__all__ = ["check_paths", "check_place", "clear", "shortened", "write"]
 
 
 def _html(report: RunReport) -> str:
@@ -38,8 +39,14 @@ def _junit(report: RunReport) -> str:
     return render(report)
 
 
+def _prometheus(report: RunReport) -> str:
+    from mgpu_check.acceptance.report.prometheus import render
+
+    return render(report)
+
+
 _WRITERS: Mapping[str, Callable[[RunReport], str]] = dict(
-    zip(ACCEPTANCE_SUFFIXES, (_html, _json, _markdown, _junit), strict=True)
+    zip(ACCEPTANCE_SUFFIXES, (_html, _json, _markdown, _junit, _prometheus), strict=True)
 )
 
 
@@ -81,6 +88,11 @@ def clear(paths: Iterable[Path | str]) -> None:
     """Remove reports of earlier runs, so that they cannot be mistaken for those of a run that was killed."""
     for path in map(Path, paths):
         path.unlink(missing_ok=True)
+
+
+def shortened(path: Path, report: RunReport) -> RunReport:
+    """Return what the file has without ``--evidence``: in JSON, like observations are joined; pages have no more."""
+    return brief(report) if path.suffix.lower() == ".json" else report
 
 
 def write(path: Path | str, report: RunReport) -> None:

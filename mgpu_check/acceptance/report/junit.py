@@ -81,7 +81,7 @@ def _case(report: RunReport, check: str, subject: Subject, entries: Sequence[Obs
     seconds = sum(entry.work.seconds for entry in entries)
     names = {"classname": f"mgpu_check.acceptance.{check}", "name": str(subject), "time": f"{seconds:.3f}"}
     case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
-    tally = view.Tally.of(entry.outcome for entry in entries)
+    tally = view.Tally.of(entry.outcome for entry in entries for _ in range(entry.times))
     telling = [entry for entry in entries if entry.outcome == tally.outcome != "passed"]
     tag = {"failed": "failure", "unknown": "error", "skipped": "skipped"}.get(tally.outcome)
     if tag:

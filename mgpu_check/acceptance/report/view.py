@@ -96,7 +96,7 @@ def tallies(report: RunReport) -> Mapping[str, Tally]:
     """Return the tally of observations of each check, in the order they ran."""
     found: dict[str, list[Outcome]] = {run.name: [] for run in in_order(report.checks)}
     for entry in report.observations:
-        found.setdefault(entry.check, []).append(entry.outcome)
+        found.setdefault(entry.check, []).extend([entry.outcome] * entry.times)
     return {name: Tally.of(outcomes) for name, outcomes in found.items()}
 
 

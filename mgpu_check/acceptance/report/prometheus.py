@@ -1,0 +1,132 @@
+"""The report as a textfile for the node exporter of Prometheus: verdict, GPUs, findings, checks, speeds."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.run_report import EXIT_CODES, Gpu, RunReport
+
+__all__ = ["render"]
+
+Labels = Mapping[str, object]
+Row = tuple[Labels, float]
+
+_HEALTH = ("temperature", "memory_temperature", "power")
+
+
+def render(report: RunReport) -> str:
+    """Render the report in the text format of Prometheus, version 0.0.4."""
+    lines: list[str] = []
+    for name, text, rows in _metrics(report):
+        found = [f"mgpu_check_{name}{_labelled(labels)} {_number(value)}" for labels, value in rows]
+        if found:
+            lines += [f"# HELP mgpu_check_{name} {text}", f"# TYPE mgpu_check_{name} gauge", *found]
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
+    verdict = report.verdict
+    yield (
+        "verdict",
+        "1 for the verdict of the last acceptance of a host, 0 for the others.",
+        (
+            ({"host": view.host_name(report, host), "verdict": kind}, float(one.kind == kind))
+            for host, one in sorted(report.verdicts.items())
+            for kind in EXIT_CODES
+        ),
+    )
+    yield (
+        "exit_code",
+        "Exit code of the verdict: 0 accepted, 1 rejected, 2 inconclusive.",
+        [({}, EXIT_CODES[verdict.kind])],
+    )
+    started = datetime.datetime.fromisoformat(report.started).timestamp()
+    yield "started_seconds", "Unix time at which the acceptance started.", [({}, started)]
+    yield "duration_seconds", "Time that the acceptance took.", [({}, report.seconds)]
+    yield (
+        "simulated",
+        "1 if the GPUs were simulated, so that nothing here is about hardware.",
+        [({}, bool(report.simulated))],
+    )
+    accused = {gpu for one in verdict.accusations if one.part.kind != "host" for gpu in one.part.members}
+    yield (
+        "gpu_accused",
+        "1 if the GPU, or a link of it, is accused.",
+        (
+            (
+                {**_who(report, gpu), "serial": gpu.serial, "pci": gpu.pci, "model": gpu.name},
+                float(gpu.number in accused),
+            )
+            for gpu in report.gpus
+        ),
+    )
+    yield (
+        "finding",
+        "Number of observations of a kind of finding about a subject.",
+        (
+            (
+                {
+                    "id": one.id,
+                    "severity": one.severity,
+                    "action": one.action,
+                    "ruling": one.ruling,
+                    "subject": one.subject,
+                },
+                one.times,
+            )
+            for one in report.findings
+        ),
+    )
+    yield (
+        "observations",
+        "Number of observations of a check, by outcome.",
+        (
+            ({"check": check, "outcome": outcome}, getattr(tally, outcome))
+            for check, tally in view.tallies(report).items()
+            for outcome in ("passed", "failed", "skipped", "unknown")
+        ),
+    )
+    yield "speed", "Median and slowest of the measured subjects of a kind.", _speeds(report)
+    yield "gpu_highest", "Highest value of a telemetry field in the run.", _highest(report)
+
+
+def _who(report: RunReport, gpu: Gpu) -> Labels:
+    return {"gpu": gpu.index, "host": view.host_name(report, gpu.host), "uuid": gpu.uuid}
+
+
+def _speeds(report: RunReport) -> Iterable[Row]:
+    groups: dict[tuple[str, str, str, int], list[float]] = {}
+    for one in report.measurements:
+        if math.isfinite(one.value):
+            groups.setdefault((one.subject.kind, one.quantity, one.unit, one.size), []).append(one.value)
+    for (kind, quantity, unit, size), values in sorted(groups.items()):
+        labels = {"subjects": kind, "quantity": quantity, "unit": unit, "size": size}
+        yield {**labels, "statistic": "median"}, median(values)
+        yield {**labels, "statistic": "slowest"}, max(values) if unit == "s" else min(values)
+
+
+def _highest(report: RunReport) -> Iterable[Row]:
+    for gpu in report.gpus:
+        for field in _HEALTH:
+            values = [s.values.get(field) for s in report.samples if s.gpu == gpu.number]
+            numbers = [float(value) for value in values if isinstance(value, (int, float))]
+            if numbers:
+                yield {**_who(report, gpu), "field": field}, max(numbers)
+
+
+def _labelled(labels: Labels) -> str:
+    words = (f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    return f"{{{','.join(words)}}}" if labels else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    number = float(value)
+    return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)

@@ -1,0 +1,171 @@
+"""What machines read beside the full report: the short JSON, a textfile for Prometheus, a line of the system log."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import syslog as system
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mgpu_check.acceptance.findings import judged, listed
+from mgpu_check.acceptance.report import prometheus, syslog, view
+from mgpu_check.acceptance.report.brief import brief
+from mgpu_check.acceptance.report.files import shortened, write
+from mgpu_check.acceptance.report.health import health_of
+from mgpu_check.acceptance.report.values import read
+from mgpu_check.acceptance.run_report import RunReport
+from mgpu_check.devices.observations import Observation, Subject
+from tests.acceptance import run_reports
+
+Command = Callable[..., str]
+
+
+def judged_report(report: RunReport) -> RunReport:
+    """The report with findings, as a run gives it."""
+    observations = tuple(judged(one, {}) for one in report.observations)
+    return replace(report, observations=observations, findings=tuple(listed(observations)))
+
+
+# JSON
+
+
+@pytest.mark.parametrize("name", run_reports.ALL)
+def test_a_short_report_counts_what_went_right_and_keeps_what_went_wrong(name: str) -> None:
+    whole = judged_report(run_reports.ALL[name]())
+    short = brief(whole)
+    assert view.tallies(short) == view.tallies(whole)
+    assert listed(short.observations) == listed(whole.observations)
+    for one, other in zip(short.verdict.accusations, whole.verdict.accusations, strict=True):
+        assert view.evidence_of(short, one) == view.evidence_of(whole, other)
+    assert view.failed_of(short, short.verdict) == view.failed_of(whole, whole.verdict)
+    for subject in {entry.subject for entry in whole.observations}:
+        work = [sum((e.work.operations for e in r.observations if e.subject == subject), 0) for r in (short, whole)]
+        assert work[0] == work[1]
+    assert brief(short).observations == short.observations
+
+
+def test_many_failures_are_eight_and_one_that_stands_for_the_rest() -> None:
+    good = run_reports.good(2)
+    many = tuple(Observation("compute", Subject("gpu", (1,)), "failed", f"wrong {n}", f"case {n}") for n in range(100))
+    accused = replace(run_reports.bad().verdict.accusations[0], observations=tuple(range(100)))
+    whole = replace(good, observations=many, verdict=replace(good.verdict, accusations=(accused,)))
+    short = brief(whole)
+    assert [(entry.seen, entry.times) for entry in short.observations][7:] == [("wrong 7", 1), ("wrong 8", 92)]
+    assert short.observations[8].case == "92 cases, such as: case 8"
+    assert short.verdict.accusations[0].observations == tuple(range(9))
+
+
+def test_samples_are_thinned_and_those_with_low_clocks_and_grown_counters_stay() -> None:
+    whole = run_reports.bad()
+    short = brief(whole)
+    for gpu in range(8):
+        some, every = ([sample for sample in one.samples if sample.gpu == gpu] for one in (short, whole))
+        assert len(some) <= 100 < len(every) and some[-1].values == every[-1].values
+        names = [{name for name, _, _ in health_of(samples)} for samples in (some, every)]
+        assert names[0] == names[1]
+    grown = [
+        [row for row in health_of([s for s in one.samples if s.gpu == 3]) if "sent again" in row[0]]
+        for one in (short, whole)
+    ]
+    assert grown[0] == grown[1] != []
+
+
+def test_a_report_of_four_gpus_is_short_and_evidence_has_the_rest(command: Command, tmp_path: Path) -> None:
+    node = ("accept", "--gpus=4", "--simulate", "--gpu-level=quick", "-k", "compute or health", "--hypothesis-seed=1")
+    command(*node, "--report=short.json")
+    command(*node, "--report=whole.json", "--evidence")
+    short, whole = (tmp_path / f"{name}.json" for name in ("short", "whole"))
+    assert short.stat().st_size < 100_000 < whole.stat().st_size
+    assert view.tallies(read(short))["compute"] == view.tallies(read(whole))["compute"]
+    assert all(entry.times == 1 for entry in read(whole).observations)
+
+
+def test_only_json_is_shortened() -> None:
+    report = run_reports.good(2)
+    assert shortened(Path("a.html"), report) is report and shortened(Path("a.JSON"), report) is not report
+
+
+# Prometheus
+
+SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)*)\})? (-?[0-9.e+-]+|NaN)')
+
+
+@pytest.mark.parametrize("name", run_reports.ALL)
+def test_each_line_is_a_comment_or_a_sample_of_a_metric_that_was_described(name: str) -> None:
+    described, seen = set(), set()
+    for line in prometheus.render(judged_report(run_reports.ALL[name]())).splitlines():
+        if line.startswith("# HELP "):
+            assert re.fullmatch(r"# HELP mgpu_check_[a-z_]+ .+\.", line)
+        elif line.startswith("# TYPE "):
+            described.add(line.split()[2])
+            assert line.endswith(" gauge")
+        else:
+            found = SAMPLE.fullmatch(line)
+            assert found and found[1] in described, line
+            assert (found[1], found[2]) not in seen, line  # no metric twice with the same labels
+            seen.add((found[1], found[2]))
+    assert len(described) >= 8
+
+
+def test_the_textfile_of_a_bad_node(tmp_path: Path) -> None:
+    bad = judged_report(run_reports.bad())
+    write(tmp_path / "node.prom", bad)
+    text = (tmp_path / "node.prom").read_text()
+    assert 'mgpu_check_verdict{host="node-a",verdict="REJECTED"} 1\n' in text
+    assert 'mgpu_check_verdict{host="node-a",verdict="ACCEPTED"} 0\n' in text
+    assert "mgpu_check_exit_code 1\n" in text and "mgpu_check_simulated 0\n" in text
+    assert re.search(r'mgpu_check_gpu_accused\{gpu="3",.*serial="165302400003".*\} 1\n', text)
+    assert re.search(r'mgpu_check_gpu_accused\{gpu="2",.*\} 0\n', text)
+    assert (
+        'mgpu_check_finding{id="MGPU-COMPUTE-DATA",severity="replace",action="replace-gpu",ruling="reject",'
+        'subject="GPU 3"} 4\n'
+    ) in text
+    assert 'mgpu_check_observations{check="links",outcome="failed"} 2\n' in text
+
+
+def test_labels_are_escaped() -> None:
+    report = run_reports.one_gpu()
+    odd = replace(report, gpus=(replace(report.gpus[0], name='a"b\\c\nd'),))
+    assert 'model="a\\"b\\\\c\\nd"' in prometheus.render(odd)
+
+
+# System log
+
+
+def test_the_line_of_the_system_log_is_words_that_a_shell_reads() -> None:
+    text = syslog.line(judged_report(run_reports.bad()), False)
+    assert "\n" not in text
+    words = dict(word.split("=", 1) for word in shlex.split(text))
+    assert (words["verdict"], words["code"], words["simulated"]) == ("REJECTED", "1", "no")
+    assert words["parts"] == "GPU 3,link GPU 0 -> GPU 5"
+    assert words["serials"] == "165302400000,165302400003,165302400005"
+    assert "MGPU-COMPUTE-DATA" in words["findings"].split(",")
+    assert "code=130" in syslog.line(run_reports.good(), True)
+
+
+@pytest.mark.parametrize(
+    ("name", "priority"),
+    [("good", system.LOG_NOTICE), ("bad", system.LOG_ERR), ("inconclusive", system.LOG_WARNING)],
+)
+def test_the_priority_is_that_of_the_verdict(monkeypatch: pytest.MonkeyPatch, name: str, priority: int) -> None:
+    sent: list[tuple[int, str]] = []
+    monkeypatch.setattr(system, "syslog", lambda *words: sent.append(words))
+    report = run_reports.ALL[name]()
+    assert syslog.send(report, False) == syslog.line(report, False)
+    assert sent == [(priority, syslog.line(report, False))]
+
+
+def test_a_run_tells_the_system_log(command: Command) -> None:
+    node = ("accept", "--gpus=1", "--simulate", "--gpu-level=quick", "-k", "inventory")
+    assert "sent to the system log: verdict=ACCEPTED code=0 gpus=1 " in command(*node, "--syslog")
+
+
+def test_the_short_report_is_as_the_schema_says(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", brief(judged_report(run_reports.bad())))
+    assert json.loads((tmp_path / "a.json").read_text())["findings"][0]["id"].startswith("MGPU-")
+    assert read(tmp_path / "a.json").findings
