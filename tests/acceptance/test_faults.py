@@ -175,6 +175,8 @@ LOOKS = {
     "memory-coupled": memory(constant(0), constant(0xFF)),
     "memory-weak": memory(constant(0), repeats=8),
     "product-dtype": product(torch.float16),
+    "product-inner": computed(torch.mm, integers("cpu", 8, 256), integers("cpu", 256, 8)),
+    "product-vector": computed(torch.mm, integers("cpu", 8, 16), integers("cpu", 16, 1)),
     "product-lane": product(),
     "product-tile": product(),
     "product-nan": product(repeats=5),

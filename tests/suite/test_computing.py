@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from mgpu_check.devices.observations import Subject
 from mgpu_check.suite.common.counters import integers
 from mgpu_check.suite.common.digests import digest, digests
 from mgpu_check.suite.devices.computing import cases as compute
-from mgpu_check.suite.devices.computing import examine, freivalds, products
+from mgpu_check.suite.devices.computing import examine, freivalds, products, shapes
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import bits, digests_of_pieces, evidence_of
 from mgpu_check.suite.devices.computing.operations import OPERATIONS
@@ -20,6 +21,9 @@ from mgpu_check.suite.devices.computing.prepared import DTYPES, CaseUnsupported
 CPU = torch.device("cpu")
 GPU = Subject("gpu", (0,))
 CASES = [(name, dtype) for name, dtypes in compute.OPERATIONS.items() for dtype in dtypes]
+SHAPES = "products of many shapes"
+OPERATIONS_OF_SHAPES = compute.OPERATIONS[SHAPES]
+NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
 BY_VOTE = {name for name in compute.OPERATIONS if "of random numbers" in name}
 
 
@@ -90,6 +94,33 @@ def test_nan_is_wrong_for_each_oracle_of_floats():
         place = result.reshape(-1).isfinite().nonzero()[0]
         result.view(-1)[place] = torch.nan
         assert made.judge(result), case
+
+
+@pytest.mark.parametrize("dtype", OPERATIONS_OF_SHAPES)
+def test_products_of_many_shapes_have_each_length_and_layout(dtype):
+    drawn = [shapes.shapes_of(ComputeCase(SHAPES, dtype, 64, seed)) for seed in range(1, 8)]
+    for found in drawn:
+        inner = {shape.k for shape in found}
+        assert {1 << power for power in range(4, 11)} <= inner and {48, 96, 192, 384, 768} <= inner
+        assert dtype in NARROW or {1, 2, 3, 255, 257, 383, 385} <= inner
+        assert max(shape.m for shape in found) > 48 < max(shape.n for shape in found)
+    layouts = {shape.layout for found in drawn for shape in found}
+    assert layouts == ({"nt"} if "float8" in dtype else {"nn", "nt"} if dtype == "int8" else set(shapes.LAYOUTS))
+    assert len({tuple(found) for found in drawn}) == len(drawn), "the seed changes the sizes"
+    assert all(found == shapes.shapes_of(ComputeCase(SHAPES, dtype, 64, seed)) for seed, found in enumerate(drawn, 1))
+
+
+@pytest.mark.parametrize("dtype", OPERATIONS_OF_SHAPES)
+def test_a_wrong_product_is_named_by_its_shape(dtype):
+    case = ComputeCase(SHAPES, dtype, 32, 3)
+    made, drawn = shapes.known_by_algebra(case, CPU), shapes.shapes_of(case)
+    result = made.call()
+    assert made.judge(result) == {}
+    seen = made.judge(spoiled(result, len(result) - 1))
+    assert seen["errors"] == 1 and seen["products"] == [str(drawn[-1])]
+    assert re.fullmatch(r"m=\d+, k=\d+, n=\d+, \w+", seen["products"][0])
+    everything = made.judge(result + 1 if dtype == "int8" else result * 0 + 3000)
+    assert len(everything["products"]) == 9 and everything["products"][8].startswith("and ")
 
 
 @pytest.mark.parametrize("dtype", [*products.LARGEST])

@@ -59,6 +59,8 @@ _fault(
     _PRODUCTS,
     {"pattern": "low-bit", "every": 2},
 )
+_fault("product-inner", "matrix products with an inner dimension of 256 are wrong", _PRODUCTS, {"inner": 256})
+_fault("product-vector", "matrix products with one column are wrong", _PRODUCTS, {"columns": 1})
 _fault("convolution", "convolutions are wrong", ("convolution", "convolution_backward"), {})
 _fault("attention", "attention is wrong", _ATTENTION, {})
 _fault("reduction", "sums are wrong in one bit", _SUMS, {"pattern": "bit"})

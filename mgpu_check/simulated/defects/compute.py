@@ -14,8 +14,9 @@ __all__ = ["RepeatingRandom", "Unit"]
 class Unit(Defect):
     """Some operators give wrong elements.
 
-    Parameters: device, dtype (of the first input), above (bytes of the result), heat (seconds that the device has been
-    busy before), pattern, every, probability, seed.
+    Parameters: device, dtype (of the first input), above (bytes of the result), inner (last dimension of the first
+    input), columns (last dimension of the result), heat (seconds that the device has been busy before), pattern, every,
+    probability, seed.
 
     Args:
         operations: names of operators.
@@ -38,6 +39,7 @@ class Unit(Defect):
         if (
             not dtype_matches(given, dtype)
             or result.numel() * result.itemsize <= int(given.get("above", 0))
+            or not _has_sides(given, operation)
             or operation.heat < float(given.get("heat", 0))
             or (self._tf32 and (dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"))
             or not self._chance.now()
@@ -49,6 +51,15 @@ class Unit(Defect):
                 elements[:1] ^= 1
             else:
                 self._pattern(elements, self._chance.random)
+
+
+def _has_sides(given: Parameters, operation: Operation) -> bool:
+    """Return whether the dimensions of an operation are those that a defect needs; without any, all are."""
+    for name, tensors in (("inner", operation.inputs), ("columns", operation.outputs)):
+        wanted = int(given.get(name, 0))
+        if wanted and (not tensors or not tensors[0].dim() or tensors[0].shape[-1] != wanted):
+            return False
+    return True
 
 
 class RepeatingRandom(Defect):

@@ -42,6 +42,7 @@ COMPUTATIONS: Mapping[str, Computation] = MappingProxyType({
     "product known by algebra": Computation("products", _TENSOR_CORES, "products:known_by_algebra"),
     "product by Freivalds' check": Computation("products", _TENSOR_CORES, "products:checked_by_freivalds"),
     "product of random numbers": Computation("products", (*_CORES, *_FLOAT8), "products:of_random_numbers"),
+    "products of many shapes": Computation("products", _TENSOR_CORES, "shapes:known_by_algebra"),
     "batched product known by algebra": Computation("products", _CORES, "products:batches_known_by_algebra"),
     "batched product of random numbers": Computation("products", _CORES, "products:batches_of_random_numbers"),
     "convolution known by algebra": Computation("layers", _CORES, "layers:convolution_known_by_algebra"),

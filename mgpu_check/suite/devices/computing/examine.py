@@ -100,7 +100,8 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
         seen = _SeenResults(done=1)
         if prepared.judge is not None and (evidence := prepared.judge(first)):
             seen.wrong, seen.evidence = 1, evidence
-            seen.seen = f"{_counted(evidence)} wrong in the first result"
+            where = f" of {evidence['products'][0]}" if "products" in evidence else ""
+            seen.seen = f"{_counted(evidence)} wrong in the first result{where}"
         _repeat(case, prepared, first, seen)
     work = Work(operations=seen.done, seconds=seen.seconds)
     outcome: Outcome = "failed" if seen.wrong else "passed"

@@ -21,6 +21,7 @@ __all__ = [
     "multiplied",
     "of_random_numbers",
     "require",
+    "result_dtype",
 ]
 
 _TERMS = 4
@@ -54,11 +55,12 @@ def factors(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return matrices A (*batch, m, k) and B (*batch, k, n), and their product, known by algebra; all in float64.
 
-    A = [X Y -X] and B = [Z; W; Z], so A·B = Y·W for all X and Z. Y·W has 4 or 5 terms per element and is computed
+    A = [X Y -X] and B = [Z; W; Z], so A·B = Y·W for all X and Z. Y·W has 4 terms per element, 5 if k is odd, or k if
+    that is less, and is computed
     elementwise, without a product of matrices. The numbers are pseudorandom in [-largest, largest]. For floating
     dtypes, rows of A and columns of B are scaled by powers of two from 1/4 to 4, so that exponents differ.
     """
-    half = (k - _TERMS) // 2
+    half = max(0, (k - _TERMS) // 2)
     terms = k - 2 * half
 
     shapes = [(*batch, *sides) for sides in ((m, half), (m, terms), (half, n), (terms, n))]
@@ -108,7 +110,8 @@ def require(dtype: str, device: torch.device) -> None:
         raise CaseUnsupported(f"{dtype} needs compute capability {needed}; this device has {here[0]}.{here[1]}")
 
 
-def _result(dtype: str) -> torch.dtype:
+def result_dtype(dtype: str) -> torch.dtype:
+    """Return the dtype of a product in a dtype."""
     kind = DTYPES[dtype]
     return torch.bfloat16 if kind in _FLOAT8 else torch.int32 if kind == torch.int8 else kind
 
@@ -129,7 +132,7 @@ def known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
     m = n = case.size // 16 * 16
     k = min(m, 4096 if DTYPES[case.dtype] in _FLOAT8 else 16384)
     a, b, product = factors((), m, k, n, LARGEST[case.dtype], case, device)
-    return Prepared(multiplied(case.dtype, a, b), exactly(product.to(_result(case.dtype))), 2.0 * m * k * n)
+    return Prepared(multiplied(case.dtype, a, b), exactly(product.to(result_dtype(case.dtype))), 2.0 * m * k * n)
 
 
 def checked_by_freivalds(case: ComputeCase, device: torch.device) -> Prepared:
