@@ -1,7 +1,4 @@
-"""Hold the observations of a gate: results and calls of the ranks, and results of one device.
-
-These are plain data classes, and the module does not import torch.
-"""
+"""Hold the observations of a gate: results and calls of the ranks, and results of one device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from mgpu_check.diagnosis.results import Result
+from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.torch_hooks.parcels import Parcel
 
 if TYPE_CHECKING:
@@ -306,16 +304,16 @@ class Change:
     Attributes:
         kind: the change. The collective uses another "group" or another "op". Its result is divided or multiplied by
             the size of the group ("divide", "multiply"), or has its rows in another order ("reorder"). It is left out
-            ("skip"), or receives only the part that is new since its last call ("new"). A range of numbers continues
-            the range of the previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group
-            ("term"). Gradients are combined over a group after each backward pass ("combine").
+            ("skip"), or gets only the part that is new since its last call ("new"). A range continues the range of the
+            previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group ("term").
+            Gradients are combined over a group after each backward pass ("combine").
         name: name of the collective; "arange" or "slice" for a range; "backward" for a term, or for gradients.
         site: the line: "train.py:40".
         value: index of the group; name of the operation; or the number of calls before the same call again. For
             "reorder", the number of pieces of each rank's rows. For "shift", the number of parts of the range, and
             whether neighbours have consecutive parts ("inner") or not ("outer"). For "term", the term and its factor.
-            For "combine", the index of the group, the names of the parameters, and whether "mean" or "sum".
-        was, now: ranks of each group before and after the change, if the group changes; `now` alone for "combine".
+            For "combine", the index of the group, the names of the parameters, and "mean" or "sum".
+        was, now: ranks of each group before and after the change, if it changes the group; for "combine", only `now`.
         holds: the step is right with the change.
     """
 
@@ -332,6 +330,11 @@ class Change:
     def where(self) -> str:
         """The call, and its line: "all_reduce (train.py:40)"."""
         return f"{self.name} ({self.site})"
+
+    @property
+    def combination(self) -> str:
+        """The combination of gradients, for "combine": "mean over ranks 0-1, ranks 2-3"."""
+        return f"{self.value[-1]} over {few([named(ranks) for ranks in self.now])}"
 
 
 Other = Literal[

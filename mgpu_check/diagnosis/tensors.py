@@ -52,7 +52,7 @@ class Tensors:
         wrong_alone: the step already differs from the reference at world size 1.
         right_when_small: whether all relations hold for the same batch scaled down; None if that was not tried.
         further: the same case with other seeds.
-        elsewhere: another world size, with the results of rank 0 there.
+        elsewhere: the case at another world size, with the results of rank 0 there.
         shardwise: the reference takes the world size, and processes the batch shard by shard.
         alone: the calls of one device.
         tried: changes to single calls, and whether the step is right with them.
@@ -69,7 +69,7 @@ class Tensors:
     wrong_alone: bool = False
     right_when_small: bool | None = None
     further: Sequence[Tensors] = ()
-    elsewhere: tuple[int, ObservedRun] | None = None
+    elsewhere: Tensors | None = None
     shardwise: bool = False
     alone: RankTrace | None = None
     tried: Sequence[Change] = ()
@@ -124,6 +124,10 @@ class Tensors:
 
     def first(self, *kinds: str) -> CallEvent | None:
         return next((event for _, event in self.events(*kinds)), None)
+
+    def right_with(self, *kinds: str) -> Change | None:
+        """Return the change of these kinds with which the step is right; None if there is none."""
+        return next((change for change in self.tried if change.kind in kinds and change.holds), None)
 
     def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
         """Return whether the wrong results equal the results of all parts combined in this way; see `combined`."""
@@ -221,14 +225,9 @@ class Tensors:
         """Return the factor of this case alone; the cases with other seeds may have another one."""
         return self._factor(names or self.names, {})
 
-    def factor_elsewhere(self) -> tuple[int, float] | None:
-        """Return another world size with the factor there; None if it was not run, or no factor fits."""
-        if self.elsewhere is None:
-            return None
-        size, seen = self.elsewhere
-        there = Tensors(self.size, self.samples, self.steps, self.expected, self.relations, [seen], (), self.hypotheses)
-        ratio = there._factor(self.names, {})
-        return None if ratio is None else (size, ratio)
+    def factor_elsewhere(self) -> float | None:
+        """Return the factor at another world size; None if that was not run, or no factor fits."""
+        return None if self.elsewhere is None else self.elsewhere.factor_here(self.names)
 
     def _factor(self, names: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
         found: list[tuple[float, float]] = []

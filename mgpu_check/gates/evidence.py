@@ -228,13 +228,23 @@ def _factor(tensors: Tensors) -> Factor | None:
         ratio, of = tensors.factor_of_updates(), "the update of "
     if ratio is None:
         return None
-    elsewhere = tensors.factor_elsewhere()
-    # A factor that is the same at another world size does not come from the world size. If some ranks have no sample
-    # there, they add nothing, so the world size may still be the cause.
-    telling = elsewhere is not None and not 0 < tensors.samples < elsewhere[0]
-    fixed = not of and elsewhere is not None and telling and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
+    fixed = not of and _is_refuted_elsewhere(tensors, ratio)
     verb = "is" if len(tensors.names) == 1 or of else "are"
     return Factor(ratio, _NEAR, f"{of}{few(tensors.names)} {verb}", () if fixed else (1, -1, 2, -2))
+
+
+def _is_refuted_elsewhere(tensors: Tensors, ratio: float) -> bool:
+    """Return whether another world size shows that a factor is not the world size, though the two may be equal here.
+
+    The factor is the same there, or none fits the results that differ here. If some ranks have no sample there, they
+    add nothing, so the world size may still be the cause; so it may with parts of unlike size, and in later steps.
+    """
+    there, other = tensors.elsewhere, tensors.factor_elsewhere()
+    if there is None or 0 < there.samples < there.size:
+        return False
+    if other is None:
+        return there.steps == 1 and there.samples % there.size == 0
+    return abs(other - ratio) <= _NEAR * abs(ratio)
 
 
 def _micro_batches(tensors: Tensors) -> float:

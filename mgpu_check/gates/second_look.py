@@ -171,9 +171,11 @@ class SecondLook:
             return
         repeats(self._relations, self._expected, self._seen, again, self._trials.tolerance)
 
-    def _at_another_size(self) -> tuple[int, ObservedRun] | None:
-        """Return the results of rank 0 at the smallest other world size; note for each result whether it is the
-        same."""
+    def _at_another_size(self) -> Tensors | None:
+        """Return the case at the smallest other world size, and note for each result whether it is the same there.
+
+        If some ranks have no sample there, the returned case has more samples.
+        """
         case = self._scenario
         other = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
         if other is None:
@@ -188,7 +190,19 @@ class SecondLook:
                 continue
             allowed = 2 * allowed_for(self._expected, name, self._trials.tolerance)
             held[f"same at {low} and {high}"] = close(there.values.get(name), self._seen[0].values.get(name), allowed)
-        return other, there
+        more = case.samples * other
+        found = self._with_samples(other, more) if 0 < case.samples < other and not case.batches else None
+        nothing = Hypotheses([], [])
+        return found or Tensors(other, case.samples, case.steps, self._expected, self._relations, [there], (), nothing)
+
+    def _with_samples(self, size: int, samples: int) -> Tensors | None:
+        """Return the results of rank 0 at a world size, with another number of samples."""
+        case = replace(self._scenario, world_size=size, samples=samples)
+        try:
+            expected, seen = self._trials.expected(case), self._trials.on_ranks(case, whole=True)[:1]
+        except (*_ENDS, ValueError):  # the user's functions may not take that number of samples
+            return None
+        return Tensors(size, samples, case.steps, expected, self._relations, seen, (), Hypotheses([], []))
 
     def _in_other_order(self) -> None:
         """Note for each result whether permuted samples change it, if they do not change it on one device."""

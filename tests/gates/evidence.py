@@ -17,6 +17,7 @@ from mgpu_check.diagnosis.observed import (
     Hypotheses,
     ObservedRun,
     Other,
+    Relations,
 )
 from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.diagnosis.samples import Accepted, EpochSamples, Loader
@@ -198,6 +199,13 @@ def _hold(case: Tensors, how: str, factor: float) -> None:
 
 
 @st.composite
+def elsewhere(draw: st.DrawFn, size: int, expected: Expected) -> Tensors:
+    """The case at another world size."""
+    seen = [draw(observations(expected.single))]
+    return Tensors(size, draw(st.integers(0, 9)), 1, expected, Relations(), seen, (), Hypotheses([], []))
+
+
+@st.composite
 def cases(
     draw: st.DrawFn, size: int, of: dict[Result, torch.Tensor] | None = None, divisions: int | None = None
 ) -> Tensors:
@@ -215,7 +223,7 @@ def cases(
         draw(hypotheses(expected.single.values, size, divisions)),
         wrong_alone=draw(st.booleans()),
         right_when_small=draw(st.none() | st.booleans()),
-        elsewhere=(2 * size, draw(observations(expected.single))) if draw(st.booleans()) else None,
+        elsewhere=draw(elsewhere(2 * size, expected)) if draw(st.booleans()) else None,
         shardwise=draw(st.booleans()),
         alone=(draw(traces(1)) or [None])[0],
     )

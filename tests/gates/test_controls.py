@@ -17,6 +17,7 @@ from mgpu_check.diagnosis.observed import CallEvent, Expected, Hypotheses, Label
 from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.diagnosis.rules.collectives import gradient_cut
 from mgpu_check.diagnosis.rules.decisions import right_on_one_rank
+from mgpu_check.diagnosis.rules.factors import off_by_world_size
 from mgpu_check.diagnosis.rules.gradients import (
     adds_up_no_parts_of_an_activation,
     adds_up_to_the_whole,
@@ -376,4 +377,36 @@ def test_a_parameter_that_is_right_by_chance_on_one_rank(of_gradient, named):
     found = right_on_one_rank(
         case(ObservedRun(), ObservedRun(), traces=(RankTrace(), RankTrace()), relations=relations)
     )
+    assert (found is not None) is named
+
+
+RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def scaled(size: int, samples: int, by: Any) -> Tensors:
+    """A gradient that is scaled on all ranks."""
+    gradient, trace = Result("grads", "a"), RankTrace()
+    relations = Relations(held={}, wrong={gradient: [*range(size)]})
+    seen = [ObservedRun(values={gradient: by * RIGHT}) for _ in range(size)]
+    found = case(*seen, traces=[trace] * size, relations=relations, samples=samples)
+    found.expected.exact[gradient] = RIGHT.double()
+    return found
+
+
+MIXED = torch.tensor([0.5, 0.5, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("samples", "elsewhere", "named"),
+    [
+        (8, 0.25, True),
+        (8, 0.5, False),
+        (8, MIXED, False),
+        (6, MIXED, True),  # the parts are of unlike size there
+        (2, MIXED, True),  # some ranks have no sample there
+    ],
+)
+def test_a_factor_that_equals_the_world_size_by_chance(samples, elsewhere, named):
+    here = dataclasses.replace(scaled(2, 2, 0.5), elsewhere=scaled(4, samples, elsewhere))
+    found = off_by_world_size(evidence_of(here, Attempts()))
     assert (found is not None) is named

@@ -9,13 +9,11 @@ from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few, intervals
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observed import Change
     from mgpu_check.diagnosis.tensors import Tensors
 
 __all__ = [
     "right_by_another_operation",
     "right_by_the_size_of_a_group",
-    "right_if_combined",
     "right_in_another_group",
     "right_in_another_order",
     "right_where_positions_go_on",
@@ -39,7 +37,7 @@ mistake(
 @on_tensors(Precedence.EXPERIMENTS + 10)
 def right_in_another_group(tensors: Tensors) -> Finding | None:
     """Detect a collective that runs over the wrong ranks."""
-    change = _first(tensors, "group")
+    change = tensors.right_with("group")
     if change is None:
         return None
     told = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
@@ -49,7 +47,7 @@ def right_in_another_group(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.AMBIGUOUS + 170)
 def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
     """Detect a result of a collective that is off by the size of the group."""
-    change = _first(tensors, "divide", "multiply")
+    change = tensors.right_with("divide", "multiply")
     if change is None:
         return None
     how = "divided" if change.kind == "divide" else "multiplied"
@@ -60,7 +58,7 @@ def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.EXPERIMENTS + 50)
 def right_by_another_operation(tensors: Tensors) -> Finding | None:
     """Detect a reduction with the wrong operation."""
-    change = _first(tensors, "op")
+    change = tensors.right_with("op")
     if change is None:
         return None
     return Finding("wrong-reduction", f"{change.where} with {str(change.value).upper()} makes the step right")
@@ -69,7 +67,7 @@ def right_by_another_operation(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.EXPERIMENTS + 60)
 def right_without_a_collective(tensors: Tensors) -> Finding | None:
     """Detect a superfluous reduction: of a value that was reduced already, or that each rank needs unreduced."""
-    change = _first(tensors, "skip", "new")
+    change = tensors.right_with("skip", "new")
     if change is None:
         return None
     if change.kind == "new":
@@ -86,7 +84,7 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.EXPERIMENTS + 30)
 def right_in_another_order(tensors: Tensors) -> Finding | None:
     """Detect gathered rows that are in the wrong order."""
-    change = _first(tensors, "reorder")
+    change = tensors.right_with("reorder")
     if change is None:
         return None
     told = (
@@ -99,7 +97,7 @@ def right_in_another_order(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.EXPERIMENTS + 40)
 def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     """Detect one term of the loss that is off by the size of a group; the other terms are right."""
-    change = _first(tensors, "term")
+    change = tensors.right_with("term")
     if change is None:
         return None
     term, times = change.value
@@ -114,7 +112,7 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.EXPERIMENTS + 20)
 def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
     """Detect positions that start at 0 on each rank."""
-    change = _first(tensors, "shift")
+    change = tensors.right_with("shift")
     if change is None:
         return None
     begins = "counts" if change.name == "arange" else "takes the rows of a parameter"
@@ -122,16 +120,6 @@ def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
         f"{change.where} {begins} from 0 on each rank; if it continues over the {change.size} parts, the step is right"
     )
     return Finding("positions-restart", told)
-
-
-def right_if_combined(tensors: Tensors) -> str:
-    """Return a clause on the gradients of ranks whose combination makes the step right; "" if none does."""
-    change = _first(tensors, "combine")
-    return "" if change is None else f"with their {change.value[-1]} over {_groups(change.now)} the step is right"
-
-
-def _first(tensors: Tensors, *kinds: str) -> Change | None:
-    return next((change for change in tensors.tried if change.kind in kinds and change.holds), None)
 
 
 def _groups(groups: tuple[tuple[int, ...], ...]) -> str:

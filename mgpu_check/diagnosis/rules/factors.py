@@ -110,11 +110,10 @@ def grows_with_world_size(evidence: Evidence) -> Finding | None:
 
 
 def _grows(tensors: Tensors, ratio: float) -> bool:
-    elsewhere = tensors.factor_elsewhere()
-    if tensors.size < 2 or elsewhere is None or ratio <= 0 or elsewhere[1] <= 0:
+    there, other = tensors.elsewhere, tensors.factor_elsewhere()
+    if tensors.size < 2 or there is None or other is None or ratio <= 0 or other <= 0:
         return False
-    there, other = elsewhere
-    return abs(math.log(ratio, tensors.size) - math.log(other, there)) <= 1e-2
+    return abs(math.log(ratio, tensors.size) - math.log(other, there.size)) <= 1e-2
 
 
 @on_tensors(Precedence.SUMS + 120)  # before the world size, which the factor also fits

@@ -10,7 +10,6 @@ from mgpu_check.diagnosis.modules import module_of_partial_gradients
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
-from mgpu_check.diagnosis.rules.experiments import right_if_combined
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -132,12 +131,13 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     if len(left) < max(2, len(lasts)):
         return None
     own = [name for name in local if tensors.stays_as_left(name, left)]
-    right = right_if_combined(tensors)
-    if not own or not right:
+    change = tensors.right_with("combine")
+    if not own or change is None:
         return None
     site = next(event.site for event in lasts if event is not None)
     told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
-    what = f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}; {right}"
+    also = f"; with their {change.combination} the step is right"
+    what = f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}{also}"
     return _local(tensors, own, what)
 
 

@@ -9,7 +9,6 @@ from mgpu_check.diagnosis.left import is_left
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
-from mgpu_check.diagnosis.rules.experiments import right_if_combined
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -56,8 +55,8 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
     The optimizer must be nonlinear in the gradient: otherwise averaging the parameters afterwards would be right. The
     step must be right with combined gradients: otherwise a wrong forward pass may be the reason why they differ.
     """
-    right = right_if_combined(tensors)
-    if not right or not tensors.seen[0].nonlinear or not tensors.gradient_like:
+    change = tensors.right_with("combine")
+    if change is None or not tensors.seen[0].nonlinear or not tensors.gradient_like:
         return None
     if any(not one.snapshots for one in tensors.seen):
         return None
@@ -76,7 +75,7 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
             return Finding(
                 "gradients-not-synchronized",
                 f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm "
-                f"{told}; {right}",
+                f"{told}; with their {change.combination} the step is right",
             )
     return None
 
