@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mgpu_check.simulated.defects.chance import SPOIL, Chance, dtype_matches
-from mgpu_check.simulated.defects.parameters import Parameters
+from mgpu_check.simulated.defects.parameters import UNITS, Parameters
 from mgpu_check.simulated.hardware import Defect, Operation, cells
 
 __all__ = ["RepeatingRandom", "Unit"]
@@ -65,13 +65,11 @@ def _has_sides(given: Parameters, operation: Operation) -> bool:
 class RepeatingRandom(Defect):
     """Random numbers repeat: the second half of a tensor equals the first."""
 
-    _NAMES = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "normal_", "uniform_", "random_"})
-
     def __init__(self, parameters: Parameters) -> None:
         self._device = parameters["device"]
 
     def operated(self, operation: Operation) -> None:
-        if operation.device == self._device and operation.name in self._NAMES:
+        if operation.device == self._device and operation.name in UNITS["random numbers"]:
             for drawn in operation.outputs:
                 elements = cells(drawn)
                 if elements is not None:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mgpu_check.simulated.defects.compute import RepeatingRandom
+from mgpu_check.simulated.defects.parameters import UNITS
 from mgpu_check.suite.common.faults.breaking import around
 from mgpu_check.suite.common.faults.operators import call, dtype, first, hardware, last, narrowed, on, one_device, unit
 from mgpu_check.suite.common.faults.registry import caught_by, entered
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 BLOCK = 1 << 16
 
 elementwise = caught_by("test_elementwise_results")
@@ -26,7 +26,7 @@ reductions = caught_by("test_reductions")
 
 @products("one device has a wrong bit in products of float16", entered, "one device, float16")
 def float16_products_of_one_device() -> Any:
-    return unit(PRODUCTS, device=last(), dtype="float16", pattern="bit")
+    return unit(UNITS["products"], device=last(), dtype="float16", pattern="bit")
 
 
 @products(
@@ -194,7 +194,7 @@ def large_elementwise_results() -> Any:
 
 @large("large products of matrices have a wrong tile", entered, "one device, above 1 MiB")
 def large_products() -> Any:
-    return unit(PRODUCTS, device=0, above=1 << 20, pattern="tile")
+    return unit(UNITS["products"], device=0, above=1 << 20, pattern="tile")
 
 
 @large(
