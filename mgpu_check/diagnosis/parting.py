@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.diagnosis.left import Left, is_left
 from mgpu_check.diagnosis.observed import CallEvent
+from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,11 @@ __all__ = ["Parting", "first_parting"]
 
 _VALUES = 4
 """Largest number of elements of a tensor that a report shows in full."""
-_GIVES_ALL = ("all_reduce", "broadcast", "all_gather_into_tensor")
+_GIVES_ALL = tuple(
+    name
+    for name, row in COLLECTIVES.items()
+    if row.taken and not row.lists and (how := TRANSFERS[row.does]).takers == "all" and not how.divides
+)
 """Collectives that leave the same values in their first tensor on all ranks of the group."""
 
 

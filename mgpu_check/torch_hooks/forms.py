@@ -7,12 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS, OPERATIONS, ROOTS
+from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS, OPERATIONS, ROOTS, is_list
 
 __all__ = ["Form", "FunctionForm", "MethodForm"]
 
 _SINGLE = ("tensor", "output", "input")
-_LISTS = ("tensor_list", "gather_list", "scatter_list", "input_list")
 # Names of the options as arguments of methods, and as attributes of the options objects that some methods take.
 _KEYWORDS = {
     "op": ("op", "reduceOp"),
@@ -107,7 +106,7 @@ class MethodForm(_OfTable):
             return _option(name, args[position : position + 1], [*args[1:], kwargs.get("opts")], kwargs)
         given = [*args[1:], *(value for key, value in kwargs.items() if key not in _OTHER_KEYWORDS)]
         value = given[position - 1] if position <= len(given) else None
-        if name in _SINGLE or (name in _LISTS and _nested(value)):
+        if name in _SINGLE or (is_list(name) and _nested(value)):
             return value[0] if isinstance(value, (list, tuple)) and value else value
         return value
 

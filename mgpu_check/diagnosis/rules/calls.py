@@ -10,6 +10,7 @@ from mgpu_check.diagnosis.registry import mistake, on_calls, on_hash_seeds
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.processes.record import fewest
+from mgpu_check.torch_hooks.table import COLLECTIVES
 
 __all__ = [
     "aborted_in_gather",
@@ -21,7 +22,6 @@ __all__ = [
     "waits_for_its_own_group",
 ]
 
-_FILLING = ("gather", "scatter", "all_to_all")
 _LONGEST = 240  # characters of a quoted error: about three lines of a terminal
 _WORDS_OF_TORCH = (
     ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),
@@ -57,7 +57,7 @@ def other_sizes(calls: UnfinishedCall) -> Finding | None:
         names = {entered.name for entered in calls.parted.values()}
         if len(names) > 1 or len({entered.operand for entered in calls.parted.values()}) < 2:
             return None
-        fills = any(word in name for word in _FILLING for name in names)
+        fills = any(name in COLLECTIVES and COLLECTIVES[name].kind == "parts" for name in names)
         return Finding("uneven-gather", calls.parting) if fills else None
     same = {(one.name, one.group_name, one.number, one.file, one.line) for one in calls.last.values()}
     if len(same) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:

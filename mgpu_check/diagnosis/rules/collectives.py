@@ -33,6 +33,11 @@ _WITHOUT_HISTORY = {
     *(name for name, known in COLLECTIVES.items() if known.kind == "message"),
 }
 """Calls that autograd need not differentiate: a wrapper's first synchronization, and messages between stages."""
+_TO_ROOT = {
+    "gather_object",
+    *(name for name, row in COLLECTIVES.items() if row.transfer is not None and row.transfer.takers == "root"),
+}
+"""Calls that give only their root a result."""
 
 mistake(
     "uneven-gather",
@@ -108,7 +113,7 @@ def _has_room(same: Sequence[CallEvent]) -> bool:
 def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
     """Detect a reduce or gather that leaves the right result on the destination rank only."""
     for _, event in tensors.events("collective") if tensors.relations.split else ():
-        if event.name not in ("reduce", "gather", "gather_object") or "dst" not in event.details:
+        if event.name not in _TO_ROOT or "dst" not in event.details:
             continue
         right = event.details["dst"]
         for name in tensors.relations.split:
