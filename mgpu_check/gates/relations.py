@@ -309,6 +309,6 @@ def _finite(expected: Expected, seen: Sequence[ObservedRun], name: Result) -> bo
 
 
 def _describe(off: Difference) -> str:
-    if not isinstance(off.expected, (int, float)) or not off.expected:
+    if not off.expected:
         return str(off)
     return f"{off} (ratio {show(off.got / off.expected, torch.float32)})"

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 
-from mgpu_check.diagnosis.observed import Expected, ObservedRun, Relations
-from mgpu_check.gates.relations import REPEATS, repeats
+from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, Expected, ObservedRun, Relations
+from mgpu_check.diagnosis.results import KINDS, Result
+from mgpu_check.gates.relations import REPEATS, relations_of, repeats
+from mgpu_check.numerics.placement.slices import Unplaced
+from mgpu_check.torch_hooks.tensors import digest_of
+
+WEIGHT, GRADIENT, STATE = Result("params", "w"), Result("grads", "w"), Result("optimizer", "momentum of w")
+BUFFER, LOSS = Result("buffers", "mean"), Result("returned", "loss")
+RETURNED, FLAT = Result("returned", "w"), Result("returned", "")
+RIGHT = {
+    WEIGHT: torch.tensor([1.0, 2.0]),
+    GRADIENT: torch.tensor([3.0, 4.0]),
+    STATE: torch.tensor([5.0, 6.0]),
+    BUFFER: torch.tensor([0.0, 8.0]),
+    LOSS: torch.tensor(9.0),
+}
+HOLDS = {PARITY: True, AGREE: True, FINITE: True}
+
+
+def run(changed=None, without=(), **more):
+    """Return a run with the right values, but for those in `changed`, and those that it lacks."""
+    values = {name: value for name, value in {**RIGHT, **(changed or {})}.items() if name not in without}
+    given = {"touched": {"grads", "params"}, "trained": {"w"}, "optimizers": 1, **more}
+    return ObservedRun(values=values, digests={name: digest_of(value) for name, value in values.items()}, **given)
+
+
+def judged(ranks, single=None, kinds=KINDS, tolerance=None, **more):
+    single = single or run()
+    exact = {name: value.double() for name, value in single.values.items()}
+    allowed = {name: torch.zeros_like(value) for name, value in exact.items()}
+    return relations_of(Expected(single, None, exact=exact, tolerance=allowed, **more), ranks, kinds, tolerance)
 
 
 def test_what_rounding_decides_need_not_repeat():
@@ -13,3 +45,206 @@ def test_what_rounding_decides_need_not_repeat():
     relations = Relations(held={"n": {}, "m": {}})
     repeats(relations, Expected(one, None, undetermined={"n"}), [one], [other], None)
     assert relations.held == {"n": {}, "m": {REPEATS: False}}
+
+
+@pytest.mark.parametrize("kind", sorted({name.kind for name in RIGHT}))
+def test_only_the_kinds_that_are_asked_for_are_compared(kind):
+    relations = judged([run(), run()], kinds=[kind])
+    assert relations.held == {name: HOLDS for name in RIGHT if name.kind == kind}
+    assert not relations.skipped and not relations.left_out
+
+
+def of_flat(*parts):
+    return {FLAT: torch.cat(parts)}
+
+
+WHY = {
+    "grads": "gradients; what the step returns stands for them",
+    "params": "parameters; what the step returns stands for them",
+    "optimizer": "the optimizer's state; what the step returns stands for them",
+}
+GRADS_ONLY = {"grads": WHY["grads"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "touched", "left_out"),
+    [
+        pytest.param({}, {"params"}, {}, id="nothing of the model"),
+        pytest.param({RETURNED: RIGHT[GRADIENT]}, {"params"}, GRADS_ONLY, id="its gradients"),
+        pytest.param({RETURNED: RIGHT[WEIGHT]}, {"params"}, WHY, id="its parameters"),
+        pytest.param({RETURNED: torch.zeros(2)}, {"params"}, WHY, id="parameters of elsewhere"),
+        pytest.param({RETURNED: torch.zeros(2)}, {"grads"}, GRADS_ONLY, id="gradients of elsewhere"),
+        pytest.param({RETURNED: torch.zeros(1)}, {"grads"}, GRADS_ONLY, id="another shape"),
+        pytest.param(of_flat(RIGHT[WEIGHT]), {"params"}, WHY, id="its parameters, in one"),
+        pytest.param(of_flat(RIGHT[GRADIENT]), {"params"}, GRADS_ONLY, id="its gradients, in one"),
+        pytest.param(of_flat(RIGHT[WEIGHT], torch.zeros(1)), {"params"}, {}, id="a longer tensor"),
+        pytest.param({FLAT: RIGHT[WEIGHT].view(1, 2)}, {"params"}, {}, id="a matrix"),
+    ],
+)
+def test_what_a_step_returns_of_its_model_stands_for_the_model(more, touched, left_out):
+    one = run(more, touched=touched)
+    relations = judged([one, one], one)
+    assert relations.left_out == left_out
+    assert relations.skipped == {name: left_out[name.kind] for name in one.values if name.kind in left_out}
+    assert relations.held == {name: HOLDS for name in one.values if name.kind not in left_out}
+
+
+OF_REFERENCE = "gradients; the reference returns the gradients to compare"
+UNCHANGED = {
+    name: f"{what}; the reference does not change them"
+    for name, what in [("grads", "gradients"), ("params", "parameters")]
+}
+OTHER_NUMBER = {"optimizer": "the optimizers' state; the reference has another number of optimizers"}
+
+
+@pytest.mark.parametrize(
+    ("single", "left_out"),
+    [
+        pytest.param(run(), {}, id="as the step"),
+        pytest.param(run({RETURNED: RIGHT[GRADIENT]}), {"grads": OF_REFERENCE}, id="returns a gradient"),
+        pytest.param(run({RETURNED: RIGHT[GRADIENT] + 1}), {}, id="returns another tensor"),
+        pytest.param(run({RETURNED: RIGHT[GRADIENT].view(1, 2)}), {}, id="returns another shape"),
+        pytest.param(run({GRADIENT: RIGHT[LOSS]}), {}, id="a gradient of one number is no proof"),
+        pytest.param(
+            run({RETURNED: RIGHT[GRADIENT]}, touched={"params"}), {"grads": UNCHANGED["grads"]}, id="leaves no gradient"
+        ),
+        pytest.param(run(touched={"grads"}), {"params": UNCHANGED["params"]}, id="makes no step"),
+        pytest.param(run(touched=set()), UNCHANGED, id="only returns"),
+        pytest.param(run(optimizers=2), OTHER_NUMBER, id="two optimizers"),
+    ],
+)
+def test_what_a_reference_does_not_have_is_left_out(single, left_out):
+    ranks = [run(), run()]
+    assert judged(ranks, single, by_reference=True).left_out == left_out
+    assert judged(ranks, single).left_out == {}  # the step itself, on one device
+
+
+AMBIGUOUS = {"unplaced": {"w": Unplaced.AMBIGUOUS}}
+HALF = torch.zeros(1)
+LOST = "no tensor of a rank is known to hold it"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "skipped"),
+    [
+        pytest.param([run(), run()], {}, id="whole"),
+        pytest.param([run(**AMBIGUOUS), run(**AMBIGUOUS)], {}, id="whole after all"),
+        pytest.param([run({WEIGHT: HALF}), run(**AMBIGUOUS)], {WEIGHT: str(Unplaced.AMBIGUOUS)}, id="a part"),
+        pytest.param([run({STATE: HALF}), run(**AMBIGUOUS)], {STATE: str(Unplaced.AMBIGUOUS)}, id="a part of a state"),
+        pytest.param(
+            [run(), run({STATE: HALF})], {STATE: "it is divided in a way that is not known"}, id="a state alone"
+        ),
+        pytest.param([run({WEIGHT: HALF}), run()], {}, id="a parameter alone is wrong"),
+        pytest.param([run(), run({BUFFER: HALF}, **AMBIGUOUS)], {}, id="buffers are not divided"),
+        pytest.param([run(without=[WEIGHT], **AMBIGUOUS), run(without=[WEIGHT])], {WEIGHT: LOST}, id="lost"),
+        pytest.param([run(without=[WEIGHT]), run(without=[WEIGHT])], {}, id="lost, and all that is there is placed"),
+        pytest.param([run(**AMBIGUOUS), run(without=[WEIGHT])], {}, id="lost on one rank"),
+        pytest.param(
+            [run(unused={"w"}, **AMBIGUOUS), run(unused={"w"})], {WEIGHT: LOST, GRADIENT: LOST}, id="unused on all"
+        ),
+        pytest.param([run(unused={"w"}, **AMBIGUOUS), run()], {}, id="unused on one rank"),
+        pytest.param([run(unused={"w"}), run(unused={"w"})], {}, id="unused, and all that is there is placed"),
+    ],
+)
+def test_a_part_of_unknown_place_is_not_judged(ranks, skipped):
+    relations = judged(ranks)
+    assert relations.skipped == skipped
+    assert relations.held.keys() == RIGHT.keys() - skipped.keys()
+
+
+OTHER = torch.tensor([1.0, 5.0])
+NO_ZERO = torch.tensor([3.0, 8.0])
+HOLED = torch.tensor([1.0, float("nan")])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "held", "wrong", "detail"),
+    [
+        pytest.param(WEIGHT, [run(), run({WEIGHT: OTHER})], (False, False, True), [1], "ratio 2.5", id="one rank"),
+        pytest.param(WEIGHT, [run({WEIGHT: OTHER})] * 2, (False, True, True), [0, 1], "ratio 2.5", id="all ranks"),
+        pytest.param(WEIGHT, [run({WEIGHT: OTHER}), run()], (False, False, True), [0], ", rank 0", id="the first"),
+        pytest.param(
+            WEIGHT, [run({WEIGHT: HALF})] * 2, (False, True, True), [0, 1], "shape [1], expected [2]", id="shape"
+        ),
+        pytest.param(WEIGHT, [run({WEIGHT: HOLED})] * 2, (False, True, False), [0, 1], "nan", id="not a number"),
+        pytest.param(WEIGHT, [run(without=[WEIGHT])] * 2, (False, True, True), [0, 1], "missing", id="missing"),
+        pytest.param(WEIGHT, [run(), run(without=[WEIGHT])], (True, False, True), None, "on rank 1", id="on one"),
+        pytest.param(WEIGHT, [run()], (True, None, True), None, None, id="one rank alone"),
+        pytest.param(
+            WEIGHT,
+            [run({WEIGHT: OTHER}), dataclasses.replace(run({WEIGHT: OTHER}), values={})],
+            (False, True, True),
+            [0, 1],
+            "ratio 2.5",
+            id="a checksum for a large value",
+        ),
+        pytest.param(
+            BUFFER, [run({BUFFER: NO_ZERO})] * 2, (False, True, True), [0, 1], "expected 0; all other", id="zero"
+        ),
+        pytest.param(WEIGHT, [run(gaps={WEIGHT: "half"})] * 2, (False, True, True), [0, 1], "holds half", id="gap"),
+        pytest.param(
+            BUFFER, [run(broadcast={BUFFER}), run({BUFFER: OTHER})], (False, None, True), [1], "got 5", id="broadcast"
+        ),
+        pytest.param(
+            WEIGHT,
+            [run({WEIGHT: OTHER}, own={WEIGHT: torch.tensor([True, False])}), run()],
+            (True, False, True),
+            None,
+            "other values than on rank 0 on rank 1",
+            id="an element of another rank",
+        ),
+        pytest.param(
+            WEIGHT,
+            [run({WEIGHT: OTHER}, own={WEIGHT: torch.tensor([rank == 0, rank == 1])}) for rank in range(2)],
+            (False, True, True),
+            [1],
+            "got 5",
+            id="an element of its own",
+        ),
+    ],
+)
+def test_each_relation_is_judged_by_itself(name, ranks, held, wrong, detail):
+    relations = judged(ranks)
+    found = relations.held.pop(name)
+    assert tuple(found[relation] for relation in HOLDS) == held
+    assert all(False not in others.values() for others in relations.held.values())
+    assert relations.wrong == ({} if wrong is None else {name: wrong})
+    assert relations.split == ([] if held[1] is not False else [name])
+    if detail is None:
+        assert relations.details == {}
+    else:
+        assert detail in relations.details[name]
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "provisional", "right"),
+    [
+        (None, False, False),
+        (1.5, False, True),  # of the largest value, 2
+        (1.4, False, False),
+        ({"w": 1.5}, False, True),
+        ({"other": 1.5}, False, False),
+        (1.5, True, False),  # half of it is for the reference
+        (3.0, True, True),
+    ],
+)
+def test_a_tolerance_is_a_fraction_of_the_largest_value(tolerance, provisional, right):
+    ranks = [run({WEIGHT: OTHER}), run({WEIGHT: OTHER})]
+    assert judged(ranks, tolerance=tolerance, provisional=provisional).held[WEIGHT][PARITY] is right
+
+
+@pytest.mark.parametrize(
+    ("stepped", "copies"),
+    [
+        (({"head": ("a", "g")}, {"head": ("a", "g")}), True),
+        (({"head": ("a", "g")}, {"head": ("b", "g")}), False),
+        (({"head": ("a", "g")}, {"head": ("b", "h")}), True),  # of other gradients: they need not be copies
+        (({"head": ("a", "g")}, {}), True),
+        (({"w": ("a", "g")}, {"w": ("b", "g")}), True),  # compared otherwise
+    ],
+)
+def test_parameters_outside_of_the_model_that_get_the_same_gradient_are_copies(stepped, copies):
+    relations = judged([run(stepped=one) for one in stepped])
+    head = Result("params", "head")
+    assert relations.held.get(head) == (None if copies else {AGREE: False})
+    assert (head in relations.split) is not copies

@@ -13,6 +13,22 @@ from mgpu_check.gates.scenario import CHANGES
 from mgpu_check.gates.scenario_families import families
 
 
+def sizes_of(family):
+    """Return the sizes of some scenarios; none where no size is of the family's kind."""
+    found = set()
+    if family.scenarios.is_empty:
+        return found
+
+    @settings(max_examples=40, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(family.scenarios)
+    def note(scenario):
+        found.add(scenario.samples)
+
+    with contextlib.suppress(Unsatisfiable):
+        note()
+    return found
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -30,17 +46,18 @@ from mgpu_check.gates.scenario_families import families
 def test_sizes_are_as_given(sizes, expected):
     found = set()
     for family in families([(2, ())], sizes, None, 24):
-        if family.scenarios.is_empty or family.name in CHANGES:
-            continue
-
-        @settings(max_examples=40, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-        @given(family.scenarios)
-        def note(scenario):
-            found.add(scenario.samples)
-
-        with contextlib.suppress(Unsatisfiable):  # of these sizes none is of that kind
-            note()
+        if family.name not in CHANGES:
+            found |= sizes_of(family)
     assert found == expected
+
+
+@pytest.mark.parametrize("sizes", [range(1, 14), st.integers(1, 13), None], ids=["several", "a strategy", "all"])
+def test_the_sizes_of_a_family_are_of_its_kind(sizes):
+    found = {family.name: sizes_of(family) for family in families([(4, ())], sizes, None, 24)}
+    assert {"divisible", "uneven", "below"} <= {name for name, some in found.items() if some}
+    assert all(size % 4 == 0 for size in found["divisible"])
+    assert all(size % 4 != 0 and size > 4 for size in found["uneven"])
+    assert found["below"] == {1, 2, 3}
 
 
 @pytest.mark.parametrize("sizes", ["divisible", None])
