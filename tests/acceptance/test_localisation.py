@@ -150,11 +150,60 @@ def test_what_needs_the_direct_path_is_told_from_what_does_not() -> None:
     assert "fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too" in look.seen
 
 
-def test_the_smaller_group_is_said_and_the_same_group_is_not() -> None:
-    _, (look,), _ = looked(4, lambda gpus, _: {0, 2} <= set(gpus))
-    assert look.seen[0] == "fails on GPUs 0 and 2 alone"
-    _, (look,), _ = looked(2, lambda gpus, _: True)
-    assert not any("alone" in line for line in look.seen)
+WITHOUT_SHARED_MEMORY = "without shared memory (NCCL_SHM_DISABLE=1)"
+BLOCKING = "with launches that block (CUDA_LAUNCH_BLOCKING=1)"
+OVER_ALL_PATHS = "fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too"
+
+
+@pytest.mark.parametrize(
+    ("count", "wrong", "level", "seen"),
+    [
+        pytest.param(
+            4,
+            lambda gpus, _: {0, 2} <= set(gpus),
+            "quick",
+            ["fails on GPUs 0 and 2 alone", "GPU 0 is right with GPU 1 and 3", "GPU 2 is right with GPU 1 and 3"],
+            id="a link",
+        ),
+        pytest.param(
+            4,
+            lambda gpus, _: 2 in gpus,
+            "quick",
+            ["fails on GPUs 2 and 3 alone", "GPU 2 fails with GPU 0 and 1, too", "GPU 3 is right with GPU 0 and 1"],
+            id="a GPU",
+        ),
+        pytest.param(
+            6,
+            lambda gpus, _: {0, 1} <= set(gpus),
+            "quick",
+            ["fails on GPUs 0 and 1 alone", "GPU 0 is right with GPU 2 and 3", "GPU 1 is right with GPU 2 and 3"],
+            id="two others are enough",
+        ),
+        pytest.param(2, lambda gpus, _: True, "quick", [], id="the same pair"),
+        pytest.param(3, lambda gpus, _: len(gpus) == 3, "quick", [], id="the same three"),
+        pytest.param(
+            5, lambda gpus, _: {1, 2, 4} <= set(gpus), "quick", [], id="a group of which no half and no pair fails"
+        ),
+        pytest.param(
+            2,
+            lambda _, environment: "NCCL_SHM_DISABLE" not in environment,
+            "standard",
+            [f"is right {WITHOUT_SHARED_MEMORY}", f"fails {BLOCKING}"],
+            id="shared memory",
+        ),
+        pytest.param(
+            2,
+            lambda _, environment: "CUDA_LAUNCH_BLOCKING" not in environment,
+            "long",
+            [f"fails {WITHOUT_SHARED_MEMORY}", f"is right {BLOCKING}"],
+            id="launches",
+        ),
+    ],
+)
+def test_all_that_a_second_look_finds_is_said(count: int, wrong: Rule, level: str, seen: list[str]) -> None:
+    _, (look,), _ = looked(count, wrong, level=level)
+    place = len(seen) if level == "quick" else 0
+    assert list(look.seen) == [*seen[:place], OVER_ALL_PATHS, *seen[place:]]
 
 
 def test_the_time_of_a_check_is_that_of_its_tests() -> None:

@@ -62,6 +62,13 @@ def test_one_direction_of_a_link_is_named(count: int, data: st.DataObject) -> No
     assert parts(run(count, ("links", Subject("copy", pair)))) == {Part("link", pair)}
 
 
+@pytest.mark.parametrize("copy", [(0, 1), (1, 0)])
+def test_a_copy_that_fails_says_the_direction_where_nobody_has_looked_at_the_other(copy: tuple[int, int]) -> None:
+    failed = [Observation("links", Subject("copy", copy), "failed")]
+    failed.append(Observation("collectives", Subject("group", (0, 1)), "failed"))
+    assert parts(failed) == {Part("link", copy)}
+
+
 @given(count=st.integers(3, 8), data=st.data())
 def test_both_directions_of_a_link_are_named_and_no_gpu(count: int, data: st.DataObject) -> None:
     one, other = data.draw(st.permutations(range(count)))[:2]
