@@ -75,7 +75,7 @@ def test_a_script_that_raises_on_one_device(compare):
 def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
     wait = "    if rank == 1 and start == 8:\n        import threading; threading.Event().wait()\n"
     outcome = compare(
-        changed(by_hand, ("    optimizer.zero_grad()\n", wait + "    optimizer.zero_grad()\n")), "--timeout=15", code=1
+        changed(by_hand, ("    optimizer.zero_grad()\n", wait + "    optimizer.zero_grad()\n")), "--timeout=10", code=1
     )
     assert "on 2 ranks the script hung: rank 1 made no progress after step 1, in wait (train.py:20)" in outcome.text
     assert "rank 0 made no progress after step 1, in all_reduce (train.py:" in outcome.text
