@@ -29,7 +29,7 @@ _REPEATS_FIRST = 3
 _SECONDS = {"quick": 5.0, "standard": 20.0, "long": 120.0}
 """Time limit of one second look on a fast machine, by level."""
 _RERUNS = 30
-"""A second look may take as long as this number of reruns, on a slow machine..."""
+"""A second look may take as long as this number of reruns take on average, on a slow machine..."""
 _SLOWEST = 6
 """... but at most this multiple of its limit on a fast one."""
 _SHARE = 4
@@ -110,6 +110,8 @@ class _Second:
         self._all = tuple(range(needs.count or session.pool.devices))
         self._places = self._named(given) if self._count is None and "ranks" not in given else ()
         self._began = time.monotonic()
+        self._runs = 0
+        self._hung = False
         self._until = self._began + _SECONDS[session.settings.gpu_level]
         self._why = "reached its time limit; --gpu-level=long allows more time"
 
@@ -117,8 +119,6 @@ class _Second:
         seen = Reruns(partial=bool(self._places))
         usual = self._all[: self._failed.kwargs[self._count]] if self._count else self._places or self._all
         try:
-            seen.repeats.append(self._as_it_was(usual))
-            self._allow(time.monotonic() - self._began)
             self._repeat(seen, usual, _REPEATS_FIRST, self._until)
             if seen.unreliable:
                 self._repeat(seen, usual, _REPEATS, self._half)
@@ -133,9 +133,10 @@ class _Second:
             self._session.looked += time.monotonic() - self._began
         return seen
 
-    def _allow(self, took: float) -> None:
+    def _allow_time(self) -> None:
         """Set the time limit: by the speed of the machine, and by the time that second looks of this run have left."""
         fast = _SECONDS[self._session.settings.gpu_level]
+        took = (time.monotonic() - self._began) / self._runs
         limit = min(max(fast, _RERUNS * took), _SLOWEST * fast)
         self._until = self._began + max(0.0, _SHARE * limit - self._session.looked) / _SHARE
 
@@ -189,8 +190,11 @@ class _Second:
         return self._count is not None or "ranks" in self._failed.kwargs or bool(self._places)
 
     def _try(self, devices: tuple[int, ...]) -> Rerun:
-        if time.monotonic() > self._until:
+        if self._runs:
+            self._allow_time()
+        if self._hung or time.monotonic() > self._until:
             raise _OutOfTime
+        self._runs += 1
         kwargs = dict(self._failed.kwargs)
         ranks = None
         if self._count is not None:
@@ -207,7 +211,7 @@ class _Second:
         try:
             self._body(*self._failed.args, **kwargs)
         except RankHang:
-            self._until = 0.0  # stop, because each further trial could hang as long
+            self._hung = True  # stop, because each further trial could hang as long
             self._why = "ended early, because a rerun hung"
             return _rerun(devices, ranks, failed=True)
         except Exception as error:
