@@ -1,4 +1,5 @@
-"""A raw error of torch in a check is a finding that names the call."""
+"""The first line of a finding names what is wrong; a raw error of torch in a check is a finding that names the
+call."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel, scatter_gather
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, CollectiveMismatch, RankFailure
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.cases import CollectiveCall
 from mgpu_check.suite.collectives.exact import RepeatedCollective
+from mgpu_check.suite.distributed.state import assert_arguments_arrive
 from mgpu_check.torch_hooks.patches import replaced
 
 pytestmark = pytest.mark.gpus(2)
@@ -82,3 +85,39 @@ def test_the_first_line_names_the_first_wrong_collective(ranks):
     assert "1 of 5 elements of int32 are wrong" in first
     assert second.startswith("  2 of 2 collectives are wrong; all of them: function all_reduce, dtype int32")
     assert third.startswith("  all_reduce SUM, int32, 9 elements")
+
+
+def _with_tuples_in_place_of_named_ones(rank: Rank) -> None:
+    with replaced(scatter_gather, "_is_namedtuple", lambda *_: False):
+        assert_arguments_arrive(rank, 0)
+
+
+def _with_one_more_in_lists(rank: Rank) -> None:
+    real = DistributedDataParallel.forward
+
+    def forward(self: Any, *args: Any, more: Any, **given: Any) -> Any:
+        return real(self, *args, more=more | {"list": [more["list"][0] + 1, more["list"][1]]}, **given)
+
+    with replaced(DistributedDataParallel, "forward", forward):
+        assert_arguments_arrive(rank, 0)
+
+
+@pytest.mark.parametrize(
+    ("check", "found"),
+    [
+        (
+            _with_tuples_in_place_of_named_ones,
+            r"the type of argument more\['list'\]\[1\] is 'tuple', expected '_PairOfModels'",
+        ),
+        (
+            _with_one_more_in_lists,
+            r"argument more\['list'\]\[0\] \(int64\[\d, \d+\] on cuda:\d\) is wrong: \d+ of \d+ elements, the first \[0, 0\]: "
+            r"expected -?\d, got -?\d",
+        ),
+    ],
+)
+def test_an_argument_that_does_not_arrive_is_shown_with_its_value(ranks, check, found):
+    with pytest.raises(
+        RankFailure, match=f"rank 0 of 2 raised GradientMismatch: DDP on 2 ranks, nested arguments, rank 0: {found}"
+    ):
+        ranks.run(check)

@@ -16,6 +16,7 @@ from torch import nn
 from mgpu_check.asserts.bits import first_difference, same_bits
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.agreement import difference
 from mgpu_check.suite.common.averaged_statistics import STEPS, averaging, drawn, wrong_statistics
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.models import CLASSES, FEATURES
@@ -30,6 +31,7 @@ from mgpu_check.suite.common.whole_numbers.reference import (
 from mgpu_check.suite.distributed.replica import Replica, train, under_ddp
 from mgpu_check.suite.recipes.everything import Everything
 from mgpu_check.suite.recipes.training import split
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = [
     "assert_arguments_arrive",
@@ -236,20 +238,34 @@ def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> No
                 "output": out["out"],
             }
             assert_devices_are(tensors, rank.device, what)
-        for name, right in {
-            "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
-            "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
-            "the gradient of argument x": x.grad is not None and torch.equal(x.grad.cpu(), of_x),
-            "argument more['list'][1]": isinstance(model.seen["pair"], _PairOfModels)
-            and torch.equal(model.seen["pair"].values.cpu(), y.cpu())
-            and model.seen["pair"].number == 7,
-            "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",
-            "output out": torch.equal(out["out"].detach().cpu().double(), expected),
-            "output nested": out["nested"][0] is None
-            and torch.equal(out["nested"][1][0].cpu().double(), expected + y.cpu()),
-            "output text": out["text"] == "a word" and out["number"] == 5,
+        seen, nested = model.seen, out["nested"]
+        for name, (got, right) in {
+            "argument x": (seen["x"], x),
+            "the gradient of argument x": (x.grad, of_x),
+            "argument more['list'][0]": (seen["list"], y),
+            "the type of argument more['list'][1]": (type(seen["pair"]).__name__, _PairOfModels.__name__),
+            "argument more['list'][1].values": (getattr(seen["pair"], "values", None), y),
+            "argument more['list'][1].number": (getattr(seen["pair"], "number", None), 7),
+            "argument words": (seen["words"], 5),
+            "argument more['text']": (seen["text"], "a word"),
+            "output out": (out["out"].double(), expected),
+            "output nested[0]": (nested[0], None),
+            "output nested[1][0]": (nested[1][0].double(), expected + y.cpu()),
+            "output text": (out["text"], "a word"),
+            "output number": (out["number"], 5),
         }.items():
-            findings.require(right, f"{what}: {name} is wrong", ranks=[rank.index])
+            text = _unlike(got, right)
+            findings.require(not text, f"{what}: {name} {text}", ranks=[rank.index])
+
+
+def _unlike(got: Any, expected: Any) -> str:
+    """Describe how an argument or output differs from the expected one; "" if it does not."""
+    if not isinstance(expected, torch.Tensor):
+        return "" if type(got) is type(expected) and got == expected else f"is {got!r}, expected {expected!r}"
+    if not isinstance(got, torch.Tensor):
+        return f"is {got!r}, expected {name_of(expected.dtype)}{list(expected.shape)}"
+    text = difference(got, expected, "numbers")
+    return f"({name_of(got.dtype)}{list(got.shape)} on {got.device}) is wrong: {text}" if text else ""
 
 
 def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> None:
