@@ -89,7 +89,7 @@ def test_the_first_line_names_the_first_wrong_collective(ranks):
 
 def _with_tuples_in_place_of_named_ones(rank: Rank) -> None:
     with replaced(scatter_gather, "_is_namedtuple", lambda *_: False):
-        assert_arguments_arrive(rank, 0)
+        assert_arguments_arrive(rank, [2, 3], 0)
 
 
 def _with_one_more_in_lists(rank: Rank) -> None:
@@ -99,7 +99,7 @@ def _with_one_more_in_lists(rank: Rank) -> None:
         return real(self, *args, more=more | {"list": [more["list"][0] + 1, more["list"][1]]}, **given)
 
     with replaced(DistributedDataParallel, "forward", forward):
-        assert_arguments_arrive(rank, 0)
+        assert_arguments_arrive(rank, [2, 3], 0)
 
 
 @pytest.mark.parametrize(
