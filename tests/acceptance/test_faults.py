@@ -174,6 +174,7 @@ LOOKS = {
     "memory-aliased-pages": memory(address),
     "memory-coupled": memory(constant(0), constant(0xFF)),
     "memory-weak": memory(constant(0), repeats=8),
+    "memory-leaks:seconds=0": memory(constant(255)),
     "product-dtype": product(torch.float16),
     "product-inner": computed(torch.mm, integers("cpu", 8, 256), integers("cpu", 256, 8)),
     "product-vector": computed(torch.mm, integers("cpu", 8, 16), integers("cpu", 16, 1)),

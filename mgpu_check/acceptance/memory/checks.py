@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
+from mgpu_check.acceptance.load import keep_busy
 from mgpu_check.acceptance.memory.cases import MemoryCase
 from mgpu_check.acceptance.memory.diagnosis import evidence_of
 from mgpu_check.acceptance.memory.patterns import rounds_of
@@ -29,14 +33,17 @@ def examine_memory(rank: Rank, case: MemoryCase) -> list[SubjectResult]:
         try:
             if not region.chunks:
                 return [Observation("memory", subject, "unknown", "no memory is free", str(case))]
-            return [examine_region(region, case, subject), *_bandwidth(region, subject)]
+            hold = functools.partial(keep_busy, rank, case.held) if case.held else None
+            return [examine_region(region, case, subject, hold), *_bandwidth(region, subject)]
         finally:
             del region
             torch.cuda.empty_cache()
 
 
-def examine_region(region: Region, case: MemoryCase, subject: Subject) -> Observation:
-    """Run the passes of `case` on a region; see `examine_memory`."""
+def examine_region(
+    region: Region, case: MemoryCase, subject: Subject, hold: Callable[[], object] | None = None
+) -> Observation:
+    """Run the passes of `case` on a region, and call `hold` before each comparison; see `examine_memory`."""
     wrong = WrongRegion()
     done = 0
     for number in range(case.passes):
@@ -45,6 +52,8 @@ def examine_region(region: Region, case: MemoryCase, subject: Subject) -> Observ
         for index, (pattern, backwards) in enumerate(rounds):
             seed = case.seed + 1000 * number + index
             then = rounds[index + 1][0] if index + 1 < len(rounds) and case.pattern == "inversions" else None
+            if hold is not None:
+                hold()
             region.compare(pattern, wrong, seed, then=then, backwards=backwards)
             if then is None and index + 1 < len(rounds):
                 region.write(*rounds[index + 1])

@@ -33,3 +33,4 @@ _fault(
 )
 _fault("memory-coupled", "a bit that changes from 0 to 1 flips its neighbour", {"bit": 2}, "Coupled")
 _fault("memory-weak", "a bit sometimes flips", {"bit": 5, "every": 7, "seed": 0}, "WeakBit")
+_fault("memory-leaks", "a bit turns to 0 two seconds after it was written", {"bit": 4, "seconds": 2.0}, "LeakyBit")

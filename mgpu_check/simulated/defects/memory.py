@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from mgpu_check.simulated.defects.chance import Chance
 from mgpu_check.simulated.defects.parameters import Parameters
 from mgpu_check.simulated.hardware import Defect
 
-__all__ = ["Aliased", "Coupled", "DeadRow", "StuckBit", "WeakBit"]
+__all__ = ["Aliased", "Coupled", "DeadRow", "LeakyBit", "StuckBit", "WeakBit"]
 
 
 class _Cells(Defect):
@@ -54,6 +56,24 @@ class WeakBit(_Cells):
     def remembered(self, *memory: torch.Tensor) -> None:
         if self._chance.now():
             memory[0].bitwise_xor_(self._mask)
+
+
+class LeakyBit(_Cells):
+    """One bit turns to 0 ``seconds`` after its byte was last changed."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters)
+        self._mask = 1 << int(parameters["bit"])
+        self._seconds = float(parameters["seconds"])
+        self._was, self._changed = -1, 0.0
+
+    def remembered(self, *memory: torch.Tensor) -> None:
+        value, now = int(memory[0][0]), time.monotonic()
+        if value != self._was:
+            self._was, self._changed = value, now
+        if now - self._changed >= self._seconds:
+            memory[0].bitwise_and_(0xFF - self._mask)
+            self._was = value & ~self._mask
 
 
 class Aliased(Defect):
