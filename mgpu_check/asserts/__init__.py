@@ -1,2 +1,1 @@
-"""Public assertions on tensors, gradients, shards, replicas and refused operands, and the findings that they are built
-of."""
+"""Public assertions on tensors, gradients, shards, replicas and refused operands, and their findings."""

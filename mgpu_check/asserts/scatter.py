@@ -67,8 +67,9 @@ def assert_shards_cover(batch: Any, shards: Sequence[Any], devices: Sequence[Dev
 
 
 def assert_leaves_replicated(batch: Any, shards: Sequence[Any], devices: Sequence[Device]) -> None:
-    """Assert that every shard has the leaves of `batch` that are not tensors unchanged, as `nn.parallel.scatter`
-    documents.
+    """Assert that every shard has the non-tensor leaves of `batch` unchanged.
+
+    `nn.parallel.scatter` documents this.
 
     Raises:
         ShardError: naming the leaf, the shard and its device.

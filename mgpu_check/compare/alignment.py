@@ -118,8 +118,7 @@ class Samples:
 
     @property
     def hidden(self) -> bool:
-        """True if ranks hold parts of the model, and no rank received a sample: their inputs may be outputs of other
-        ranks."""
+        """True if ranks hold parts of the model and got no samples: their inputs may come from other ranks."""
         return self.divided and not self.common
 
     @property
@@ -236,8 +235,7 @@ class Aligned:
         ]
 
     def samples(self, step: int) -> Samples:
-        """Return the rows of the model's inputs, or the columns if only the columns on ranks equal those of one
-        device."""
+        """Return the rows of the model's inputs, or the columns if only columns equal those of one device."""
         steps = [trace.steps[step] for trace in self.ranks]
         one = self.one.steps[step]
         rows = self._samples(one.seen, [here.seen for here in steps])

@@ -1,5 +1,4 @@
-"""Read arguments of a script that depend on its number of processes (``--batch-size={64/W}``), and options with two
-parts."""
+"""Read arguments of a script that depend on its number of processes: ``--batch-size={64/W}``."""
 
 from __future__ import annotations
 

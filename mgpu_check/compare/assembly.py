@@ -217,8 +217,7 @@ def _gap(name: str, one: Trace, some: Sequence[_LabelledSlice], reasons: dict[st
 
 
 def _apart(name: str, some: Sequence[_LabelledSlice], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
-    """Return whether ranks hold the same slice with different initial values, and record it: the tensors may be
-    different ones."""
+    """Return whether ranks hold a slice with different initial values, and record that."""
     starts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for piece in some:
         before = next((s.before[piece.label] for s in ranks[piece.rank].steps if piece.label in s.before), None)
@@ -231,8 +230,7 @@ def _apart(name: str, some: Sequence[_LabelledSlice], ranks: Sequence[Trace], re
 
 
 def _first(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> tuple[int, list[tuple[HeldSlice, TensorSummary]]]:
-    """Return the first step with a value of each part of a statistic, and these values; no values if there is no such
-    step."""
+    """Return the first step with a value of each part of a statistic, and the values, if there is one."""
     wanted = {piece.place for piece in some}
     for number in range(min(len(ranks[piece.rank].steps) for piece in some)):
         found: dict[object, tuple[HeldSlice, TensorSummary]] = {}
@@ -260,8 +258,7 @@ def _unlike(
 
 
 def _own_parts(some: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> str:
-    """Describe the parts of a parameter that ranks compute a statistic from; "" if all ranks have the same value of
-    it."""
+    """Describe the parts that ranks compute a statistic from; "" if all ranks have the same value of it."""
     if not any(piece.held.covers for piece in some) or not is_partial(_first(some, ranks)[1]):
         return ""
     return _told((piece.held.covers, ranks[piece.rank].rank) for piece in some)
@@ -342,8 +339,7 @@ def _step(
                 yield name, view[index]
 
     def scale(label: str) -> float:
-        """Return the final norm of the whole gradient relative to that of a slice, so that they can be compared; 1 if
-        unknown."""
+        """Return the final norm of the whole gradient relative to that of a slice; 1 if unknown."""
         own, found = step.gradients.get(label), views["gradient"].get(pieces.get(label, ""), {}).get(index)
         return found.norm / own.norm if found is not None and own is not None and own.norm else 1.0
 

@@ -76,8 +76,7 @@ def _partitions(ranks: Sequence[Trace]) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def told_axes(difference: FirstDifference) -> str:
-    """Describe along which axes ranks agree about the first wrong tensor, and along which they differ; "" if
-    unknown."""
+    """Describe the axes along which ranks agree or differ about the first wrong tensor; "" if unknown."""
     kind, axes = difference.kind, axes_of(difference.aligned.ranks)
     if kind is None or not axes:
         return ""
@@ -102,8 +101,7 @@ def _agreement(difference: FirstDifference, kind: Kind, name: str, axes: Sequenc
 
 
 def _agrees(difference: FirstDifference, kind: Kind, name: str, axis: Axis) -> bool | None:
-    """Return whether ranks of a line with the same part of a tensor agree about it; None if no two ranks share a
-    part."""
+    """Return whether ranks of a line with the same part of a tensor agree; None if no two ranks share one."""
     aligned = difference.aligned
     _, here = aligned.found(difference.step, kind, name)
     entries = {trace.rank: trace.entry(name) for trace in aligned.ranks}

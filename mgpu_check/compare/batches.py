@@ -23,8 +23,7 @@ _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
 
 
 def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
-    """Return why the runs cannot be compared, if the ranks clearly saw other samples than the first batch of one
-    device.
+    """Return why runs cannot be compared, if ranks saw other samples than one device from the start.
 
     The list is empty if more runs are needed to decide, or if the samples are evidence of a mistake.
     """

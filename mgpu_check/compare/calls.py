@@ -26,8 +26,7 @@ def call_at_fault(difference: FirstDifference) -> str:
 
 
 def told_slice(difference: FirstDifference) -> str:
-    """Describe the factor of the most wrong gradient if only some slices have it, and the call that causes it; "" if
-    none.
+    """Describe the factor of the most wrong gradient if only slices have it, with the call; else "".
 
     The other slices are the control: their elements are those of one device.
     """

@@ -156,8 +156,7 @@ def _again(
 
 
 def _moved_apart(made: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int]) -> ScriptRun | None:
-    """Find the places of constants in runs with distinct values, and run the ranks with these places; None if a run
-    fails."""
+    """Find the places of constants by runs with distinct values, and run the ranks again; None on failure."""
     world = made.plan.world
     with contextlib.ExitStack() as undo:
         wholes, *found = (undo.enter_context(tempfile.TemporaryFile()).fileno() for _ in range(1 + world))
@@ -187,8 +186,7 @@ def _aligned(one: ScriptRun, found: Assembly, world: int) -> Aligned:
 
 
 def _several(made: ScriptComparison, tell: Callable[[str], None]) -> ScriptRun:
-    """Return the run on several devices: one rank per device, or one process if the script divides work within a
-    process.
+    """Return the run on several devices: a rank per device, or one process that divides the work.
 
     A script that never makes a process group trains the same model on each rank. That is a mistake unless one process
     uses several devices, through DataParallel or with layers on several devices.

@@ -27,8 +27,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Make constant parameters and buffers distinct when a module registers them, and after each time they are
-    filled."""
+    """Make constant parameters and buffers distinct at registration, and whenever they are filled."""
     apart = _MovedApart()
     register_module_parameter_registration_hook(apart.registered)
     register_module_buffer_registration_hook(apart.registered)

@@ -85,8 +85,7 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
 
 
 def _repeated_epoch(aligned: Aligned, step: int) -> str:
-    """Name the step of an earlier epoch with the same samples, if set_epoch was never called; "" if there is no such
-    step."""
+    """Name an earlier step with the same samples, if set_epoch was never called; "" without any."""
     epochs: dict[int, list[dict[str, Any]]] = {}
     for event in aligned.ranks[0].of("sampler"):
         if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:

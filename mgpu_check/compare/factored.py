@@ -21,8 +21,10 @@ __all__ = ["entries", "flat_parts", "statistic"]
 
 
 def entries(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each value of an optimizer's state with its name. A value in a list or a dict has a name like
-    "old_dirs[0]"."""
+    """Yield each value of an optimizer's state with its name.
+
+    A value in a list or a dict has a name like "old_dirs[0]".
+    """
     for key, value in state.items():
         yield from _within(str(key), value)
 

@@ -1,5 +1,4 @@
-"""List the trained parameters, states of optimizers and buffers that were not compared with one device, with the
-reasons."""
+"""List the parameters, states of optimizers and buffers that were not compared, with the reasons."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
 
 
 def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str, str]:
-    """Return the states of compared parameters, and the changing buffers, that were never compared, each with the
-    reason."""
+    """Return the states of compared parameters, and the changing buffers, that were never compared."""
     found: dict[str, str] = {}
     for name, state in aligned.one.states.items():
         if state.of not in judged if state.key else state.constant:

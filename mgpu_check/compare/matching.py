@@ -96,8 +96,7 @@ def prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
 
 
 def beside(label: str, modules: Mapping[str, set[str]]) -> str | None:
-    """Return the name of a parameter on one device, from the names of its modules; None if they are ambiguous or
-    unknown."""
+    """Return a parameter's name on one device, by the names of its modules; None if ambiguous or unknown."""
     parts = label.split(".")
     for count in range(len(parts) - 1, -1, -1):
         names = modules.get(".".join(parts[:count]), set())

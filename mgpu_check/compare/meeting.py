@@ -27,8 +27,7 @@ Places = Mapping[str, tuple[str, int]]
 
 
 def install(note: Note, store: tuple[str, int], places: Places) -> None:
-    """Redirect the ranks of a group with the size of the run to `store`, and record "led" if the script set another
-    address.
+    """Redirect the ranks of the whole group to `store`; record "led" if the script set another address.
 
     Args:
         places: filled while the script sets variables, and read when the script makes the group.

@@ -61,8 +61,7 @@ def install(note: Note) -> Coordinates:
 
 
 def _axes(mesh: Any) -> list[tuple[str, int, int]]:
-    """Return name, index of this rank and size of each axis of a root mesh; empty for a submesh, or if they are
-    unknown."""
+    """Return name, index of this rank and size of each axis of a root mesh; empty for a submesh."""
     if getattr(mesh, "_root_mesh", None) is not None or not mesh.mesh_dim_names:
         return []
     place = mesh.get_coordinate()

@@ -62,9 +62,7 @@ class Names:
             self._models.append(weakref.ref(module))
 
     def name(self, parameter: torch.Tensor, otherwise: str) -> tuple[str, int]:
-        """Return the name of a parameter and its place in the model; `otherwise` and a last place if no called module
-        has it.
-        """
+        """Return the name of a parameter and its place in the model; `otherwise` if no called module has it."""
         if id(parameter) not in self._names:
             self._learn(parameter)
         if id(parameter) not in self._names:
@@ -72,8 +70,7 @@ class Names:
         return self._names[id(parameter)]
 
     def of_key(self, module: nn.Module, key: str) -> tuple[str, int] | None:
-        """Return name and place of the parameter that a module had under a key; None if no model contains the
-        module."""
+        """Return name and place of the parameter that a module had under a key; None outside of all models."""
         if id(module) not in self._prefixes:
             self._learn()
         if id(module) not in self._prefixes:

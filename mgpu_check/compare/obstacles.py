@@ -70,8 +70,7 @@ def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
 
 
 def narrow(trace: Trace) -> str:
-    """Name the first dtype narrower than float32 that the script computes in, as a clause; "" if there is no such
-    dtype."""
+    """Name the first dtype narrower than float32 that the script computes in, as a clause; else ""."""
     for event in trace.of("narrow"):
         return f"{event['module']} returns {event['dtype']}"
     dtypes = {p.dtype: p.name for p in trace.parameters.values() if p.dtype in ("bfloat16", "float16")}

@@ -23,9 +23,7 @@ class Perturbation:
         self._generator = torch.Generator("cpu").manual_seed(seed)
 
     def output(self, value: Any) -> Any:
-        """Return `value`, the result of a module, with its floating-point and complex tensors perturbed, also in lists,
-        tuples and dicts.
-        """
+        """Return a module's result with its tensors perturbed, also in lists, tuples and dicts."""
         if isinstance(value, torch.Tensor):
             if not _is_moved(value):
                 return value

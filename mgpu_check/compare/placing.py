@@ -168,8 +168,7 @@ class Placing:
         return self._near(part.label, part.order, copied(parameter), self._wholes) or part
 
     def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> TracePart | None:
-        """Place a constant from other placed tensors: neighbours in its module, or tensors divided along an axis of a
-        mesh."""
+        """Place a constant by other tensors: neighbours in its module, or tensors divided along an axis."""
         if not value.dim():
             return None
         near = beside(name, value, self._found.get(name.rpartition(".")[0], ()), wholes)

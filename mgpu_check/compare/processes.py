@@ -286,8 +286,7 @@ def run(
 
 @contextlib.contextmanager
 def _store(listener: socket.socket, world: int) -> Iterator[None]:
-    """Hold the store where the ranks meet, as torchrun's agent does: then no rank must bind a port, which may be
-    taken."""
+    """Hold the store where ranks meet, as torchrun's agent does: no rank must bind a port then."""
     import torch.distributed as dist
 
     port = listener.getsockname()[1]

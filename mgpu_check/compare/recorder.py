@@ -1,5 +1,4 @@
-"""Record the trace in the script's process, through hooks on optimizers, modules and backward, without changes to the
-script.
+"""Record the trace in the script's process, through hooks on optimizers, modules and backward.
 
 The trace covers only calls that the script makes itself; see `docs/reference/compare.md`.
 """

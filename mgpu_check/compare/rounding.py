@@ -26,8 +26,7 @@ _USELESS = 0.5  # a wider tolerance would accept even a factor of two
 
 @functools.cache
 def roundoff(dtype: str) -> float:
-    """Return the unit roundoff of a dtype, given by name: that of the parts of a complex dtype, that of float32 for an
-    exact dtype."""
+    """Return the unit roundoff of a dtype, given by name: of a complex one's parts, of float32 for an exact one."""
     import torch  # imported late, in parallel with the first processes of the script
 
     from mgpu_check.numerics.bounds import unit_roundoff
@@ -74,8 +73,7 @@ class Rounding:
         return max(deviation(of_kind(t.steps[step], kind).get(name), expected, shape).size for t in self._others)
 
     def tolerance(self, step: int, kind: Kind, name: str) -> float:
-        """Return the tolerance for the deviation of a tensor; infinite if rounding was not measured there, or has no
-        bound."""
+        """Return the tolerance for the deviation of a tensor; infinite if rounding is unknown or unbounded."""
         least = max(map(roundoff, self._dtypes(name)))
         if kind == "before":
             return self.margin * least
@@ -85,8 +83,7 @@ class Rounding:
         return self.margin * max(grown[step], self._medians[kind][step], least)
 
     def _dtypes(self, name: str) -> list[str]:
-        """Return the dtypes that a tensor is rounded to; for a state also that of its parameter, whose gradients it
-        depends on."""
+        """Return the dtypes that a tensor is rounded to, for a state also that of its parameter."""
         state = self._one.states.get(name)
         found = [state, self._one.parameters.get(state.of if state else name)]
         return [entry.dtype for entry in found if entry is not None]
@@ -96,8 +93,7 @@ class Rounding:
         return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
 
     def drowned(self, steps: int, kind: Kind, name: str) -> int | None:
-        """Return the first of `steps` steps at which rounding alone hides a factor of two in a tensor; None if no step
-        does."""
+        """Return the first step at which rounding alone hides a factor of two in a tensor, or None."""
         return next((step for step in range(steps) if self.tolerance(step, kind, name) > _USELESS), None)
 
     def leaves_numbers(self, step: int, kind: Kind, name: str) -> bool:

@@ -182,8 +182,7 @@ class States:
 
 
 def _is_read(value: torch.Tensor) -> bool:
-    """Return whether summaries can read a tensor: one of torch or of the simulated node, not a subclass from another
-    library."""
+    """Return whether summaries can read a tensor: one of torch or of the simulated node."""
     return type(value).__module__.partition(".")[0] in ("torch", "mgpu_check") and not value.is_nested
 
 

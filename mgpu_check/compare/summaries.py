@@ -135,8 +135,7 @@ def over(tensor: Any) -> list[str]:
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
-    """Return the shape of a tensor in summaries: a complex tensor has a last dimension of 2, for real and imaginary
-    parts."""
+    """Return the shape of a tensor in summaries; a complex one has a last dimension of 2."""
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 

@@ -44,8 +44,7 @@ class TraceError(ValueError):
 
 
 def positions(count: int) -> list[int]:
-    """Return the positions of the stored elements in a flattened tensor of `count`: the first, the last, and some
-    between."""
+    """Return the positions of stored elements in a flattened tensor: the first, the last, some between."""
     kept = min(SAMPLES, count)
     return [i * (count - 1) // max(kept - 1, 1) for i in range(kept)]
 

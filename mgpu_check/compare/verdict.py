@@ -130,8 +130,7 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
 
 
 def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:
-    """Return a refusal if the agreement proves nothing, because all gradients are zero or the samples differ; else
-    None."""
+    """Return a refusal if all gradients are zero or samples differ, so that agreement proves nothing."""
     steps = range(aligned.compared)
     gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
     if not any(gradient is not None and gradient.norm for gradient in gradients):

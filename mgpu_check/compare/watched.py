@@ -188,8 +188,7 @@ def _seeds(patches: Patches, note: Note) -> None:
 
 
 def _groups(patches: Patches, witness: Witness) -> None:
-    """Watch the default process group: a script that never makes it does not use several ranks, even if launched as
-    several.
+    """Watch the default process group: a script that never makes it does not use several ranks.
 
     A forked child of the script that makes a process group is a rank that the script started itself.
     """

@@ -20,8 +20,7 @@ def factor_of_change(
     stages: Sequence[Mapping[Result, torch.Tensor]],
     right: Mapping[Result, torch.Tensor],
 ) -> float | None:
-    """Return the factor between the change of all ranks since `was` and the right change; None if no one factor
-    fits."""
+    """Return the factor between the changes of all ranks since `was` and the right one; None if none fits."""
     found = [
         pair
         for stage in stages

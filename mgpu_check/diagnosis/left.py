@@ -23,8 +23,7 @@ _NEAR = 1e-4
 
 
 def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
-    """Return whether each rank still holds the gradient of its own backward pass, and the gradients differ between
-    ranks.
+    """Return whether each rank holds the gradient of its own backward pass, unlike other ranks.
 
     Args:
         left: the gradients after the backward pass, by rank.

@@ -201,8 +201,7 @@ class Relations:
 
     @property
     def broken(self) -> list[Result]:
-        """The results that are wrong or differ between ranks; if there are no such results, those with any broken
-        relation."""
+        """The results that are wrong or split; if there are none, those with any broken relation."""
         return [name for name in self.held if name in self.wrong or name in self.split] or [
             name for name, held in self.held.items() if False in held.values()
         ]

@@ -176,8 +176,7 @@ def _parameters(same: Sequence[CallEvent]) -> Found | None:
 
 
 def _operands(same: Sequence[CallEvent]) -> Found | None:
-    """Compare the operands of a collective: operation, root, and the dtypes, shapes and memory formats of its
-    tensors."""
+    """Compare the operands of a collective: operation, root, dtypes, shapes and memory formats."""
     for key, what in (("op", "its operation"), ("src", "its source"), ("dst", "its destination")):
         if (found := _detail(key, what)(same)) is not None:
             return found

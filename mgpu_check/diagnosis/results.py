@@ -47,9 +47,7 @@ class Result:
         return self.of if self.kind in ("params", "returned") and self.step is None else None
 
     def __str__(self) -> str:
-        """Return the text that users read: "gradient of head.weight", "head.weight", "buffer bn.running_mean",
-        "learning rate of group 0", "returned loss".
-        """
+        """Return the text that users read, such as "gradient of head.weight" or "returned loss"."""
         if self.kind == "returned" and not self.of:
             return f"returned{self.label}"
         return _TEXTS.get(self.kind, "{}").format(self.label)

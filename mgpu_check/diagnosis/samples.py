@@ -99,8 +99,7 @@ class EpochSamples:
 
     @property
     def telling(self) -> bool:
-        """True if samples are not covered, but a rank knows at least half of its samples, so that counts are
-        evidence."""
+        """True if samples are missing, and a rank knows at least half of its samples: counts are evidence."""
         return not self.covered and min(self.shares_unknown) <= _UNKNOWN
 
     @property

@@ -292,8 +292,7 @@ class Tensors:
 
     @staticmethod
     def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
-        """Return whether both are equal within 1e-5 of the largest magnitude in `scale`, and `other` is not all
-        zero."""
+        """Return whether both are equal within 1e-5 of the largest magnitude in `scale`, and not all zero."""
         near = (one - other).abs() <= CLOSE * float(scale.abs().max())
         return bool(near.all()) and bool((other != 0).any())
 
@@ -359,8 +358,7 @@ class Tensors:
         return columns
 
     def stays_as_left(self, name: Result, left: Sequence[Left]) -> bool:
-        """Return whether each rank ends with the gradient of its own backward pass, and the gradients differ between
-        ranks.
+        """Return whether each rank ends with the gradient of its own backward pass, unlike other ranks.
 
         Args:
             left: sums and norms of the gradients after the backward pass, by rank.

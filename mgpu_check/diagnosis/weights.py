@@ -35,8 +35,7 @@ def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Ten
 
 
 def spanned(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> bool | None:
-    """Return whether the values are a weighted sum of the columns; None with too few elements, or with non-finite
-    ones."""
+    """Return whether the values are a weighted sum of the columns; None if too few, or not finite."""
     system = _system(columns, values)
     return None if system is None else _solved(*system) is not None
 

@@ -27,8 +27,7 @@ Parts = dict[Result, list[tuple[int, Slice, torch.Tensor]]]
 
 @dataclass(frozen=True)
 class _Whole:
-    """A result that was assembled from slices, once per rank: each rank's own slices, and slices of others in the
-    gaps."""
+    """A result assembled from slices, once per rank: its own slices, and slices of others in the gaps."""
 
     views: list[torch.Tensor]
     own: list[torch.Tensor]
@@ -37,8 +36,7 @@ class _Whole:
 
 
 def holders_of(seen: Sequence[ObservedRun]) -> dict[str, set[int]]:
-    """Return, for each parameter and buffer that some rank leaves unused, the ranks that use it or that train
-    nothing."""
+    """Return the ranks that use each tensor that some rank leaves unused, or that train nothing."""
     found: dict[str, set[int]] = defaultdict(set)
     for name in set().union(*(one.unused for one in seen)):
         found[name] |= {rank for rank, one in enumerate(seen) if name not in one.unused or not _trains(one)}
@@ -95,8 +93,7 @@ def _trains(one: ObservedRun) -> bool:
 
 
 def _names_differ(seen: Sequence[ObservedRun]) -> bool:
-    """Return whether ranks have results of different names, except returned ones; ranks without digests do not
-    count."""
+    """Return whether ranks with digests have results of different names, except returned ones."""
     names = [one.digests.keys() for one in seen if one.digests]
     return any(name.kind != "returned" for one in names for name in one ^ names[0])
 
@@ -226,8 +223,7 @@ def _is_state_in_chunks(whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[
 def _in_order(
     name: Result, whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...], size: int
 ) -> list[tuple[int, Slice, torch.Tensor]]:
-    """Return the chunks of a state in the order of ranks; with several replicas, in the order that makes replicas
-    agree."""
+    """Return the chunks of a state by rank; with replicas, in the order that makes replicas agree."""
     first = whole[0][1]
     dim = next(d for d in range(len(shape)) if first.shape[d] != shape[d])
     count = -(-shape[dim] // max(1, first.shape[dim]))

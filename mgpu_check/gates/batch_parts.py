@@ -158,8 +158,7 @@ def _divisible(leaf: torch.Tensor, along: int, extent: int) -> bool:
 
 
 def _extent(batch: Any, along: int) -> int:
-    """Return the length of the divided dimension: the number of samples, or of positions in the first tensor with
-    any."""
+    """Return the length of the divided dimension: the number of samples or of positions."""
     if along == 0:
         return samples_in(batch)
     lengths = [leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1]

@@ -129,8 +129,7 @@ def _most_valid(leaf: torch.Tensor) -> int:
 
 
 def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides, if `_REDRAWS`
-    suffice."""
+    """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides."""
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     for _ in range(_REDRAWS):
         parts = [

@@ -1,5 +1,4 @@
-"""Report the optimizer steps that replays of CUDA graphs do: torch calls the hooks of a step only when it is
-captured."""
+"""Report the optimizer steps in replays of CUDA graphs: torch calls hooks only during the capture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Combine the gradients of ranks after each backward pass: if that makes a wrong step right, nothing else combines
-them."""
+"""Combine the gradients of ranks after each backward pass, to see whether that makes a wrong step right."""
 
 from __future__ import annotations
 

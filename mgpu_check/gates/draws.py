@@ -89,8 +89,7 @@ def _is_float32(value: Any) -> bool:
 
 
 class Notes(TorchDispatchMode):
-    """Notes the floating-point dtypes narrower than float32 that operators return, and the operators that draw at
-    random.
+    """Notes the dtypes narrower than float32 that operators return, and the operators that draw at random.
 
     Attributes:
         seen: the dtypes.
@@ -130,8 +129,7 @@ class Notes(TorchDispatchMode):
 
 
 def _by_generator_alone(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether the draw of an operator depends only on the generator, and on no values of its tensor
-    arguments."""
+    """Return whether the draw of an operator depends only on the generator, not on its tensor arguments."""
     packet = func.overloadpacket
     given = args[1:] if packet in _FILLING else args
     return packet in _FROM_NOTHING and not any(isinstance(value, torch.Tensor) for value in given)

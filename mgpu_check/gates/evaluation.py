@@ -128,8 +128,7 @@ def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
-    """Measure how far rounding errors may move each element of the answers, by Monte Carlo arithmetic; see
-    `Perturbed`."""
+    """Measure how far rounding may move each element of the answers, by Monte Carlo arithmetic."""
     seed_everything(_SEED + 1000 + rank.index)
     usual = {n: v.double() for n, v in _answer(program, model, batch).items() if is_real(v)}
     spread = deviations(sum(value.numel() for value in usual.values()))

@@ -131,8 +131,7 @@ class Expectations:
         return found
 
     def _measured_together(self, scenario: Scenario) -> Expected | None:
-        """Return the result of `measure_provisionally` from runs shared by ranks; None if one rank has to do all
-        runs."""
+        """Return `measure_provisionally` from runs shared by ranks; None if one rank has to do all runs."""
         elements = self._elements
         if not elements or (self._program.reference is not None and scenario.change):
             return None

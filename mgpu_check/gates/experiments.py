@@ -87,8 +87,10 @@ def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Resu
 
 
 def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
-    """Yield changes, the likeliest first: other groups, combined gradients, positions, orders, factors, terms of the
-    loss, groups of one rank, operations, calls left out.
+    """Yield the changes to try, the likeliest first.
+
+    They are: other groups, combined gradients, positions, orders, factors, terms of the loss, groups of one rank, other
+    operations, calls left out.
 
     If all ranks give the same number, a group of one rank or the operation MAX has the effect of a division, so factors
     come first. A factor of a collective also corrects returned values, so it comes before a factor of a term.
@@ -159,8 +161,10 @@ def _combined(
 
 
 def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
-    """Return the parameters whose gradients differ between ranks at the first optimizer step, and are as backward left
-    them: no collective runs between the two."""
+    """Return the parameters that the first optimizer step of each rank takes with gradients of its own.
+
+    These gradients differ between ranks, and no collective runs between the last backward pass and the step.
+    """
     left: list[Mapping[str, Mapping[str, float]]] = []
     for trace in traces:
         before = list(itertools.takewhile(lambda event: event.kind != "step", trace.events))

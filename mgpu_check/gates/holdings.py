@@ -57,8 +57,7 @@ class Held:
     local: bool = False
 
     def copy_of(self, value: Any) -> torch.Tensor:
-        """Return a copy of the tensor, its gradient or its state; of a DTensor that was placed locally, the local
-        part."""
+        """Return a copy of the tensor, its gradient or its state; of a DTensor placed locally, the local part."""
         if not self.local or not hasattr(value, "to_local"):
             return plain_copy(value)
         whole: Any = self.tensor
@@ -309,8 +308,7 @@ def _is_there(tensor: torch.Tensor) -> bool:
 def named_tensors(
     modules: Mapping[str, nn.Module], aliases: bool = False
 ) -> Iterator[tuple[_Kind, str, torch.Tensor, nn.Module, str]]:
-    """Yield each parameter and buffer of modules that are named by prefixes: kind, name, tensor, its module, its key
-    there.
+    """Yield each parameter and buffer of modules named by prefixes: kind, name, tensor, its module, its key.
 
     Args:
         aliases: also yield a tensor that a module has under several names once for each.

@@ -1,5 +1,4 @@
-"""Change one call of the code under test, in a rank, during one run: if that makes a wrong step right, the call is the
-cause."""
+"""Change one call of the code under test during one run: if a wrong step is then right, it is the cause."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change
 
 
 def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, Range]:
-    """Return the lines of the code under test that call `torch.arange` or slice a parameter, each with its first
-    range."""
+    """Return the lines that call `torch.arange` or slice a parameter, each with its first range."""
     noting = _NotingRanges()
     with full_precision():
         observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
@@ -118,8 +116,7 @@ def _with_calls(change: Change) -> Iterator[None]:
         return _with_results(form, args, kwargs, result, lambda tensors: alter(tensors, size, change.value))
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Alter the result of an autograd function instead of its collective, so that autograd changes gradients
-        too."""
+        """Alter the result of an autograd function, not of its collective: autograd then changes gradients too."""
         sizes.append(0)
         try:
             result = apply.__func__(cls, *args, **kwargs)
@@ -142,8 +139,7 @@ def _multiplied(tensors: list[torch.Tensor], by: float) -> list[torch.Tensor]:
 
 
 def _reordered(tensors: list[torch.Tensor], size: int, pieces: int) -> list[torch.Tensor]:
-    """Put the first pieces of all ranks first, then the second ones; unchanged if the rows do not divide into
-    pieces."""
+    """Put the first pieces of all ranks first, then the second ones, if the rows divide into pieces."""
     rows = sum(map(len, tensors))
     if rows % (size * pieces):
         return tensors

@@ -88,8 +88,9 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
 
 
 def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
-    """Run the reference, or else the step, unchanged and perturbed, in its own precision, which recognises most right
-    steps.
+    """Run the reference, or else the step, unchanged and perturbed, in its own precision.
+
+    Most right steps are recognised by that.
 
     Return None if the result is inconclusive, so that `measure` is needed.
 
@@ -122,8 +123,7 @@ def measure_in_parts(
 
 
 def of_parts(program: Program, parts: Sequence[RunPart], elements: int) -> Expected | None:
-    """Join one part for each of `rounding.RUNS` to the result of `measure_provisionally`; None if it is
-    inconclusive."""
+    """Join one part for each of `rounding.RUNS` as `measure_provisionally` does; None if inconclusive."""
     main = joined(parts, elements)
     return None if main is None else _provisional(program, main, None, parts[0].drawn, parts[0].narrow)
 

@@ -42,8 +42,7 @@ def facts(
     frame: types.FrameType,
     named: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> dict[str, Any]:
-    """Describe an operand as the collective starts: dtype, shape, layout, autograd history and the result that it
-    holds.
+    """Describe an operand as the collective starts: dtype, shape, layout, autograd history, its result.
 
     Args:
         result_in: returns the gradient or parameter that a tensor shares memory with.
@@ -115,8 +114,7 @@ class Rows:
         self._known = [dict(rows) for rows in of_leaves.values() if len(dict(rows)) == len(rows)]
 
     def samples(self, given: torch.Tensor) -> list[tuple[int, int]] | None:
-        """Return the samples in `given` as (batch, index); None if its rows are not all rows of one leaf of the
-        batches."""
+        """Return the samples in `given` as (batch, index); None unless all are rows of one leaf of the batches."""
         if given.dim() < 2:
             return None
         digests = [digest_of(row) for row in given.detach().cpu()]

@@ -123,8 +123,7 @@ def explained(
 
 
 def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
-    """Describe a sampler that continues with an epoch that does not follow from the interrupted run; "" if none
-    does."""
+    """Describe a sampler whose epoch does not follow from the interrupted run; "" if none does."""
     for rank, (whole, before, after) in enumerate(of_ranks):
         # Training may continue in the interrupted epoch or in the next one, or repeat earlier epochs.
         right = [whole[start:] for start in range(min(len(before), len(whole)) + 1)]

@@ -182,8 +182,7 @@ class Runs:
         return granted_at_least(wide(of(self._exact)), [wide(of(one)) for one in self._moved], ROUNDOFF, self._spread)
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
-        """Run twice in the precision of the step; the second batch is moved, so that the same sums round
-        differently."""
+        """Run twice in the precision of the step; the second batch is moved, so that sums round differently."""
         self._deep = deep
         single = self._once(notes, digests=True)
         # `undecided` needs the gradients of each optimizer step.
@@ -358,8 +357,7 @@ def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
 
 
 def alike(one: ObservedRun, other: ObservedRun) -> bool:
-    """Return whether two runs left results of the same names and shapes, finite in the same places, after as many
-    steps."""
+    """Return whether two runs left results of the same names, shapes and finite places, in as many steps."""
     return left_alike(one, other) and all(
         _finite_alike(value, other.values[name]) for name, value in one.values.items()
     )

@@ -223,8 +223,7 @@ def _check_arguments(
 
 
 def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
-    """Return the smallest failure that Hypothesis finds among some scenarios; None if all pass, or none can be
-    drawn."""
+    """Return the smallest failure that Hypothesis finds; None if all scenarios pass, or none can be drawn."""
     found: list[Trial] = []
     left = _MOST_SHRINKS
 

@@ -1,5 +1,4 @@
-"""Record in a rank the optimizers that step, with their tensors, and the buffers that DistributedDataParallel
-broadcasts."""
+"""Record the optimizers that step in a rank, and the buffers that DistributedDataParallel broadcasts."""
 
 from __future__ import annotations
 
@@ -242,8 +241,7 @@ def _unnamed(position: int, group: int) -> str:
 
 
 def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
-    """Return whether equal gradients on all ranks prove a reduction; constant or one-element ones may be equal by
-    chance."""
+    """Return whether equal gradients prove a reduction; constants and single elements do not."""
     gradient = parameter.grad
     if (
         gradient is None

@@ -41,8 +41,7 @@ _Edge = tuple[Any, int]
 
 @contextlib.contextmanager
 def noting_terms(model: Any, found: dict[tuple[str, Paths], Term]) -> Iterator[None]:
-    """Record each loss that the code under test calls backward on, and its terms, by the calling line and the graph
-    path."""
+    """Record each loss that backward is called on, and its terms, by the calling line and the graph path."""
     named = [pair for module in modules_of(model).values() for pair in module.named_parameters()]
 
     def note(line: str, roots: Sequence[Any]) -> list[RemovableHandle]:
@@ -150,8 +149,7 @@ def _added(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
 
 
 def _injected(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
-    """Yield scalar operands, such as losses of layers, that an autograd function of the code under test takes beside
-    others."""
+    """Yield scalar operands, such as losses of layers, that an autograd function takes beside others."""
     waiting: deque[tuple[tuple[int, ...], Any]] = deque([((), root)])
     known = {root}
     while waiting and len(known) < _MOST_NODES:

@@ -244,8 +244,7 @@ class Trials:
         return None
 
     def _counts(self, scenario: Scenario, expected: Expected) -> bool:
-        """Return whether the step is meant for a changed batch: its results on one device are finite and as
-        expected."""
+        """Return whether a changed batch suits the step: its results on one device are finite and as expected."""
         if scenario.change == "scaled" and not expected.finite:
             return False
         return expected.own is None or self.compared(expected, [expected.own]).holds

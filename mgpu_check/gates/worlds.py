@@ -109,8 +109,9 @@ def check_count(function_name: str, argument: str, value: object, more: str = ""
 
 
 def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = True) -> None:
-    """Raise a ValueError unless `tolerance` is None or a number from 0 to below 1; a larger one would accept any
-    result.
+    """Raise a ValueError unless `tolerance` is None or a number from 0 to below 1.
+
+    A larger one would accept any result.
 
     Args:
         by_name: whether to accept a mapping of names to such numbers, too.

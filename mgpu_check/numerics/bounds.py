@@ -12,8 +12,9 @@ __all__ = ["gamma", "product_bound", "significand_bits", "sum_bound", "unit_roun
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding to nearest: 2^-53 for float64, 2^-24, 2^-11 (half), 2^-8
-    (bfloat16).
+    """Return the largest relative error of one rounding to nearest.
+
+    It is 2^-53 for float64, 2^-24 for float32, 2^-11 for half, 2^-8 for bfloat16.
 
     Raises:
         ValueError: `dtype` is not a real floating-point type; integers do not round.

@@ -59,8 +59,7 @@ _COPYING = {
 
 
 class Perturbed(TorchDispatchMode):
-    """Multiplies every floating-point result of an operator by 1 ± spread·u, each element with a random sign of its
-    own.
+    """Multiplies every floating-point result of an operator by 1 ± spread·u, with random signs.
 
     u is the unit roundoff of the result's dtype. For float64 results it is `stands_for`, because float64 computes a
     narrower dtype's step more exactly. The mode works on the CPU and on simulated and real devices. Large tensors take

@@ -78,8 +78,7 @@ def uneven_steps(calls: UnfinishedCall) -> Finding | None:
 
 @on_calls(30)  # before decisions: ranks that decide differently do not wait for each other
 def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
-    """Detect a group that is too wide: a member waits for a message from a rank that waits in the group's
-    collective."""
+    """Detect a too wide group: a member waits for a message from a rank in the group's collective."""
     for rank, collective in calls.last.items():
         if not collective.unfinished or collective.cut:
             continue
@@ -96,8 +95,7 @@ def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
 
 @on_calls(40)
 def part_ways(calls: UnfinishedCall) -> Finding | None:
-    """Detect a decision that each rank took for itself: ranks entered different collectives, or some ranks entered
-    fewer."""
+    """Detect a decision of each rank's own: ranks entered different collectives, or some entered fewer."""
     if other_sizes(calls):
         return None
     if calls.unmatched:

@@ -87,8 +87,7 @@ def starts_apart(evidence: Evidence) -> Finding | None:
 
 @on_evidence(Precedence.APART + 40)
 def decides_by_rank(evidence: Evidence) -> Finding | None:
-    """Detect a decision that differs between ranks: optimizer steps, learning rates, loss scales, trained
-    parameters."""
+    """Detect steps, learning rates, loss scales or trained parameters that differ between ranks."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
 
 
@@ -249,8 +248,7 @@ def broadcast_of_another_rank(tensors: Tensors) -> Finding | None:
 
 @on_tensors(Precedence.POSSIBLE + 90)
 def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
-    """Detect a broadcast from rank 0, if ranks agree on a wrong result; weak evidence, as many right programs do
-    this."""
+    """Detect a broadcast from rank 0, if ranks agree on a wrong result; right programs do this, too."""
     return _broadcast_wrong(tensors, from_rank_0=True)
 
 

@@ -179,8 +179,7 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
 
 @on_evidence(Precedence.SUMS + 140)
 def clips_a_multiple(evidence: Evidence) -> Finding | None:
-    """Detect a gradient norm, found by the first clipping, that is off by the world size or the number of
-    micro-batches."""
+    """Detect a norm, found by the first clipping, that is off by the world size or the micro-batches."""
     tensors = evidence.tensors
     alone = None if tensors is None or tensors.alone is None else _norm(tensors.alone)
     if tensors is None or not alone:

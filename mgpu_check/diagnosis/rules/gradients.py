@@ -87,8 +87,7 @@ def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
 
 
 def _is_sum_of_ranks(case: Tensors, name: Result, others: Sequence[Result], count: int) -> bool:
-    """Return whether the sum of a gradient over ranks is `count` times that of one device, and the factor of the
-    others."""
+    """Return whether a gradient's sum over ranks is `count` times the right one, times others' factor."""
     factor = case.factor_here(others) if others else 1.0
     exact = case.expected.exact.get(name)
     values = [one.values[name].double() for one in case.seen if name in one.values]
@@ -163,8 +162,7 @@ def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = N
 
 
 def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
-    """Return whether a result belongs to the model, has the shape of a parameter, or the size of all parameters
-    together."""
+    """Return whether a result belongs to the model, or has the shape of a parameter or the size of all."""
     parameters = [value for key, value in tensors.seen[0].values.items() if key.kind == "params"]
     value = tensors.seen[0].values.get(name)
     if tensors.is_of_model(name) or value is None or not value.dim():
@@ -196,8 +194,7 @@ def _why_local(tensors: Tensors, local: list[Result]) -> str:
 
 
 def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
-    """Return a clause on the calls that show that nothing combined the gradients, to append to another; "" if
-    unknown."""
+    """Return a clause on the calls that show that nothing combined the gradients; "" if unknown."""
     wrap = tensors.first("wrap")
     if wrap is None:
         return "" if any(True for _ in tensors.events("collective")) else "; no collective was called"

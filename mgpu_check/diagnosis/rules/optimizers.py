@@ -186,8 +186,10 @@ def _groups(single: ObservedRun, one: ObservedRun) -> str:
 
 
 def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:
-    """Detect a wrong learning rate after the last step, if all other results are right: the next update will be
-    wrong."""
+    """Detect a wrong learning rate after the last step, if all other results are right.
+
+    The next update will be wrong.
+    """
     wrong = tensors.wrong()
     if not wrong or not all(name.kind == "optimizer" and name.of.startswith(_RATE) for name in wrong):
         return None

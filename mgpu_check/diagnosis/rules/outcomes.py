@@ -89,8 +89,7 @@ def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
 
 
 def _has_given(same: Sequence[CallEvent], exact: Sequence[torch.Tensor], size: int) -> bool:
-    """Return whether a collective gives these values, as a mean or a sum, to a rank or in shares to all ranks
-    together."""
+    """Return whether a collective gives these values, as mean or sum, to a rank or in shares to all."""
     right = _sums(exact)
     for given in zip(*(event.details.get("after", ()) for event in same), strict=False):
         shares = (math.fsum(one["sum"] for one in given), math.sqrt(math.fsum(one["norm"] ** 2 for one in given)))

@@ -70,8 +70,7 @@ def same_on_some(samples: EpochSamples) -> Finding | None:
 
 @on_epoch(50)
 def shared_out_unlike(samples: EpochSamples) -> Finding | None:
-    """Detect a split that differs between ranks: some samples are on several ranks or unknown, and others are
-    missing."""
+    """Detect a split that differs between ranks: samples are missing, and others repeated or unknown."""
     missing, repeated = samples.missing, samples.repeated
     if not samples.telling or not missing or not (repeated or samples.unknown):
         return None

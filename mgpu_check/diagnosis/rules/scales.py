@@ -140,8 +140,7 @@ def clips_each_part(tensors: Tensors) -> Finding | None:
 
 @on_tensors(Precedence.CLIPPING + 50)
 def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
-    """Detect clipping by the wrong norm: one device reaches the same norm for all batches, and ranks reach another
-    one."""
+    """Detect a wrong norm in clipping: one device always reaches one norm, and ranks another one."""
     if not tensors.gradient_like or tensors.wrong_alone or not tensors.further:
         return None
     cases = (tensors, *tensors.further)
@@ -203,8 +202,7 @@ def _is_rounded(right: torch.Tensor, got: torch.Tensor) -> bool:
 
 @on_tensors(Precedence.SUMS + 50)
 def divides_a_count(tensors: Tensors) -> Finding | None:
-    """Detect integer division of a count: the factor is the ratio of the exact share to the rounded share, or its
-    inverse."""
+    """Detect integer division of a count: the factor is the ratio of the exact and the rounded share."""
     ratio = tensors.factor_here()
     # A single number is a multiple of any other, so its factor is weak evidence.
     alone = sum(tensors.expected.exact[name].numel() for name in tensors.names) == 1

@@ -78,8 +78,7 @@ def _shifted_within(
     chunks_of: Sequence[tuple[int, ...]],
     samples: int,
 ) -> tuple[int, str, int] | None:
-    """Return the first wrong label as rank, label and right label; None if labels do not fit the layout, or none is
-    wrong.
+    """Return the first wrong label as rank, label and right label; None without any, or in another layout.
 
     Return None also if the labels are too few to exclude chance.
     """

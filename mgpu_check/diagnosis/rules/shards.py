@@ -79,8 +79,7 @@ def buffers_of_one_part(tensors: Tensors) -> Finding | None:
 
 
 def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
-    """Return whether the buffer of one device is the sum or the mean of the parts, plus a multiple of its initial
-    value.
+    """Return whether a buffer is the sum or mean of the parts, plus a multiple of its initial value.
 
     A moving average keeps a share of its old value, once for the batch and once for each part.
     """

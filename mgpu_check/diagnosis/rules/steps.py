@@ -46,8 +46,7 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
 
 @on_tensors(Precedence.SUMS + 230)
 def counts_windows_unlike(tensors: Tensors) -> Finding | None:
-    """Detect micro-batches with unequal weights: an earlier one is reduced again with a later one, or one is left
-    out."""
+    """Detect micro-batches with unequal weights: one is reduced again with a later one, or left out."""
     divisions = tensors.hypotheses.divisions
     if not tensors.gradient_like or any(tensors.is_combined(each, "mean") for each in divisions):
         return None  # all micro-batches have the same weight

@@ -72,8 +72,7 @@ class Wholes:
         return self._pieces(local)
 
     def _is_constant_elsewhere(self, local: torch.Tensor, but: str) -> bool:
-        """Return whether a tensor is constant, and another whole has as many elements of this value, so it may be its
-        slice."""
+        """Return whether a constant tensor may be a slice of another whole, which has as many such elements."""
         value = local.reshape(-1)[0]
         if not bool((local == value).all()):
             return False
@@ -91,8 +90,7 @@ class Wholes:
             yield None if at is None else Slice(name, tuple(whole.shape), at)
 
     def _pieces(self, local: torch.Tensor) -> list[Slice] | Unplaced:
-        """Return contiguous ranges of flattened tensors, one after the other: those of a flat buffer, or a fused
-        weight.
+        """Return the ranges of flattened tensors in a flat buffer, or in a fused weight.
 
         Zeros at the end are padding.
         """
@@ -138,9 +136,7 @@ def _common(
 
 
 def _boxes(whole: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Yield the positions of a local tensor that is a box or some rows of a whole, or of its transpose; None if they
-    are not unique.
-    """
+    """Yield the positions of a tensor that is a box or rows of a whole, or its transpose; None if ambiguous."""
     shape = tuple(whole.shape)
     if whole.dim() == local.dim():
         cut = [dim for dim in range(whole.dim()) if whole.shape[dim] != local.shape[dim]]

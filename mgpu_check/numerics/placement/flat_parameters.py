@@ -35,8 +35,7 @@ def flat_ranges(flat: torch.Tensor) -> Ranges | None:
 
 
 def local_ranges(view: torch.Tensor, called: Iterable[Any]) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return the positions of the elements that an original parameter (``use_orig_params=True``) has here, and its
-    whole shape.
+    """Return the positions that an original parameter has here (``use_orig_params=True``), and its shape.
 
     None if the tensor is no such parameter of any of the FSDP modules among `called`.
     """

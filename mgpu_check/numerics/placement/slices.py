@@ -100,8 +100,7 @@ def assembled(parts: Sequence[tuple[Slice, torch.Tensor]]) -> Assembled:
 
 
 def indexed(shape: Sequence[int], index: object) -> torch.Tensor:
-    """Return the positions in a flattened tensor of what an index selects: a slice, an integer, a list, a tuple of
-    them."""
+    """Return the positions in a flattened tensor that an index selects: a slice, integers, or several."""
     count = 1
     for size in shape:
         count *= size
