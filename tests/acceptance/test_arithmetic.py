@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -42,14 +43,14 @@ def spoil(monkeypatch, name, *gpus):
 
 
 def test_who_agrees_passes():
-    node = Node("AAAA")
+    node: Any = Node("AAAA")
     arithmetic.compute(node, CASES)
     assert node.failed == [] and len(node.results) == 8
 
 
 def test_the_odd_one_is_named_and_its_elements_are_found(monkeypatch):
     spoil(monkeypatch, "softmax of random numbers", 2)
-    node = Node("AAAA")
+    node: Any = Node("AAAA")
     arithmetic.compute(node, CASES)
     (entry,) = node.failed
     assert entry.subject == Subject("gpu", (2,))
@@ -61,7 +62,7 @@ def test_the_odd_one_is_named_and_its_elements_are_found(monkeypatch):
 
 def test_two_that_differ_are_both_named(monkeypatch):
     spoil(monkeypatch, "softmax of random numbers", 1)
-    node = Node("AABB")
+    node: Any = Node("AABB")
     arithmetic.compute(node, CASES)
     assert [entry.subject.members for entry in node.failed] == [(0,), (1,)]
     assert node.failed[0].seen == "no majority among 2 GPUs of its model, which give different bits"
@@ -69,7 +70,7 @@ def test_two_that_differ_are_both_named(monkeypatch):
 
 def test_where_there_is_no_majority_an_oracle_decides(monkeypatch):
     spoil(monkeypatch, "sum of two", 1)
-    node = Node("AABB")
+    node: Any = Node("AABB")
     arithmetic.compute(node, CASES)
     assert [entry.subject.members for entry in node.failed] == [(1,)]
     assert "wrong in the first result" in node.failed[0].seen
@@ -77,6 +78,6 @@ def test_where_there_is_no_majority_an_oracle_decides(monkeypatch):
 
 def test_what_an_oracle_has_seen_is_not_said_again_by_the_vote(monkeypatch):
     spoil(monkeypatch, "sum of two", 1)
-    node = Node("AAAA")
+    node: Any = Node("AAAA")
     arithmetic.compute(node, CASES)
     assert [entry.subject.members for entry in node.failed] == [(1,)]

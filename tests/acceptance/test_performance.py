@@ -47,7 +47,7 @@ def measurement(kind: str, members: tuple[int, ...], value: float, repeats: int 
     return Measurement("x", subject, quantity, unit, value, repeats, SIZE, **more)
 
 
-def all_of(kind: str, count: int) -> list[tuple[int, ...]]:
+def all_of(kind: str, count: int) -> list[Any]:
     pairs = SUBJECTS.get(kind, kind) == "copy"
     return list(itertools.permutations(range(count), 2)) if pairs else [(n,) for n in range(count)]
 

@@ -8,6 +8,7 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from typing import Any
 
 import jsonschema
 import pytest
@@ -25,7 +26,7 @@ from tests.acceptance.report_pages import report
 
 
 @functools.cache
-def schema() -> dict:
+def schema() -> dict[str, Any]:
     return json.loads(SCHEMA.read_text())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,8 @@ class Stub:
         return [one for one in self.results if isinstance(one, Observation) and one.outcome == "failed"]
 
     def soak(self, seconds):
-        Soak(self, seconds, clock=lambda: self.now).run()
+        node: Any = self
+        Soak(node, seconds, clock=lambda: self.now).run()
         return self
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -126,9 +128,9 @@ def test_right_gpus_train_alike(precision):
         precision, ("sgd", "adamw")[place % 2], bool(place // 2), bool((place + 1) // 2 % 2), steps=3, seed=place
     )
     with hardware():
-        node = Node("G" * 2)
+        node: Any = Node("G" * 2)
         train_alike(node, case)
-        alone = Node("G" * 1)
+        alone: Any = Node("G" * 1)
         train_alike(alone, case)
     assert [one.outcome for one in node.results] == ["passed"] * 2
     assert all(one.work.operations == 3 and one.work.seconds > 0 for one in node.results)
@@ -151,7 +153,7 @@ def test_right_gpus_train_alike(precision):
 )
 def test_what_is_broken_is_accused(count, fault, accused):
     with hardware(fault):
-        node = Node("G" * count)
+        node: Any = Node("G" * count)
         train_alike(node, CASE)
     assert accused in subjects(node), node.results
 
@@ -166,7 +168,7 @@ class Off(Defect):
 
 def test_of_two_that_differ_by_the_lowest_bit_nobody_is_accused():
     """Neither differs from itself, nor is it further from the host than rounding leads."""
-    node = Node("G" * 2)
+    node: Any = Node("G" * 2)
     with on_hardware(Hardware([Off()], 16 << 20)):
         train_alike(node, CASE)
     assert subjects(node) == {("group", (0, 1))}

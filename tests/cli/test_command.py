@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -141,8 +142,13 @@ def test_accept_without_arguments_takes_all_gpus(command, monkeypatch):
     assert "--gpus=all (default of mgpu-check accept), but this process sees 0 GPUs: none" in text
     assert "or simulate them: --gpus=4 --simulate" in text
     assert "Traceback" not in text
-    ran = []
-    monkeypatch.setattr(accept, "run", lambda arguments, *_: ran.append(arguments) or 0)
+    ran: list[list[str]] = []
+
+    def run(arguments, *_):
+        ran.append(arguments)
+        return 0
+
+    monkeypatch.setattr(accept, "run", run)
     accept.main([])
     assert {"--gpus=all", "--gpu-level=standard"} <= set(ran[0])
 
@@ -348,9 +354,14 @@ def test_a_level_of_the_suite_that_was_asked_for(command, monkeypatch, given):
 
 @pytest.mark.parametrize("module", [accept, selftest], ids=["accept", "selftest"])
 def test_accept_and_selftest_find_what_is_rare_unless_they_are_told_otherwise(module, monkeypatch):
-    ran = []
+    ran: list[list[str]] = []
+
+    def run(arguments, *_):
+        ran.append(arguments)
+        return pytest.ExitCode.INTERNAL_ERROR
+
     monkeypatch.delenv("MGPU_CHECK_GPU_LEVEL", raising=False)
-    monkeypatch.setattr(module, "run", lambda arguments, *_: ran.append(arguments) or pytest.ExitCode.INTERNAL_ERROR)
+    monkeypatch.setattr(module, "run", run)
     module.main(["--gpus=2", "--simulate"])
     module.main(["--gpus=2", "--simulate", "--gpu-level=quick"])
     monkeypatch.setenv("MGPU_CHECK_GPU_LEVEL", "long")
@@ -367,7 +378,7 @@ def test_a_log_has_a_line_about_a_check_that_takes_long():
     session = GpuSession(resolve({"gpus": "1", "simulate": "cpu"}, {}, {}))
     manager = SimpleNamespace(get_plugin=lambda name: terminal)
     progress = Progress(lambda: now[0])
-    config = SimpleNamespace(pluginmanager=manager, stash={SESSION: session}, get_verbosity=lambda: 0)
+    config: Any = SimpleNamespace(pluginmanager=manager, stash={SESSION: session}, get_verbosity=lambda: 0)
     config.invocation_params = SimpleNamespace(args=[])
     progress.pytest_configure(config)
     progress.pytest_runtest_logstart("test_slow.py::test_slow")

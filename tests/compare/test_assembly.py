@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ def test_a_parameter_that_a_rank_never_uses_is_judged_by_the_others():
 
 
 def test_a_file_of_wholes_finds_slices():
-    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    net: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     nn.init.zeros_(net[0].bias)
     with tempfile.TemporaryFile() as file:
         for name, value in net.named_parameters():
@@ -295,7 +296,7 @@ def test_constants_are_placed_as_another_run_has_found_them():
 def test_attributes_of_megatron_count_where_the_values_agree():
     wholes = Wholes({"inner.weight": torch.zeros(8, 5), "scale": WEIGHT[0]})
     local = Scales(torch.zeros(4, 5), WEIGHT[0])
-    parameter = local.inner.weight
+    parameter: Any = local.inner.weight
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 2
     (weight, _) = sorted(placed(local, wholes, {"tp": (1, 2)}), key=lambda part: part.label)
     assert cut_of(weight) == "dim 0: 2 to 3 and 6 to 7 of 8"

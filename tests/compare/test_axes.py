@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mgpu_check.compare import meshes
@@ -102,7 +104,7 @@ def test_a_mesh_is_noted_with_the_place_of_the_rank():
             return (2, 4)[dim]
 
     assert meshes._axes(Mesh()) == [("dp", 1, 2), ("tp", 0, 4)]
-    part_of_another = Mesh()
+    part_of_another: Any = Mesh()
     part_of_another._root_mesh = Mesh()
     assert meshes._axes(part_of_another) == []
 
@@ -147,12 +149,13 @@ def sliced(rank: int, scale: float, norms: list[float | None]) -> Trace:
 
 
 def test_the_call_is_named_that_leaves_a_factor_in_all_slices():
-    for norms, told in (
+    cases: tuple[tuple[list[float | None], str], ...] = (
         ([0.7, 2], f"{SUM} leaves it so"),
         ([1, None], f"{SUM} runs between {BACKWARD} and the step of the optimizer"),
         ([0.7, 1], f"{SUM} leaves the gradient of one device, and a later operation changes it"),
         ([0.7, 0.6], ""),
-    ):
+    )
+    for norms, told in cases:
         report = judged([sliced(rank, 2, norms) for rank in range(2)]).report
         (finding,) = report.findings
         assert finding.evidence.partition(": the world size")[2].removeprefix("; ") == told

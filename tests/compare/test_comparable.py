@@ -204,7 +204,7 @@ def test_other_samples_from_the_start(samples, words):
     def aligned(elsewhere=0.0):
         ranks = [Training(rank, 2) for rank in range(2)]
         for training in ranks:
-            training.samples = lambda number, rank=training.rank: list(samples(rank))
+            training.samples = lambda number, rank=training.rank: list(samples(rank))  # type: ignore[misc]
             training.begin = [value + elsewhere * training.rank for value in start()]
         return Aligned(Training().trace(), [training.trace() for training in ranks])
 

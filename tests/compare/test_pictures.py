@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,16 @@ def test_a_logarithmic_scale():
 
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_whatever_the_values_are_it_is_a_picture(logarithmic):
-    several = [[], [None], [1.0], [0.0, 0.0], [float("nan"), float("inf")], [-5.0, 7.0], [5e-324, 1.7e308], [None, 3.0]]
+    several: list[list[Any]] = [
+        [],
+        [None],
+        [1.0],
+        [0.0, 0.0],
+        [float("nan"), float("inf")],
+        [-5.0, 7.0],
+        [5e-324, 1.7e308],
+        [None, 3.0],
+    ]
     for values in several:
         svg = picture(Curve("a < b", values, "one"), logarithmic=logarithmic, mark=1)
         assert "nan" not in ET.tostring(svg, encoding="unicode"), values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -291,7 +292,8 @@ def test_names_are_those_of_the_users_own_model():
     names.called(net)
     found = [names.name(p, "?")[0] for p in net.parameters()]
     assert found == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    compiled = nn.parallel.DataParallel(torch._dynamo.OptimizedModule(nn.Conv1d(1, 1, 1), lambda call: call))
+    of_nothing: Any = lambda call: call  # noqa: E731
+    compiled = nn.parallel.DataParallel(torch._dynamo.OptimizedModule(nn.Conv1d(1, 1, 1), of_nothing))
     names.called(compiled)  # which has a length, and raises where the module has none
     assert [names.name(p, "?")[0] for p in compiled.parameters()] == ["weight", "bias"]
     loose = [torch.zeros(1), torch.zeros(1)]
@@ -343,7 +345,7 @@ def test_what_is_never_called_is_named_by_what_is_around_it():
         *(f"experts.{number}.weight" for number in range(3)),
         "head.weight",
     ]
-    stages = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
+    stages: Any = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
     assert names_of([], stages[1][0].weight) == ["1.0.weight"]
     assert names_of([stages[0]], nn.Parameter(torch.ones(1))) == ["?"]
 
@@ -363,7 +365,7 @@ def test_buffers_are_those_that_are_saved_and_change(tmp_path):
             self.register_buffer("mask", torch.ones(2, 2))
             self.register_buffer("cache", torch.zeros(3), persistent=False)
 
-    model = nn.Sequential(Counts())
+    model: Any = nn.Sequential(Counts())
     with open(tmp_path / "trace", "wb", buffering=0) as file:
         writer, names = Writer(file.fileno()), Names()
         writer.write("start", format=FORMAT, version=VERSION, rank=0, world=1)
@@ -374,7 +376,7 @@ def test_buffers_are_those_that_are_saved_and_change(tmp_path):
             model[0].count += step
             model[0].cache += 1
             after = states.after([], [], set(model.modules()))
-            empty = {key: [] for key in ("losses", "samples", "columns")} | {
+            empty: dict[str, Any] = {key: [] for key in ("losses", "samples", "columns")} | {
                 key: {} for key in ("before", "gradients", "parameters")
             }
             writer.write("step", optimizer=0, states=after, **empty)

@@ -33,7 +33,7 @@ class Witness:
 
 
 def test_what_is_watched_is_so_under_each_name_that_torch_has_for_it(tmp_path):
-    names = {
+    names: dict[str, Any] = {
         "a mesh makes the default group by this name": (device_mesh, c10d, torch.distributed, "init_process_group"),
         "clipping": (torch.nn.utils, clip_grad, "clip_grad_norm_"),
         "seeds": (torch, torch.random, "manual_seed"),

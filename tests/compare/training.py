@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -43,11 +44,11 @@ class Training:
         self.begin = start()
         self.rate = RATE
         self.samples = lambda number: [8 * number + i for i in range(rank, 8, world)]
-        self.columns: Callable[[int], list] = lambda number: []
+        self.columns: Callable[[int], list[int]] = lambda number: []
         self.loss = lambda number: 1.0 / (1 + number)
         self.gradient = gradients
         self.after = self.gradient
-        self.events: list[dict] = []
+        self.events: list[dict[str, Any]] = []
         self.micro = 1
         self.change = lambda made: None
 

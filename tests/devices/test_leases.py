@@ -241,7 +241,7 @@ def test_a_device_without_a_key_of_its_own_is_refused(keys):
 
 def test_after_a_while_who_holds_the_devices_is_told_and_then_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "_FIRST_WORD", 0.0)
-    told = []
+    told: list[str] = []
     held = DeviceLeases("ab", tmp_path).take(1, "test_long")
     waiting = DeviceLeases("ab", tmp_path, patience=0.0, on_wait=told.append)
     state = rf"waiting 0 s for 2 of 2 devices\n  device 0 is held by process {os.getpid()} since .*: test_long"

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -142,12 +143,12 @@ def test_large_buffers_go_apart(ends, at_once):
     source, other = socket.socketpair()
     content = [bytearray(os.urandom(300_000)), bytearray(os.urandom(1))]
     rank = RankEnd(source.detach())
-    sender = threading.Thread(
-        target=lambda: [
-            rank.send((pickle.PickleBuffer(content[0]), 7, pickle.PickleBuffer(content[1]))),
-            rank.send("next"),
-        ]
-    )
+
+    def send():
+        rank.send((pickle.PickleBuffer(content[0]), 7, pickle.PickleBuffer(content[1])))
+        rank.send("next")
+
+    sender = threading.Thread(target=send)
     sender.start()
     raw = bytearray()
     other.settimeout(60)
@@ -157,14 +158,14 @@ def test_large_buffers_go_apart(ends, at_once):
     rank.close()
     other.close()
     assert content[0] in raw and raw.count(content[0]) == 1
-    got = []
+    got: list[Any] = []
     while raw:
         theirs.sendall(raw[:at_once])
         del raw[:at_once]
         while (message := channel.receive()) is not None:
             got.append(message)
     (first, seven, last), following = got
-    assert (bytes(first), seven, bytes(last), following) == (content[0], 7, content[1], "next")
+    assert [bytes(first), seven, bytes(last), following] == [content[0], 7, content[1], "next"]
     first[0] = 1  # it is writable, as what was sent
 
 

@@ -296,7 +296,7 @@ def test_what_ranks_may_do_differently_is_no_disagreement(pool):
         with dist.distributed_c10d._coalescing_manager():
             dist.all_reduce(torch.ones(1))
             dist.all_reduce(torch.ones(2))
-        own = dist._make_nccl_premul_sum(rank.index + 1.0)  # a factor for each rank
+        own = dist._make_nccl_premul_sum(rank.index + 1.0)  # type: ignore[attr-defined]  # a factor for each rank
         with pytest.raises((RuntimeError, ValueError)):  # gloo has none
             dist.all_reduce(torch.ones(1), own)
         parts = [torch.zeros(rank.index + 1) for _ in range(rank.size)] if rank.index == 0 else None

@@ -239,7 +239,7 @@ def test_ranks_can_spawn_functions_of_a_test_module(pool):
         import torch.multiprocessing as mp
 
         doubled = torch.zeros(2).share_memory_()
-        mp.spawn(spawned, args=(Sent(4), doubled), nprocs=2)
+        mp.spawn(spawned, args=(Sent(4), doubled), nprocs=2)  # type: ignore[attr-defined]
         return doubled.tolist()
 
     assert pool.run(body, size=1, timeout=300) == [[8.0, 8.0]]  # two interpreters import torch

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def share(directory):
     gone = shared_memory.SharedMemory(create=True, size=64)
     gone.close()
     gone.unlink()
-    semaphore = get_context("spawn").Semaphore()
+    semaphore: Any = get_context("spawn").Semaphore()
     tensors = []
     before = mp.get_sharing_strategy()
     for strategy in mp.get_all_sharing_strategies():
@@ -53,7 +54,7 @@ def share(directory):
     by_name = tensors[-1].untyped_storage()._share_filename_cpu_()[1].decode()
     mp.set_sharing_strategy(before)
     held = (segment, semaphore, tensors)
-    torch.kept_by_the_test = held
+    torch.kept_by_the_test = held  # type: ignore[attr-defined]
     names = [segment.name, f"sem.{semaphore._semlock.name[1:]}", by_name.lstrip("/")]
     Path(directory, f"{os.getpid()}.names").write_text("\n".join(names))
     return names

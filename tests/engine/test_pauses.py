@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_a_collective_that_nobody_waits_for_is_found_after_its_step(pool):
 
 def test_the_group_is_named_as_its_maker_has_called_it(pool):
     def body(rank):
-        mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))  # type: ignore[attr-defined]
         for _ in range(1 + (rank.index == 3)):
             dist.all_reduce(torch.ones(1, device=rank.device), group=mesh["tp"].get_group(), async_op=True)
         pause("step 1")
@@ -142,7 +143,8 @@ def test_ranks_go_on_that_have_called_alike_in_each_group(pool):
     def body(rank):
         evens, odds = dist.new_group([0, 2]), dist.new_group([1, 3])
         mine, own = (odds, 1) if rank.index % 2 else (evens, 3)
-        works, found = [], torch.ones(4, device=rank.device)
+        works: list[Any] = []
+        found = torch.ones(4, device=rank.device)
         pause("the start")
         for step in range(3):
             for _ in range(own):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_code_keeps_its_file_and_lines(reducer, monkeypatch):
 
 
 def test_code_keeps_a_name_that_is_no_file(reducer, monkeypatch):
-    names = {}
+    names: dict[str, Any] = {}
     exec(compile("def made(): pass", "<made>", "exec"), names)
     assert by_value(names["made"], monkeypatch).__code__.co_filename == "<made>"
 
@@ -68,7 +69,7 @@ def test_functions_that_ranks_spawn_keep_their_file(reducer):
     from mgpu_check.processes import spawned
 
     elsewhere = outer(1)[1]
-    reduced = spawned._reduce(ForkingPickler, elsewhere)
+    reduced = spawned._reduce(ForkingPickler, elsewhere)  # type: ignore[arg-type]  # it takes nothing of it
     made = reduced[0](*reduced[1])
     assert made is not elsewhere
     assert (made.__code__.co_filename, made()) == (__file__, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,7 @@ def test_variables_of_a_world_stay_while_those_of_the_pytest_process_change(pool
 
 
 def test_wrong_devices_and_variables_are_value_errors(pool):
-    cases = [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"devices": [0, 4]}, r"devices=\[0, 4\]: 4 is not a device of this test; choose different numbers of 0 to 3"),
         ({"devices": [-1]}, "-1 is not a device"),
         ({"devices": [True]}, "True is not a device"),

@@ -62,7 +62,7 @@ def test_what_a_call_has_set_ends_with_it(pool):
 
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.cudnn.conv.fp32_precision = "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
 
     before = pool.run(precision.kept, size=2)
     assert pool.run(set_all, size=2) == [None, None]

@@ -197,4 +197,4 @@ class MegatronExperts(SlimExperts):
         super().divide()
         self.own = self.model.experts = copy.deepcopy(self.model.experts)
         for parameter in self.own.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]  # as Megatron sets it
+            parameter.allreduce = False  # as Megatron sets it

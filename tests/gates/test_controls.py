@@ -187,7 +187,10 @@ def loses_its_groups(model, batch, rank):
         dist.broadcast(parameter.data, 0)
     weights = [one for one in model.parameters() if one.dim() > 1]
     biases = [one for one in model.parameters() if one.dim() == 1]
-    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.3 if rank.size > 1 else 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": weights},
+        {"params": biases, "weight_decay": 0.3 if rank.size > 1 else 0.0},
+    ]
     optimizer = torch.optim.Adam(groups, lr=0.1, weight_decay=0.3)
     backward(model, tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
     synchronize(model, rank)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,8 @@ LIKE_ANOTHER = (
 )
 def test_a_program_is_named_by_its_mistake(ranks, name):
     program = ALL[name]
-    options = {"build": program.build, "batch": program.batch, "reference": program.reference, "sizes": program.samples}
+    options: dict[str, Any] = {"build": program.build, "batch": program.batch}
+    options |= {"reference": program.reference, "sizes": program.samples}
     with pytest.raises(ScalingMismatch) as caught:
         assert_step_scales(ranks, step_of(program, wrong=True), world_sizes=[2], max_examples=2, **options)
     text = str(caught.value)
@@ -70,7 +72,7 @@ def test_its_twin_is_right(ranks, name):
 
 def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
     step = functools.partial(diagnosed_by_batch.numbers_positions_anew, wrong=True)
-    of = {"build": diagnosed_by_batch.Positions, "batch": diagnosed_by_batch.sequences}
+    of: dict[str, Any] = {"build": diagnosed_by_batch.Positions, "batch": diagnosed_by_batch.sequences}
     with pytest.raises(ScalingMismatch) as caught:
         assert_step_scales(ranks, step, reference=diagnosed_by_batch.predicts, world_sizes=[2], sizes=2, **of)
     assert caught.value.mistakes == ("positions-restart",)
@@ -83,7 +85,8 @@ def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
     ("step", "size", "named"), [("averages_over_parts", 2, False), ("shifts_parts_of_some_samples", 4, True)]
 )
 def test_labels_are_called_shifted_where_parts_of_the_sequence_end(ranks, step, size, named):
-    of = {"build": diagnosed_by_term.reader, "batch": diagnosed_by_term.texts, "reference": diagnosed_by_term.read}
+    of: dict[str, Any] = {"build": diagnosed_by_term.reader, "batch": diagnosed_by_term.texts}
+    of["reference"] = diagnosed_by_term.read
     with pytest.raises(ScalingMismatch) as caught:
         assert_step_scales(ranks, getattr(diagnosed_by_term, step), world_sizes=[size], sizes=4, max_examples=2, **of)
     assert ("labels-shifted-after-split" in caught.value.mistakes) is named, str(caught.value)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,10 @@ from tests.gates import divided, steps
 pytestmark = pytest.mark.gpus(4)
 
 TP = [{"dp": 1, "tp": 2}]
-FEW = {"sizes": [4], "max_examples": 3}
-MLP = {"build": divided.Mlp, "batch": divided.rows, **FEW}
-WORDS = {"build": divided.Words, "batch": divided.texts, "meshes": TP, **FEW}
-ROWS = {"build": steps.build, "batch": steps.batch, **FEW}
+FEW: dict[str, Any] = {"sizes": [4], "max_examples": 3}
+MLP: dict[str, Any] = {"build": divided.Mlp, "batch": divided.rows, **FEW}
+WORDS: dict[str, Any] = {"build": divided.Words, "batch": divided.texts, "meshes": TP, **FEW}
+ROWS: dict[str, Any] = {"build": steps.build, "batch": steps.batch, **FEW}
 
 
 class InDouble(divided.VocabularyParallel):
@@ -170,7 +172,7 @@ def telling(model, batch, rank, by):
     return {"sum": batch[0].sum()}
 
 
-LAST = {
+LAST: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "stage": ({"meshes": [{"dp": 2, "pp": 2}], "returned_by": "last"}, lambda place, rank: place["pp"] == 1),
     "rank of a mesh": ({"meshes": [{"dp": 2}], "returned_by": "last"}, lambda place, rank: rank.index == 1),
     "rank": ({"world_sizes": [2], "returned_by": "last"}, lambda place, rank: rank.index == 1),
@@ -223,7 +225,7 @@ class Reference:
 
 
 def test_a_reference_may_be_a_class(ranks):
-    options = {**ROWS, "world_sizes": [2]}
+    options: dict[str, Any] = {**ROWS, "world_sizes": [2]}
     assert_step_scales(ranks, steps.Training, reference=Reference, **options)
     with pytest.raises(ScalingMismatch, match="steps 2"):  # the optimizer is another each time
         assert_step_scales(
@@ -270,7 +272,7 @@ class NotGathered(divided.FlatShards):
 
 
 def test_the_model_counts_beside_copies_that_an_optimizer_trains(ranks):
-    options = {"meshes": [{"dp": 2}], "observe": ("params",), **MLP}
+    options: dict[str, Any] = {"meshes": [{"dp": 2}], "observe": ("params",), **MLP}
     with pytest.raises(ScalingMismatch) as caught:
         assert_step_scales(ranks, NotGathered, **options)
     report = str(caught.value)

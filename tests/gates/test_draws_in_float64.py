@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn import functional
@@ -9,7 +11,7 @@ from torch.nn import functional
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 
 aten = torch.ops.aten
-DRAWS = {
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "randn": lambda x: torch.randn(50, dtype=x.dtype),
     "rand_like": torch.rand_like,
     "normal_": lambda x: x.clone().normal_(1, 2),

@@ -3,6 +3,8 @@ not."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,7 +149,7 @@ class NotAveraged(Graphed):
 
 
 def test_a_graphed_model_passes_and_is_refuted_where_its_gradients_stay_apart(ranks):
-    given = {"build": build, "batch": batch, "sizes": "divisible", "max_examples": 4}
+    given: dict[str, Any] = {"build": build, "batch": batch, "sizes": "divisible", "max_examples": 4}
     assert_step_scales(ranks, Graphed, **given)
     with pytest.raises(ScalingMismatch, match="gradients-not-synchronized"):
         assert_step_scales(ranks, NotAveraged, **given)

@@ -17,7 +17,8 @@ def entered(name: str, operand: str, line: int, state: str = "inside") -> Record
     return Record((Entered(name, 1, "", "", operand, "", operand, "train.py", line, state),), 1)  # type: ignore[arg-type]
 
 
-def told(name: str, scenario: Scenario, hang: RankFailure | RankHang) -> tuple[Report, list[str]]:
+def told(name: str, scenario: Scenario, hang: BaseException) -> tuple[Report, list[str]]:
+    assert isinstance(hang, RankFailure | RankHang)
     failure = no_return_of(name, scenario, hang)
     return report_of(failure), failure.stacks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def of_tokens(model, batch, rank, counted):
 
 
 def test_uneven_padding(ranks):
-    options = {"build": embedding, "batch": tokens, "sizes": "divisible"}
+    options: dict[str, Any] = {"build": embedding, "batch": tokens, "sizes": "divisible"}
     uncounted = functools.partial(of_tokens, counted=False)
     refuted(ranks, uncounted, "mean-of-means", match="batch ragged", **options)
     passes(ranks, functools.partial(of_tokens, counted=True), **options)

@@ -4,6 +4,7 @@ passes."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.gates.patience import OnTime
 pytestmark = pytest.mark.gpus(4)
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[Any]):
     def __init__(self, n, rank, by_rank=True, by_worker=True):
         self.n, self.rank, self.by_rank, self.by_worker = n, rank, by_rank, by_worker
 
@@ -82,7 +83,7 @@ def test_unequal_shares(ranks):
     assert_loader_covers(ranks, make, uneven=True)
 
 
-class Augmented(Dataset):
+class Augmented(Dataset[Any]):
     def __len__(self):
         return 16
 
@@ -210,7 +211,7 @@ def test_what_is_no_loader(ranks, make, match):
 
 def test_sampling_with_replacement_is_for_one_epoch(ranks):
     def drawn(rank):
-        sampler = WeightedRandomSampler(torch.ones(24), 24, generator=torch.Generator().manual_seed(3))
+        sampler = WeightedRandomSampler([1.0] * 24, 24, generator=torch.Generator().manual_seed(3))
         return DataLoader(numbers(24), batch_size=2, sampler=sampler)
 
     with pytest.raises(ValueError, match="as WeightedRandomSampler does, pass epochs=1"):
@@ -252,8 +253,9 @@ def test_a_rank_that_hangs(ranks):
                 dist.barrier()
             yield plain(rank)
 
+    limited: Any = OnTime(ranks, 3)
     with pytest.raises(RankHang) as caught:
-        assert_loader_covers(OnTime(ranks, 3), make, world_sizes=[2])
+        assert_loader_covers(limited, make, world_sizes=[2])
     assert caught.value.__notes__ == ["while checking the loader at world size 2, 2 epochs"]
 
 

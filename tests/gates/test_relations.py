@@ -41,10 +41,11 @@ def judged(ranks, single=None, kinds=KINDS, tolerance=None, **more):
 
 
 def test_what_rounding_decides_need_not_repeat():
-    one, other = (ObservedRun(values={"n": n, "m": n}, digests={"n": str(n), "m": str(n)}) for n in torch.arange(2))
-    relations = Relations(held={"n": {}, "m": {}})
-    repeats(relations, Expected(one, None, undetermined={"n"}), [one], [other], None)
-    assert relations.held == {"n": {}, "m": {REPEATS: False}}
+    n, m = Result("returned", "n"), Result("returned", "m")
+    one, other = (ObservedRun(values={n: at, m: at}, digests={n: str(at), m: str(at)}) for at in torch.arange(2))
+    relations = Relations(held={n: {}, m: {}})
+    repeats(relations, Expected(one, None, undetermined={n}), [one], [other], None)
+    assert relations.held == {n: {}, m: {REPEATS: False}}
 
 
 @pytest.mark.parametrize("kind", sorted({name.kind for name in RIGHT}))

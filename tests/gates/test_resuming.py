@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def by_epochs(keeps_epoch: bool):
 
     def train(rank, directory, start, stop):
         dataset = TensorDataset(torch.arange(16.0))
-        sampler = DistributedSampler(dataset, rank.size, rank.index, seed=3)
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, rank.size, rank.index, seed=3)
         total = torch.load(directory / f"{rank.index}.pt") if start else torch.zeros(())
         per_epoch = len(sampler) // 2
         step, epoch = start, start // per_epoch if keeps_epoch else 0
@@ -143,7 +144,9 @@ def test_where_a_call_of_no_steps_fails(ranks):
 
 def noisy(size, clock=False):
     def train(rank, directory, start, stop):
-        state = torch.load(directory / "it.pt") if start else {"x": torch.ones(8, dtype=torch.float64), "steps": 0}
+        state: dict[str, Any] = {"x": torch.ones(8, dtype=torch.float64), "steps": 0}
+        if start:
+            state = torch.load(directory / "it.pt")
         dist.barrier()  # no rank saves before all have loaded
         for _ in range(start, stop):
             # As kernels that add atomically: another order, another rounding. The generator is none that could be

@@ -23,7 +23,7 @@ def adam(*forgotten):
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
         # In its second step it reduces in other buckets, and so adds up in another order, than in its first.
         parallel = DistributedDataParallel(model)
-        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
         torch.manual_seed(rank.index)
         if start:
             saved = torch.load(directory / "it.pt")

@@ -166,18 +166,22 @@ def test_each_rule_is_registered():
     assert written == registered
 
 
-def finds_nothing(evidence):
+def finds_nothing(evidence: str) -> None:
+    return None
+
+
+def finds_too_little(evidence: str) -> None:
     return None
 
 
 def test_rules_go_by_their_places_which_they_do_not_share():
     kind: RuleList[str] = RuleList()
-    kind(Precedence.SUMS + 10)(findings_of)
+    kind(Precedence.SUMS + 10)(finds_too_little)
     assert kind(Precedence.APART + 10)(finds_nothing) is finds_nothing
-    assert kind.ordered() == (finds_nothing, findings_of)
-    kind(Precedence.SUMS + 10)(findings_of)  # as when its module is imported again
+    assert kind.ordered() == (finds_nothing, finds_too_little)
+    kind(Precedence.SUMS + 10)(finds_too_little)  # as when its module is imported again
     with pytest.raises(
-        ValueError, match=r"place 8010 of rule .*finds_nothing is that of .*findings_of; choose a number"
+        ValueError, match=r"place 8010 of rule .*finds_nothing is that of .*finds_too_little; choose a number"
     ):
         kind(Precedence.SUMS + 10)(finds_nothing)
 

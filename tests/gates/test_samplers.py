@@ -3,6 +3,8 @@ passes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -115,7 +117,7 @@ def test_epochs_in_the_same_order(ranks):
 def test_only_the_order_of_one_rank_shows_that_it_should_change(ranks):
     def make(rank):
         data = numbers(24)
-        sampler = DistributedSampler(data, shuffle=False) if rank.size > 1 else None
+        sampler: DistributedSampler[Any] | None = DistributedSampler(data, shuffle=False) if rank.size > 1 else None
         return DataLoader(data, batch_size=2, sampler=sampler, shuffle=sampler is None)
 
     refuted(ranks, make, "epochs-not-reshuffled", match="does not shuffle")

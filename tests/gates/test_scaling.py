@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_reference_that_goes_shard_by_shard(ranks):
             x, y = batch[0][rank::world_size], batch[1][rank::world_size]
             (F.cross_entropy(model(x), y) / world_size).backward()
 
-    options = {"build": normalized, "sizes": [8], "observe": ("grads",)}
+    options: dict[str, Any] = {"build": normalized, "sizes": [8], "observe": ("grads",)}
     passes(ranks, tutorial, reference=reference, **options)
     refuted(ranks, tutorial, "batch-statistics-per-rank", **options)
 
@@ -173,8 +174,9 @@ def test_hangs_are_reported_with_their_case_and_not_shrunk(ranks):
             loss.backward()
 
     passes(ranks, right, sizes=2, max_examples=1)  # what is slow the first time has been done by then
+    limited: Any = OnTime(ranks, 6)
     with pytest.raises(RankHang) as caught:
-        passes(OnTime(ranks, 6), step)
+        passes(limited, step)
     assert caught.value.mistakes == ("decision-per-rank",)
     text = str(caught.value)
     assert text.startswith("step does not scale: rank 0 of 2 did not finish step"), text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +16,7 @@ from mgpu_check.gates.scenario_families import families
 
 def sizes_of(family):
     """Return the sizes of some scenarios; none where no size is of the family's kind."""
-    found = set()
+    found: set[Any] = set()
     if family.scenarios.is_empty:
         return found
 
@@ -44,7 +45,7 @@ def sizes_of(family):
     ids=["one", "several", "a strategy", "a function", "a function to several", "a range", "divisible", "all"],
 )
 def test_sizes_are_as_given(sizes, expected):
-    found = set()
+    found: set[Any] = set()
     for family in families([(2, ())], sizes, None, 24):
         if family.name not in CHANGES:
             found |= sizes_of(family)

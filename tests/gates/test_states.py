@@ -9,6 +9,8 @@ import functools
 import random
 import threading
 import types
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -135,7 +137,7 @@ def test_what_cannot_be_taken_apart(ranks):
 
 
 def holds_itself():
-    meter = Meter(1)
+    meter: Any = Meter(1)
     meter.me = meter
     return meter
 
@@ -177,6 +179,8 @@ def test_what_needs_no_taking_apart(ranks):
 @pytest.mark.parametrize("kind", ["numpy", "python", "torch"])
 def test_generators_by_their_state(ranks, kind):
     def train(rank, directory, start, stop):
+        generator: Any
+        draw: Callable[[], object]
         if kind == "numpy":
             generator = numpy.random.default_rng(2)
             draw = generator.random

@@ -171,7 +171,7 @@ def test_a_gradient_of_which_a_rank_has_no_part_is_named(ranks, call_all):
         model.call_all = call_all
         return model
 
-    with nullcontext() if call_all else pytest.raises(ScalingMismatch) as info:  # type: ignore[attr-defined]
+    with nullcontext() if call_all else pytest.raises(ScalingMismatch) as info:
         assert_step_scales(ranks, Mixture, build=mixture, batch=batch, sizes=[4], world_sizes=[4], max_examples=3)
     if not call_all:
         assert "gradient of experts.0.weight, gradient of experts.0.bias: of ranks 0-3" in str(info.value)
@@ -204,7 +204,7 @@ def test_a_message_without_a_receiver_is_named(ranks, odd):
     def ones(model, batch):
         return {"one": torch.ones(4)}
 
-    with nullcontext() if not odd else pytest.raises(ScalingMismatch) as info:  # type: ignore[attr-defined]
+    with nullcontext() if not odd else pytest.raises(ScalingMismatch) as info:
         assert_step_scales(ranks, step, build=build, batch=batch, reference=ones, world_sizes=[4], max_examples=3)
     if odd:
         assert "rank 2 of 4 has sent float32[4] to rank 3 in isend" in str(info.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,8 @@ def test_an_element_that_happens_to_be_right_is_granted_what_the_others_are():
 
 
 def test_what_a_run_lacks_or_has_in_another_shape_is_passed_over():
-    found = envelopes({"w": torch.zeros(2)}, iter([{}, {"w": None}, {"w": torch.ones(3)}]))
+    runs: list[dict[str, Any]] = [{}, {"w": None}, {"w": torch.ones(3)}]
+    found = envelopes({"w": torch.zeros(2)}, iter(runs))
     assert found["w"].tolist() == [0.0, 0.0]
 
 

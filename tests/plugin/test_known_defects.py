@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from mgpu_check.asserts import known_defects
 from mgpu_check.asserts.known_defects import KNOWN_DEFECTS, Met, is_known, known_defect, reported_to
 
 NAME = "gloo-views-with-gaps"
-STRIKES = {"contiguous": False, "size": 2}
+STRIKES: dict[str, Any] = {"contiguous": False, "size": 2}
 
 
 def wrong(message="wrong"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -43,24 +44,31 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operands(*shape, dtype=torch.float32, device="cuda:1", keys=None, heads=None, grad=False):
+def operands(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cuda:1",
+    keys: int | None = None,
+    heads: int | None = None,
+    grad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query, key, value by the layout of a projection: batch, tokens, heads, width, transposed."""
     torch.manual_seed(3)
     batch, count, rows, width = shape
-    made = [
-        torch.randn(batch, tokens, own, width).to(dtype)
+    query, key, value = (
+        torch.randn(batch, tokens, own, width).to(dtype).to(device).transpose(1, 2).requires_grad_(grad)
         for tokens, own in ((rows, count), (keys or rows, heads or count), (keys or rows, heads or count))
-    ]
-    return [t.to(device).transpose(1, 2).requires_grad_(grad) for t in made]
+    )
+    return query, key, value
 
 
 def reference(tensors, mask=None, causal=False, scale=None, gqa=False):
     """Return attention in float64, and the gradients of its sum, weighted by 1, 2, 3, ..."""
-    exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
+    query, key, value = (t.detach().cpu().double().requires_grad_() for t in tensors)
     added = None if mask is None else mask.cpu() if mask.dtype is torch.bool else mask.cpu().double()
     with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(*exact, added, is_causal=causal, scale=scale, enable_gqa=gqa)
-    return out.detach(), torch.autograd.grad(weighted(out), exact)
+        out = F.scaled_dot_product_attention(query, key, value, added, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return out.detach(), torch.autograd.grad(weighted(out), (query, key, value))
 
 
 def weighted(out):
@@ -72,8 +80,8 @@ def close(found, exact, dtype):
     assert float((found.detach().cpu().double() - exact).abs().max()) <= TOLERANCE[dtype] * max(scale, 1)
 
 
-half = {"dtype": torch.bfloat16}
-CHOSEN = {
+half: dict[str, Any] = {"dtype": torch.bfloat16}
+CHOSEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "float32": ({}, {}, "efficient"),
     "half": (half, {}, "flash"),
     "half with a mask": (half, {"mask": (8, 8)}, "efficient"),
@@ -106,7 +114,8 @@ def test_the_operator_is_that_of_cuda(what):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_operands_of_three_dimensions_get_a_batch_from_torch_2_14_on(masked):
-    tensors = [t[0].detach().requires_grad_() for t in operands(1, 4, 8, 16)]
+    query, key, value = (t[0].detach().requires_grad_() for t in operands(1, 4, 8, 16))
+    tensors = query, key, value
     mask = torch.randn(8, 8, device="cuda:1") if masked else None
     with Called() as called:
         out = F.scaled_dot_product_attention(*tensors, mask)
@@ -146,7 +155,7 @@ def taken(name, case, dtype):
     ids=str,
 )
 def test_results_are_those_of_math_in_float64(name, case, dtype):
-    shape = {"heads": 2} if case == "groups" else {"keys": 5} if case == "fewer keys" else {}
+    shape: dict[str, Any] = {"heads": 2} if case == "groups" else {"keys": 5} if case == "fewer keys" else {}
     tensors = operands(2, 1 if case == "one head" else 4, 19, 16, dtype=dtype, grad=True, **shape)
     options = {"is_causal": case == "causal", "scale": 0.7 if case == "scale" else None, "enable_gqa": case == "groups"}
     mask = None
@@ -286,7 +295,7 @@ def test_a_mask_has_its_gradient_and_rows_without_keys_are_zero():
     assert called.names == ["efficient", "efficient_backward"]
     assert not out[:, :, 3].any() and all(bool(g.isfinite().all()) for g in grads)
     exact = [t.detach().cpu().double().requires_grad_() for t in (*tensors, mask)]
-    wanted = F.scaled_dot_product_attention(*exact)
+    wanted = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], exact[3])
     for found, one in zip(grads, torch.autograd.grad(weighted(wanted), exact), strict=True):
         close(found, one.nan_to_num(), torch.float32)
 

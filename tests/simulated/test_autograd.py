@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -55,12 +57,12 @@ def test_hooks_and_retained_gradients():
 def test_checkpoint_repeats_dropout(reentrant):
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to("cuda:1")
     x = torch.randn(4, 8, device="cuda:1", requires_grad=True)
-    grads = []
+    grads: list[Any] = []
     for run in (lambda: net(x), lambda: checkpoint(net, x, use_reentrant=reentrant)):
         torch.manual_seed(3)
         x.grad = None
         run().sum().backward()
-        grads.append(x.grad.clone())
+        grads += [x.grad.clone()]  # type: ignore[attr-defined]  # backward has set it
     assert torch.equal(*grads)
 
 
@@ -105,7 +107,7 @@ def test_shards_that_the_loss_does_not_use_get_zeros(home, used):
 
 
 def test_zeros_for_a_function_of_the_user_are_on_the_device_of_the_output():
-    seen = []
+    seen: list[int] = []
 
     class Twice(torch.autograd.Function):
         @staticmethod

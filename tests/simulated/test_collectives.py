@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def filled(rank, *shape):
 
 
 def collectives(rank, size):
-    seen = {"backend": dist.get_backend()}
+    seen: dict[str, Any] = {"backend": dist.get_backend()}
     x = filled(rank)
     dist.all_reduce(x)
     seen["all_reduce"] = x.tolist()
@@ -70,7 +71,7 @@ def collectives(rank, size):
     else:
         dist.recv(part, 0)
         seen["recv"] = part.tolist()
-    objects = [None] * size
+    objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     seen["objects"] = [o["rank"] for o in objects]
     dist.barrier(device_ids=[rank])
@@ -107,7 +108,7 @@ def test_every_collective(on_ranks):
 
 def beyond_gloo(rank, size):
     """What NCCL has and gloo has not."""
-    seen = {"name": dist.group.WORLD._get_backend(torch.device("cuda")).name()}
+    seen: dict[str, Any] = {"name": dist.group.WORLD._get_backend(torch.device("cuda")).name()}
     rows = [torch.zeros(n + 1, device="cuda") for n in range(size)]
     dist.all_gather(rows, filled(rank, rank + 1))
     seen["uneven all_gather"] = [row.tolist() for row in rows]
@@ -135,7 +136,7 @@ def beyond_gloo(rank, size):
     manager.wait()
     seen["coalesced"] = early, one.item(), two.tolist()
     x = filled(rank)
-    dist.all_reduce(x, op=dist._make_nccl_premul_sum(3.0))
+    dist.all_reduce(x, op=dist._make_nccl_premul_sum(3.0))  # type: ignore[attr-defined]
     seen["factor"] = x.tolist()
     seen["bool"] = torch.tensor([rank == 0, False], device="cuda")
     dist.all_reduce(seen["bool"])
@@ -261,11 +262,11 @@ def meshes(rank, size):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cuda", (size,))
-    sharded = distribute_tensor(torch.arange(8.0, device="cuda").reshape(4, 2), mesh, [Shard(0)])
+    sharded: Any = distribute_tensor(torch.arange(8.0, device="cuda").reshape(4, 2), mesh, [Shard(0)])
     doubled = (sharded * 2).full_tensor()
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    net = copy.deepcopy(reference).to(rank)
+    net: Any = copy.deepcopy(reference).to(rank)
     fully_shard(net, mesh=mesh)
     x = torch.randn(4, 4)
     net(x[rank * 2 : rank * 2 + 2].cuda()).square().mean().backward()

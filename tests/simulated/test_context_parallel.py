@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def exact(tensors, causal):
     """Return attention in float64 on the host, and its gradients."""
     *given, gradient = (t.detach().cpu().double() for t in tensors)
     given = [t.requires_grad_() for t in given]
-    out = F.scaled_dot_product_attention(*given, is_causal=causal)
+    out = F.scaled_dot_product_attention(given[0], given[1], given[2], is_causal=causal)
     return [out.detach(), *torch.autograd.grad(out, given, gradient)]
 
 
@@ -68,7 +69,7 @@ def in_a_ring(rank, size):
         with sdpa_kernel(backend), parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
             assert buffers[0].size(2) == TOKENS
             given = [t.detach().requires_grad_() for t in buffers[:3]]
-            out = F.scaled_dot_product_attention(*given, is_causal=causal)
+            out = F.scaled_dot_product_attention(given[0], given[1], given[2], is_causal=causal)
             out.backward(buffers[3])
             parts = [out.detach(), *(t.grad for t in given)]
             found = parallel.context_parallel_unshard(mesh, parts, [2] * 4)
@@ -88,7 +89,7 @@ def without_a_handler(rank, size):
     buffers = operands(torch.float64, TOKENS * size)
     with parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
         try:
-            F.scaled_dot_product_attention(*buffers[:3], is_causal=True)
+            F.scaled_dot_product_attention(buffers[0], buffers[1], buffers[2], is_causal=True)
         except Exception as error:
             return type(error).__name__
     return None
@@ -107,10 +108,10 @@ def sharded(rank, size):
         wanted = exact(given, causal)
         placed = [tensors.distribute_tensor(t, mesh, [tensors.Shard(dim)]).requires_grad_() for t in given]
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(*placed[:3], is_causal=causal)
+            out: Any = F.scaled_dot_product_attention(placed[0], placed[1], placed[2], is_causal=causal)
         assert out.placements == (tensors.Shard(dim),) and out.device == torch.device("cuda", rank)
         grads = torch.autograd.grad(out, placed[:3], placed[3].detach())
-        found = [out.detach().full_tensor(), *(g.full_tensor() for g in grads)]
+        found = [out.detach().full_tensor(), *(g.full_tensor() for g in grads)]  # type: ignore[attr-defined]
         worst = max(worst, error(found, wanted) / tolerance)
     return worst < 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ def average_hook(state, bucket):
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
@@ -57,7 +58,7 @@ def trained(rank, size):
             (F.cross_entropy(ddp(x[mine].cuda()), y[mine].cuda()) / (2 if accumulate else 1)).backward()
             for p, q in zip(net.parameters(), reference.parameters(), strict=True):
                 assert p.grad.get_device() == rank
-                torch.testing.assert_close(p.grad.cpu(), q.grad, msg=lambda m, name=name: f"{name}: {m}")
+                torch.testing.assert_close(p.grad.cpu(), q.grad, msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
             for optimizer in optimizers:
                 optimizer.step()
         errors[name] = True

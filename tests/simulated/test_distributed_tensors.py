@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def tensor_parallel(rank, size):
     torch.manual_seed(0)
     reference = Perceptron()
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-    net = parallelize_module(copy.deepcopy(reference).cuda(), init_device_mesh("cuda", (size,)), plan)
+    net: Any = parallelize_module(copy.deepcopy(reference).cuda(), init_device_mesh("cuda", (size,)), plan)
     weight = net.first.weight
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True) for m in (reference, net)]
     for step in range(3):
@@ -52,7 +53,7 @@ def from_meta(rank, size):
     from torch.distributed.fsdp import fully_shard
 
     with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        net: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     for layer in (net[0], net[2], net):
         fully_shard(layer)
     assert net[0].weight.device.type == "meta"

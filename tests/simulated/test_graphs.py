@@ -289,7 +289,7 @@ def test_a_replay_draws_what_the_generators_draw_next(capture):
     assert found == eager
     assert (torch.cuda.default_generators[0].get_offset(), own.get_offset()) == (16, 8)
     with pytest.raises(RuntimeError, match="Cannot call CUDAGeneratorImpl::set_current_seed during CUDA graph capture"):
-        capture(lambda: [x + 1, torch.cuda.manual_seed(1)])
+        capture(lambda: [x + 1, torch.cuda.manual_seed(1)])  # type: ignore[func-returns-value]
 
 
 def test_a_graph_may_replay_another_one(capture):

@@ -192,7 +192,7 @@ def test_what_a_defect_changes_is_what_the_program_gets():
 
 def test_memory_has_addresses_that_do_not_overlap():
     class At(Defect):
-        places = ((1, 1000, 2),)
+        places: tuple[tuple[int, int, int], ...] = ((1, 1000, 2),)
 
         def __init__(self):
             self.seen: list[list[int]] = []

@@ -39,7 +39,7 @@ def test_a_seed_that_is_set_before_the_first_use_holds(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     with simulated_node(3):
         torch.cuda.manual_seed_all(5)
-        assert torch.cuda.default_generators == () and not torch.cuda._initialized
+        assert not torch.cuda.default_generators and not torch.cuda._initialized
         monkeypatch.setenv(VARIABLE, "2,1")
         first = torch.rand(3, device="cuda:1")
         assert len(torch.cuda.default_generators) == 2 and torch.cuda._initialized

@@ -118,7 +118,7 @@ def test_the_figures_of_memory_agree_with_each_other():
     assert stats["allocated_bytes.large_pool.current"] == 4 << 20
     assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated(1) == 512 + (4 << 20)
     assert stats["requested_bytes.all.current"] == 12 + (4 << 20)
-    found = collections.Counter()
+    found: collections.Counter[str] = collections.Counter()
     for segment in (s for s in torch.cuda.memory_snapshot() if s["device"] == 1):
         found["reserved"] += segment["total_size"]
         found["allocated"] += segment["allocated_size"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -234,7 +235,8 @@ def test_lazy_modules_are_moved_and_cast_before_they_have_a_shape():
 
 
 def test_what_is_on_a_parameter_stays_where_a_module_is_moved():
-    net, calls = nn.Linear(2, 2), []
+    net: Any = nn.Linear(2, 2)
+    calls: list[Any] = []
     weight = net.weight
     weight.decays = False
     seen = weight.register_hook(lambda grad: calls.append(grad.device))
@@ -253,7 +255,7 @@ def test_what_is_on_a_parameter_stays_where_a_module_is_moved():
 
 
 def test_an_optimizer_still_has_the_parameters_of_a_module_that_was_moved_while_a_graph_holds_them():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).cuda(1)
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).cuda(1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     loss = net(torch.ones(1, 2, device="cuda:1")).sum()
     loss.backward(retain_graph=True)
@@ -300,7 +302,7 @@ def test_a_parameter_keeps_its_class_and_its_attributes():
     class Named(nn.Parameter):
         pass
 
-    net = nn.Linear(2, 2)
+    net: Any = nn.Linear(2, 2)
     net.weight = Named(net.weight.detach())
     net.cuda(1).weight.decays = False
     assert isinstance(net.weight, nn.Parameter) and pickle.loads(pickle.dumps(net)).weight.decays is False

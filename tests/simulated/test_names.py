@@ -47,9 +47,10 @@ def test_each_of_them_is_replaced_unless_it_is_harmless():
 
 def test_a_name_that_nobody_knows_is_refused(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_frobnicate", lambda: 1, raising=False)
+    of_torch: Any = torch._C
     with simulated_node(1), pytest.raises(RuntimeError, match="_cuda_frobnicate is not available on a simulated node"):
-        torch._C._cuda_frobnicate()
-    assert torch._C._cuda_frobnicate() == 1
+        of_torch._cuda_frobnicate()
+    assert of_torch._cuda_frobnicate() == 1
 
 
 ARGUMENTS = {
@@ -221,7 +222,7 @@ def test_which_kernels_of_attention_cuda_would_have(told, usable):
         "cudnn": SDPBackend.CUDNN_ATTENTION,
     }
     with simulated_node(2):
-        given = params(*told.get("shape", (2, 4, 8, 16)), **{k: v for k, v in told.items() if k != "shape"})
+        given: Any = params(*told.get("shape", (2, 4, 8, 16)), **{k: v for k, v in told.items() if k != "shape"})
         operands = given.query, given.key, given.value, given.attn_mask
         attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=given.enable_gqa)
         computed = attend(*operands)

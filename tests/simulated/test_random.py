@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mgpu_check import simulated_node
 BACKING = os.environ.get("TEST_SIMULATED_BACKING", "cpu")
 """Another run of these tests gives a real device here."""
 
-DRAWS = {
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: functional.dropout(x, 0.5),
     "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.5, training=True),
     "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
@@ -137,7 +138,7 @@ def test_generators_have_a_seed_and_an_offset_as_philox_has(node):
     assert generator.initial_seed() == 2**63 + 5 and generator.get_offset() == 0
     torch.empty(0, device="cuda:1").normal_(generator=generator)
     functional.dropout(torch.ones(8, device="cuda:1"), 0.0)
-    assert generator.get_offset() == torch.cuda.default_generators[1].get_offset() == 0
+    assert generator.get_offset() == torch.cuda.default_generators[1].get_offset() == 0  # type: ignore[misc]  # its type says one
     torch.empty(100_000, device="cuda:1").normal_(generator=generator)
     assert generator.get_offset() == 52, "each thread draws several times"
     with pytest.raises(RuntimeError, match="offset must be a multiple of 4"):

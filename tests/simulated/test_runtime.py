@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -198,16 +199,17 @@ def test_figures_of_pinned_memory():
 
 def test_a_device_is_named_by_none_or_by_the_context_that_makes_it_current():
     with torch.cuda.device(1):
-        assert torch.cuda.FloatTensor(1, device=None).get_device() == 1
-    assert torch.cuda.memory_allocated(torch.cuda.device(2)) == 0
-    assert torch.cuda.current_stream(torch.cuda.device(2)).device_index == 2
+        assert torch.cuda.FloatTensor(1, device=None).get_device() == 1  # type: ignore[attr-defined]
+    context: Any = torch.cuda.device(2)
+    assert torch.cuda.memory_allocated(context) == 0
+    assert torch.cuda.current_stream(context).device_index == 2
     with pytest.raises(ValueError, match="Expected a cuda device, but got: cpu"):
         torch.cuda.Stream("cpu")
 
 
 def test_cudnn_convolutions_of_their_own():
     x, weight = torch.randn(1, 2, 5, 5, device="cuda"), torch.randn(2, 2, 3, 3, device="cuda")
-    plain = [[1, 1], [1, 1], [1, 1], 1, False, True, False]
+    plain: Any = [[1, 1], [1, 1], [1, 1], 1, False, True, False]
     assert torch.equal(torch.cudnn_convolution(x, weight, *plain), torch.conv2d(x, weight, padding=1))
     out = torch.cudnn_convolution_transpose(x, weight, [1, 1], [0, 0], [1, 1], [1, 1], 1, False, True, False)
     assert torch.equal(out, torch.conv_transpose2d(x, weight, padding=1))

@@ -74,7 +74,7 @@ def test_events_belong_to_the_device_that_records_them_first():
 
 def test_streams_are_known_by_their_numbers():
     side = torch.cuda.Stream(2, priority=-9)
-    least, greatest = torch.cuda.Stream.priority_range()
+    least, greatest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
     assert side.priority == greatest < least
     again = torch.cuda.Stream(stream_id=side.stream_id, device_index=2, device_type=side.device_type)
     assert again is side
@@ -133,7 +133,7 @@ def test_streams_of_one_handle_are_equal():
     assert runtime.cudaStreamCreate(ctypes.addressof(handle)) == 0 and handle.value
     with torch.cuda.device(1):
         one = torch.cuda.ExternalStream(handle.value)
-    other = torch.cuda.get_stream_from_external(handle.value, torch.cuda.device(1))
+    other = torch.cuda.get_stream_from_external(handle.value, torch.device("cuda:1"))
     assert one == other and hash(one) == hash(other) and one.device_index == 1
     assert other.__cuda_stream__() == (0, handle.value)
     assert runtime.cudaStreamDestroy(handle.value) == 0 and runtime.cudaStreamDestroy(handle.value) == 400

@@ -10,6 +10,7 @@ import copy
 import io
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +140,8 @@ class Bench:
 
     def seen(self):
         """Return all facts of the tensors, by name, with numbers in place of identities."""
-        objects, memory = {}, {}
+        objects: dict[Any, int] = {}
+        memory: dict[Any, int] = {}
 
         def number(numbers, key):
             return numbers.setdefault(key, len(numbers))
@@ -153,7 +155,7 @@ class Bench:
             attributes = (t.dtype, t.requires_grad, t.is_leaf, kind, getattr(t, "note", None))
             return number(objects, id(t)) if named else None, pointer, self.where(t), attributes, str(values)
 
-        rows = {f"held {i}": (of(p), of(p.grad)) for i, p in enumerate(self.held)}
+        rows: dict[str, Any] = {f"held {i}": (of(p), of(p.grad)) for i, p in enumerate(self.held)}
         for i, net in enumerate(self.models):
             for name, t in [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]:
                 rows[f"{i}.{name}"] = of(t), of(t.grad) if t.is_leaf else None
@@ -180,65 +182,65 @@ def meets(bench, p, q):
 class Program:
     """One function for each step; each takes the bench, the number of a model, and what was drawn for it."""
 
-    def tie(bench, i, name, other):
+    def tie(bench: Any, i, name, other):
         module, leaf = slot(bench.models[i], name)
         module._parameters[leaf] = parameter(bench.models[i], other)
 
-    def untie(bench, i, name, other):
+    def untie(bench: Any, i, name, other):
         module, leaf = slot(bench.models[i], name)
         if (p := parameter(bench.models[i], name)) is not None:
             setattr(module, leaf, nn.Parameter(mark(p.detach().clone(), bench.where(p))))
 
-    def exchange(bench, i, name, other):
+    def exchange(bench: Any, i, name, other):
         (one, leaf), (two, end) = slot(bench.models[i], name), slot(bench.models[1 - i], other)
         one._parameters[leaf], two._parameters[end] = two._parameters.get(end), one._parameters.get(leaf)
 
-    def exchange_modules(bench, i, name, other):
+    def exchange_modules(bench: Any, i, name, other):
         net = bench.models[i]
         net.a, net.c.a = net.c.a, net.a
 
-    def to_device(bench, i, sub, device, dtype):
+    def to_device(bench: Any, i, sub, device, dtype):
         bench.move(bench.models[i].get_submodule(sub), device)
 
-    def to_both(bench, i, sub, device, dtype):
+    def to_both(bench: Any, i, sub, device, dtype):
         bench.move(bench.models[i].get_submodule(sub), device, dtype)
 
-    def to_dtype(bench, i, sub, device, dtype):
+    def to_dtype(bench: Any, i, sub, device, dtype):
         bench.move(bench.models[i].get_submodule(sub), dtype=dtype)
 
-    def to_half(bench, i, sub, device, dtype):
+    def to_half(bench: Any, i, sub, device, dtype):
         bench.models[i].get_submodule(sub).half()
 
-    def to_empty(bench, i, sub, device, dtype):
+    def to_empty(bench: Any, i, sub, device, dtype):
         bench.empty(bench.models[i].get_submodule(sub), device)
 
-    def to_meta(bench, i, sub, device, dtype):
+    def to_meta(bench: Any, i, sub, device, dtype):
         bench.models[i].get_submodule(sub).to("meta")
 
-    def empty_meta(bench, i, sub, device, dtype):
+    def empty_meta(bench: Any, i, sub, device, dtype):
         bench.empty(bench.models[i].get_submodule(sub), "meta")
 
-    def shared_memory(bench, i, sub, device, dtype):
+    def shared_memory(bench: Any, i, sub, device, dtype):
         there = bench.virtual
         bench.models[i].get_submodule(sub)._apply(
             lambda t: t if there and marked(t).startswith("cuda") else t.share_memory_()
         )
 
-    def frozen(bench, i, sub, device, dtype):
+    def frozen(bench: Any, i, sub, device, dtype):
         bench.models[i].get_submodule(sub).requires_grad_(device == "cpu")
 
-    def copied(bench, i, flag, other):
+    def copied(bench: Any, i, flag, other):
         bench.models[1 - i] = copy.deepcopy(bench.models[i])
         Program.like(bench, i)
 
-    def like(bench, i):
+    def like(bench: Any, i):
         if bench.virtual:
             old = bench.named(bench.models[i])
             for name, t in bench.named(bench.models[1 - i]).items():
                 if marked(t) is None:
                     mark(t, marked(old[name]))
 
-    def pickled(bench, i, flag, other):
+    def pickled(bench: Any, i, flag, other):
         if flag:
             bench.models[1 - i] = pickle.loads(pickle.dumps(bench.models[i]))
         else:
@@ -247,20 +249,20 @@ class Program:
             bench.models[1 - i] = torch.load(file, weights_only=False)
         Program.like(bench, i)
 
-    def loaded(bench, i, assign, strict):
+    def loaded(bench: Any, i, assign, strict):
         found = bench.models[i].load_state_dict(bench.models[1 - i].state_dict(), assign=assign, strict=strict)
         return str(found)
 
-    def written_through_state(bench, i, flag, other):
+    def written_through_state(bench: Any, i, flag, other):
         for t in bench.models[i].state_dict(keep_vars=flag).values():
             with torch.no_grad():
                 t.add_(1)
 
-    def future(bench, i, overwrite, swap):
+    def future(bench: Any, i, overwrite, swap):
         torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
         torch.__future__.set_swap_module_params_on_conversion(swap)
 
-    def backward(bench, i, flag, other):
+    def backward(bench: Any, i, flag, other):
         for p in dict.fromkeys(bench.models[i].parameters()):
             if p.requires_grad and p.is_leaf and not p.is_meta:
                 loss = (p * p).sum()
@@ -268,56 +270,56 @@ class Program:
                 if flag:
                     bench.graphs.append(loss)
 
-    def optimized(bench, i, flag, other):
+    def optimized(bench: Any, i, flag, other):
         bench.optimizer = torch.optim.SGD(bench.models[i].parameters(), 0.5, foreach=flag)
 
-    def step(bench, i, set_to_none, other):
+    def step(bench: Any, i, set_to_none, other):
         if bench.optimizer is not None:
             bench.optimizer.step()
             if other:
                 bench.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def assigned(bench, i, name, other):
+    def assigned(bench: Any, i, name, other):
         p, q = parameter(bench.models[i], name), parameter(bench.models[1 - i], other)
         if meets(bench, p, q) and p.grad is None:
             p.data = q.data
 
-    def assigned_kind(bench, i, name, other):
+    def assigned_kind(bench: Any, i, name, other):
         p, q = parameter(bench.models[i], name), parameter(bench.models[1 - i], other)
         if p is not None and q is not None and p.is_meta != q.is_meta:
             p.data = q.data
 
-    def swapped(bench, i, name, other):
+    def swapped(bench: Any, i, name, other):
         p, q = parameter(bench.models[i], name), parameter(bench.models[1 - i], other)
         if p is not None and q is not None and p is not q:
             torch.utils.swap_tensors(p, q)
 
-    def written(bench, i, name, other):
+    def written(bench: Any, i, name, other):
         if (p := parameter(bench.models[i], name)) is not None:
             with torch.no_grad():
                 p.add_(1)
 
-    def noted(bench, i, name, other):
+    def noted(bench: Any, i, name, other):
         if (p := parameter(bench.models[i], name)) is not None:
             p.note = other
             bench.held.append(p)
 
-    def hooked(bench, i, name, other):
+    def hooked(bench: Any, i, name, other):
         p = parameter(bench.models[i], name)
         if p is not None and p.requires_grad:
             p.register_hook(double)
 
-    def registered(bench, i, name, other):
+    def registered(bench: Any, i, name, other):
         module, _ = slot(bench.models[i], name)
         like = parameter(bench.models[i], other)
         data = None if like is None else nn.Parameter(mark(like.detach().clone(), bench.where(like)))
         module.register_parameter("extra", data)
 
-    def deleted(bench, i, name, other):
+    def deleted(bench: Any, i, name, other):
         module, leaf = slot(bench.models[i], name)
         delattr(module, leaf)
 
-    def parametrized(bench, i, name, other):
+    def parametrized(bench: Any, i, name, other):
         module, leaf = slot(bench.models[i], name)
         if parametrize.is_parametrized(module):
             parametrize.remove_parametrizations(module, leaf, leave_parametrized=other == "p")

@@ -7,6 +7,7 @@ import copy
 import importlib
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_data_moves_the_object():
 
 
 def test_modules_move_with_parameters_kept():
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     parameters = list(net.parameters())
     net.to("cuda:3")
     assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
@@ -139,7 +140,7 @@ def test_lazy_modules_are_made_where_they_were_sent():
 def test_formatting_and_scalars():
     loss = torch.tensor(1.23456, device="cuda:1")
     assert f"{loss:.2f}" == "1.23"
-    assert (loss.item(), float(loss), loss.tolist()) == (pytest.approx(1.23456),) * 3
+    assert [loss.item(), float(loss), loss.tolist()] == [pytest.approx(1.23456)] * 3
 
 
 def test_no_numpy_from_a_device():
@@ -152,7 +153,7 @@ def test_no_numpy_from_a_device():
             convert()
 
 
-LOCATIONS = {
+LOCATIONS: dict[str, tuple[Any, str]] = {
     "None": (None, "cuda:1"),
     "str": ("cuda:2", "cuda:2"),
     "cpu": ("cpu", "cpu"),
@@ -314,7 +315,8 @@ def test_gradients_come_back_through_what_c_combines(name, mode):
         with mode():
             (COMBINED_IN_C[name](x) * 3).sum().backward()
         gradients.append(x.grad.cpu())
-    assert torch.allclose(*gradients)
+    one, other = gradients
+    assert torch.allclose(one, other)
 
 
 @pytest.mark.parametrize("masked", [torch.bool, torch.float32])
@@ -341,11 +343,12 @@ def test_constructors_of_before_there_were_dtypes():
     assert x.new(3).device == x.device and x.new(3).dtype == x.dtype
     assert x.new([1, 2]).tolist() == [1, 2] and x.new(torch.Size([2, 3])).shape == (2, 3)
     assert x.new(x).data_ptr() == x.data_ptr()
-    assert isinstance(x, torch.cuda.DoubleTensor) and not isinstance(x, torch.cuda.FloatTensor)
-    assert not isinstance(torch.ones(1), torch.cuda.FloatTensor)
-    made = torch.cuda.FloatTensor([1, 2])
+    cuda: Any = torch.cuda
+    assert isinstance(x, cuda.DoubleTensor) and not isinstance(x, cuda.FloatTensor)
+    assert not isinstance(torch.ones(1), cuda.FloatTensor)
+    made = cuda.FloatTensor([1, 2])
     assert made.type() == "torch.cuda.FloatTensor" and made.tolist() == [1, 2]
-    assert x.type(torch.cuda.FloatTensor).dtype is torch.float32
+    assert x.type(cuda.FloatTensor).dtype is torch.float32
     with pytest.raises(RuntimeError, match="legacy constructor expects device type: cuda"):
         x.new(3, device="cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from mgpu_check.suite.collectives.findings import assert_shared
 from mgpu_check.suite.collectives.values import given_blocks, right_block, stretched
 from mgpu_check.torch_hooks.tensors import as_bits
 
-FOLD = {
+FOLD: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
     "MIN": torch.minimum,

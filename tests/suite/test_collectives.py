@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +23,13 @@ from mgpu_check.torch_hooks.tensors import as_bits
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 REDUCTIONS = ("sum", "avg", "product", "min", "max")
-COMBINE = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

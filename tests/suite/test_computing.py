@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -251,6 +252,7 @@ def test_what_a_device_lacks_is_skipped(monkeypatch):
         raise CaseUnsupported("bfloat16 needs compute capability 8.0; this device has 7.0")
 
     monkeypatch.setattr(products, "require", lacks)
+    entry: Any
     (entry,) = examine.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
     assert (entry.outcome, entry.seen) == ("skipped", "bfloat16 needs compute capability 8.0; this device has 7.0")
 

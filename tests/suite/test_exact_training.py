@@ -21,7 +21,7 @@ def test_float32_gives_the_bits_of_float64(widths):
         training = ExactTraining(widths=widths, batch=16 if len(widths) == 3 else 8, seed=seed)
         model = training.model()
         optimizer = sgd(training, model)
-        got = {}
+        got: dict[str, torch.Tensor] = {}
         for step, (inputs, factors) in enumerate(training.batches(), 1):
             optimizer.zero_grad()
             outputs = model(inputs)
@@ -52,7 +52,7 @@ def test_numbers_that_would_not_stay_exact_are_refused():
 
 
 def test_replicas_that_share_memory_are_named(monkeypatch):
-    shared = {}
+    shared: dict[str, torch.Tensor] = {}
 
     def replicate(parameters, devices):
         if not shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_a_condition_selects_calls_and_names_them():
         seen.append([body(number) for number in range(4)])
         return contextlib.nullcontext()
 
-    seen = []
+    seen: list[list[Any]] = []
     large, even = When("above 1", lambda number: number > 1), When("even", lambda number: number % 2 == 0)
     both = large & ~even
     assert str(both) == "above 1, not even"
@@ -122,8 +123,13 @@ def test_planters_change_arguments_and_results_of_a_function(context, result):
 
 
 def test_planters_keep_static_methods_and_change_several_functions():
-    seen = []
-    with around(Owner, "plus", "doubled")(lambda real, *args: seen.append(real.__name__) or NotImplemented):
+    seen: list[str] = []
+
+    def change(real, *args):
+        seen.append(real.__name__)
+        return NotImplemented
+
+    with around(Owner, "plus", "doubled")(change):
         assert Owner().doubled([Owner().plus(1)]) == [4]
     assert seen == ["plus", "doubled"]
 
@@ -172,5 +178,6 @@ def test_a_fault_of_adam_does_not_stay_behind_in_adamw(monkeypatch):
     torch.optim.Adam(parameters)
     before = torch.optim.AdamW.step
     with planted("adam-in-bfloat16"):
-        assert torch.optim.AdamW(parameters).step.__func__ is not before
+        step: Any = torch.optim.AdamW(parameters).step
+        assert step.__func__ is not before
     assert torch.optim.AdamW.step is before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_each_broken_link_is_seen_and_no_other_is_accused():
 def test_a_copy_that_does_nothing_is_wrong_and_sizes_are_cut_to_the_memory():
     with simulated_node(2), planted(Hardware([], 4 * MIB)):
         devices = [torch.device("cuda", index) for index in range(2)]
-        found = examine_copies(devices, Copies("casting", (9, 64 * MIB + 1, 1024 * MIB), seed=1))
+        found: list[Any] = [*examine_copies(devices, Copies("casting", (9, 64 * MIB + 1, 1024 * MIB), seed=1))]
         assert [(entry.outcome, entry.work.operations) for entry in found] == [("passed", 2)] * 2
         assert MIB // 4 < found[0].work.bytes < 2 * MIB
         copy_ = torch.Tensor.copy_
@@ -156,9 +157,11 @@ def test_a_copy_that_does_nothing_is_wrong_and_sizes_are_cut_to_the_memory():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", nothing)
-            assert {entry.outcome for entry in examine_copies(devices, ENGINE)} == {"failed"}
+            seen: list[Any] = [*examine_copies(devices, ENGINE)]
+            assert {entry.outcome for entry in seen} == {"failed"}
             patch.setattr(torch.Tensor, "copy_", spilling)
-            failed = [entry for entry in examine_copies(devices, ENGINE) if entry.outcome == "failed"]
+            seen = [*examine_copies(devices, ENGINE)]
+            failed = [entry for entry in seen if entry.outcome == "failed"]
         assert {entry.subject for entry in failed} == {Subject("copy", (1, 0))}
         assert failed[0].seen.startswith("1 bytes outside of the destination of 66001 bytes were changed")
 
@@ -167,7 +170,7 @@ def test_bandwidth_and_latency_are_measured_for_each_way_and_a_slow_link_shows()
     slow = planted_from("slow-link")
     pair = slow.parts[0].members
     with simulated_node(4), planted(Hardware([slow.fault.defect(slow.parameters)], 16 * MIB)):
-        found = measure_copies([torch.device("cuda", index) for index in range(4)], 64 * MIB, 3)
+        found: list[Any] = [*measure_copies([torch.device("cuda", index) for index in range(4)], 64 * MIB, 3)]
     assert Counter(entry.quantity for entry in found) == {
         f"{kind} {what}": count
         for kind, count in (("copy", 12), ("upload", 4), ("download", 4))
@@ -180,9 +183,10 @@ def test_bandwidth_and_latency_are_measured_for_each_way_and_a_slow_link_shows()
 
 
 def test_the_first_line_of_wrong_copies_names_the_first_of_them(monkeypatch):
+    right, wrong = (Subject("copy", pair) for pair in ((0, 1), (1, 0)))
     seen = [
-        Observation("links", Subject("copy", pair), outcome, "6 of 9 bytes are wrong", "engine, 9 bytes")
-        for pair, outcome in (((0, 1), "passed"), ((1, 0), "failed"))
+        Observation("links", right, "passed", "6 of 9 bytes are wrong", "engine, 9 bytes"),
+        Observation("links", wrong, "failed", "6 of 9 bytes are wrong", "engine, 9 bytes"),
     ]
     monkeypatch.setattr(copies, "examine_copies", lambda *_: seen)
     monkeypatch.setattr(copies, "examine_host_copies", lambda *_: [])

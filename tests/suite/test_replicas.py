@@ -77,7 +77,7 @@ def test_what_differs_is_named(other, match) -> None:
 def test_modules_include_buffers() -> None:
     torch.manual_seed(0)
     nets = [nn.BatchNorm1d(2) for _ in range(3)]
-    nets[2].running_mean += 1  # type: ignore[operator]
+    nets[2].running_mean += 1
     with pytest.raises(ReplicaMismatch, match="running_mean"):
         assert_replicas_agree(nets)
 

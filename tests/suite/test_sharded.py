@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -24,16 +26,20 @@ class Mesh:
         return self.place
 
 
+def mesh(shape: tuple[int, ...], place: tuple[int, ...]) -> Any:
+    return Mesh(shape, place)
+
+
 def test_the_part_of_a_rank_is_its_chunk():
     for length in range(9):
         whole = torch.arange(length)
         for ranks in range(1, 6):
             chunks = [*whole.chunk(ranks), *[whole[:0]] * ranks] if length else [whole] * ranks
-            parts = [part_of(whole, [Shard(0)], Mesh((ranks,), (place,))) for place in range(ranks)]
+            parts = [part_of(whole, [Shard(0)], mesh((ranks,), (place,))) for place in range(ranks)]
             assert [part.tolist() for part in parts] == [chunk.tolist() for chunk in chunks[:ranks]]
     plane = torch.arange(30).reshape(5, 6)
-    assert part_of(plane, [Shard(0), Shard(1)], Mesh((2, 2), (1, 0))).tolist() == plane[3:, :3].tolist()
-    assert part_of(plane, [Replicate(), Shard(0)], Mesh((2, 2), (1, 1))).tolist() == plane[3:].tolist()
+    assert part_of(plane, [Shard(0), Shard(1)], mesh((2, 2), (1, 0))).tolist() == plane[3:, :3].tolist()
+    assert part_of(plane, [Replicate(), Shard(0)], mesh((2, 2), (1, 1))).tolist() == plane[3:].tolist()
 
 
 def test_meshes_are_as_square_as_can_be():
@@ -50,11 +56,11 @@ def test_training_for_mixed_precision_is_exact_in_low_precision(dtype):
         for ranks in (1, 3):
             total: dict[str, torch.Tensor] = {}
             for x, y in zip(recipe.split(inputs, ranks), recipe.split(factors, ranks), strict=True):
-                found = []
+                found: list[Any] = []
                 for kind in (dtype, torch.float64):
                     model = training.model().to(dtype).to(kind)
                     recipe.weighted(model(x.to(kind)), (y * 64).to(kind)).backward()
                     found.append({name: value.grad for name, value in model.named_parameters()})
-                assert_same(*found, "own gradients")
+                assert_same(found[0], found[1], "own gradients")
                 total = {name: total.get(name, 0) + value for name, value in found[1].items()}
             assert all(torch.equal((value / 64).to(dtype).double(), value / 64) for value in total.values())

@@ -17,7 +17,7 @@ import time as _time
 from typing import Any
 
 _source = _metadata.distribution("nvidia-ml-py").locate_file("pynvml.py")
-exec(compile(_source.read_text(), str(_source), "exec"), globals())  # type: ignore[attr-defined]
+exec(compile(_source.read_text(), str(_source), "exec"), globals())
 
 _LINKS = 4
 _HEALTHY: dict[str, Any] = {

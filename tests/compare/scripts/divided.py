@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ class Reduce(torch.autograd.Function):
 def by_hand():
     """Cut weights as Megatron does: shards replace parameters."""
     others, copies = groups()
-    model = nn.Sequential(nn.Linear(8, 8), Mlp()).to(device)
+    model: Any = nn.Sequential(nn.Linear(8, 8), Mlp()).to(device)
     mlp = model[1]
     for owner, key, dim in ((mlp.up, "weight", 0), (mlp.up, "bias", 0), (mlp.down, "weight", 1)):
         shard = getattr(owner, key).detach().chunk(PARTS, dim if PARTS > 1 else 0)[part]
@@ -138,7 +139,7 @@ def fsdp2():
     from torch.distributed.fsdp import fully_shard
 
     mesh = meshes()["tp"] if mistake == "wrong-group" else init_device_mesh("cuda", (world,))
-    model = Mlp().to(device)
+    model: Any = Mlp().to(device)
     for module in (model.up, model):
         fully_shard(module, mesh=mesh)
     model.set_requires_gradient_sync(mistake != "no-reduction" or world == 1)
@@ -178,7 +179,7 @@ def pipeline():
     for batch in BATCHES:
         x, y = (tensor.chunk(COPIES)[copy] for tensor in batch)
         optimizer.zero_grad()
-        losses = []
+        losses: list[torch.Tensor] = []
         schedule.step(*[x] * (part == 0), **({"target": y, "losses": losses} if part == PARTS - 1 else {}))
         average(own.parameters(), others, copies)
         spoil(own.parameters())
@@ -217,10 +218,10 @@ class Experts(nn.Module):
         likely = self.router(x).softmax(-1)
         top = likely.argmax(-1)
         order = (top // self.count).argsort(stable=True)
-        send = (top // self.count).bincount(minlength=world)
-        receive = torch.empty_like(send)
-        dist.all_to_all_single(receive, send)
-        send, receive = send.tolist(), receive.tolist()
+        sent = (top // self.count).bincount(minlength=world)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        send, receive = sent.tolist(), received.tolist()
         there = Exchange.apply(x[order], send, receive)
         wanted = Exchange.apply(top[order].float().unsqueeze(1), send, receive).squeeze(1).long()
         out = sum((wanted == e).unsqueeze(-1) * expert(there) for e, expert in zip(self.mine, self.own, strict=True))

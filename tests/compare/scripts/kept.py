@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ others, copies = made[copy], made[COPIES + part]
 
 class Mean(nn.Module):
     """Subtract the running mean of each feature. It begins with constants, which show no slice."""
+
+    running: torch.Tensor
 
     def __init__(self, count):
         super().__init__()
@@ -88,7 +91,7 @@ def optimizer_of(model, spoiled):
 
 def slices():
     """Cut weights, biases and running means by hand."""
-    model = nn.Sequential(nn.Linear(8, 16), Mean(16), nn.Linear(16, 8), nn.LayerNorm(8)).to(device)
+    model: Any = nn.Sequential(nn.Linear(8, 16), Mean(16), nn.Linear(16, 8), nn.LayerNorm(8)).to(device)
     up, mean, down, norm = model
     for owner, key, dim in ((up, "weight", 0), (up, "bias", 0), (mean, "scale", 0), (down, "weight", 1)):
         shard = getattr(owner, key).detach().chunk(PARTS, dim)[part]
@@ -115,7 +118,7 @@ def stages():
 
     layers = [nn.Sequential(nn.Linear(8, 8), Mean(8), nn.Tanh()) for _ in range(4)]
     count = 4 // PARTS
-    own = nn.Sequential(*layers[part * count : (part + 1) * count]).to(device)
+    own: Any = nn.Sequential(*layers[part * count : (part + 1) * count]).to(device)
     example = torch.zeros(
         4, 8, device=device, requires_grad=True
     )  # of a micro-batch: without it the stage runs on what memory has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def step(model, batch, rank):
 def loader(rank):
     data = TensorDataset(torch.arange(24), torch.complex(torch.arange(24.0), torch.ones(24)))
     for epoch in range(2):
-        sampler = DistributedSampler(data)
+        sampler: DistributedSampler[Any] = DistributedSampler(data)
         sampler.set_epoch(epoch)
         yield DataLoader(data, batch_size=2, sampler=sampler)
 

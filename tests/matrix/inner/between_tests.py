@@ -4,6 +4,7 @@ import os
 import select
 import signal
 from pathlib import Path
+from typing import Any
 
 import faults
 import pytest
@@ -18,7 +19,7 @@ SIGNALS = {
     "kills-the-fork-server": signal.SIGKILL,
     "sigstop": signal.SIGSTOP,
 }
-PIDS: dict[str, int] = {}
+PIDS: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("name", SIGNALS)
