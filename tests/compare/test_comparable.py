@@ -204,7 +204,8 @@ def test_other_samples_from_the_start(samples, words):
     def aligned(elsewhere=0.0):
         ranks = [Training(rank, 2) for rank in range(2)]
         for training in ranks:
-            training.samples = lambda number, rank=training.rank: list(samples(rank))  # type: ignore[misc]
+            right = training.samples  # of the later steps, which do not count
+            training.samples = lambda n, rank=training.rank, right=right: right(n) if n else list(samples(rank))  # type: ignore[misc]
             training.begin = [value + elsewhere * training.rank for value in start()]
         return Aligned(Training().trace(), [training.trace() for training in ranks])
 

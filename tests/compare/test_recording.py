@@ -107,6 +107,9 @@ def test_models_micro_batches_and_optimizers(record):
     assert set(first.before) == set(first.parameters) and not third.before
     assert first.gradients["optimizer0.group0.parameter3"] is None
     assert first.parameters["body.weight"] != first.before["body.weight"]
+    kept = [state for state in trace.states.values() if state.key]
+    assert {state.of for state in kept} == {"Net.scale", "Net.body.weight", "Net.body.bias"}
+    assert all(state.order == trace.parameters[state.of].order for state in kept)
     (clip,) = trace.of("clip")
     assert clip["after"] == 2 and clip["most"] == 0.25
     assert clip["norm"] > 0
