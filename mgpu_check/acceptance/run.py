@@ -25,7 +25,7 @@ from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Ki
 from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.verdict.advice import advice_for
 from mgpu_check.acceptance.verdict.evidence import evidence_lines
-from mgpu_check.acceptance.verdict.localisation import Look, look_again
+from mgpu_check.acceptance.verdict.localisation import Look, found_about, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
@@ -285,7 +285,7 @@ class Run:
             part,
             tuple(evidence_lines(observations, numbers, others)),
             numbers,
-            arm=self._arm(part),
+            arm=self._arm(part, failed),
             advice=advice_for(part, failed),
             repeat=self._repeat(failed),
             findings=tuple(one.id for one in found),
@@ -294,10 +294,9 @@ class Run:
             shared=tuple(others),
         )
 
-    def _arm(self, part: Part) -> str:
-        """Return the findings of the second looks at groups that contain `part`."""
-        looks = [look for look in self.looks if part.kind == "host" or set(part.members) <= set(look.group)]
-        return "; ".join(dict.fromkeys(line for look in looks for line in look.seen))
+    def _arm(self, part: Part, failed: Sequence[Observation]) -> str:
+        mine = {id(entry) for entry in failed}
+        return found_about(part, [call for entry, call in self.log.failed_calls() if id(entry) in mine], self.looks)
 
     def _repeat(self, failed: Sequence[Observation]) -> str:
         # The check of performance judges measurements that other checks made, so repeat those as well.

@@ -74,6 +74,11 @@ class Subject:
     kind: SubjectKind
     members: tuple[int, ...]
 
+    @property
+    def in_any_order(self) -> Subject:
+        """The same group with its ranks in order; any other subject unchanged."""
+        return Subject(self.kind, tuple(sorted(self.members))) if self.kind == "group" else self
+
     def __str__(self) -> str:
         return _named(self.kind, self.members)
 

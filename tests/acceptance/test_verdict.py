@@ -190,6 +190,16 @@ def test_failures_of_a_link_are_not_charged_to_a_sick_gpu(data: st.DataObject) -
     assert not found.shared
 
 
+def test_orders_of_ranks_are_one_subject() -> None:
+    """A GPU that receives wrong data is right as root, which does not speak for it."""
+    orders = [Subject("group", members) for members in ((0, 1), (1, 0), (1, 2), (2, 1))]
+    seen = [Observation("collectives", one, "failed" if one.members[1] == 1 else "passed") for one in orders]
+    found = explain(seen, ONE_HOST)
+    assert set(found.parts) == {Part("gpu", (1,))}
+    lines = list(evidence_lines(seen, found.parts[Part("gpu", (1,))], {}))
+    assert [line.rpartition("; ")[2] for line in lines] == ["1 of 2 looks failed"] * 2
+
+
 def test_a_failure_that_two_accused_parts_explain_is_shared() -> None:
     broken = [("memory", Subject("gpu", (3,))), ("links", Subject("copy", (0, 1)))]
     seen = [*run(4, *broken), Observation("collectives", Subject("group", (0, 1, 2, 3)), "failed")]

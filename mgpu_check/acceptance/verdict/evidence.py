@@ -19,14 +19,15 @@ def evidence_lines(
         numbers: indices of the failed observations that the accused part explains.
         others: the other accused parts that explain an observation, by its index.
     """
-    looks = Counter((entry.check, entry.subject) for entry in observations)
+    looks = Counter((entry.check, entry.subject.in_any_order) for entry in observations)
     failed: dict[tuple[str, Subject], list[int]] = {}
     for number in numbers:
         entry = observations[number]
-        failed.setdefault((entry.check, entry.subject), []).append(number)
+        failed.setdefault((entry.check, entry.subject.in_any_order), []).append(number)
     for (check, subject), mine in failed.items():
         entry = observations[mine[0]]
         case = f" ({entry.case})" if entry.case else ""
         also = dict.fromkeys(str(part) for number in mine for part in others.get(number, ()))
         shared = f"; shared: {' and '.join(also)} may explain it alone" if also else ""
-        yield f"{check}: {subject}: {entry.seen}{case}; {len(mine)} of {looks[check, subject]} looks failed{shared}"
+        count = f"{len(mine)} of {looks[check, subject]} looks failed"
+        yield f"{check}: {entry.subject}: {entry.seen}{case}; {count}{shared}"

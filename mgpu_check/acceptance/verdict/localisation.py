@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
-from mgpu_check.devices.observations import Observation
+from mgpu_check.devices.observations import Observation, Part
 
-__all__ = ["SECONDS", "Look", "look_again"]
+__all__ = ["SECONDS", "Look", "found_about", "look_again"]
 
 SECONDS = {"quick": 60.0, "standard": 300.0, "long": 1800.0}
 """Time for all second looks of a run, by level. A call that is running when it is over ends first."""
@@ -77,6 +77,18 @@ def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monoto
 
 class _TimeIsOver(Exception):
     """The time for second looks is over, so nothing more can be concluded from the one that runs."""
+
+
+def found_about(part: Part, calls: Iterable[RepeatableCall], looks: Iterable[Look]) -> str:
+    """Return the findings of the second looks at groups that contain `part`, and at calls whose failures it explains,
+    in one line."""
+    cases = {(call.check, call.case) for call in calls}
+    found = [
+        look
+        for look in looks
+        if (look.check, look.case) in cases and (part.kind == "host" or set(part.members) <= set(look.group))
+    ]
+    return "; ".join(dict.fromkeys(line for look in found for line in look.seen))
 
 
 class _SecondRun:

@@ -118,7 +118,7 @@ def _of_driver(entry: Observation) -> bool:
 
 
 def _key(entry: Observation) -> Key:
-    return entry.check, entry.subject, tuple(sorted(entry.suspects))
+    return entry.check, entry.subject.in_any_order, tuple(sorted(entry.suspects))
 
 
 def _hosts_of(subject: Subject, hosts: Sequence[int]) -> set[Part]:
