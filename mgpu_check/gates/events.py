@@ -33,7 +33,7 @@ from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.operands import Rows, arrived, contents, facts, in_function, layout, site, sums_of
 from mgpu_check.gates.program import modules_of
 from mgpu_check.gates.seeds_set import generator_seeded
-from mgpu_check.torch_hooks.arguments import group_of, option
+from mgpu_check.torch_hooks.arguments import group_of, option, own_groups
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.graphs import is_capturing
@@ -61,7 +61,7 @@ def traced(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:
         with notes:
             yield
     finally:
-        trace.groups = tuple(tuple(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
+        trace.groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in own_groups())
         trace.drawn, trace.numbers = tuple(notes.drawn), tuple(notes.numbers)
         sys.setprofile(before)
         threading.setprofile(of_threads)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 from mgpu_check.diagnosis.observed import Change, ObservedRun, Term
@@ -23,7 +22,7 @@ from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.terms import Paths, noting_terms, scaling_term
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.torch_hooks.arguments import group_of
+from mgpu_check.torch_hooks.arguments import group_of, own_groups
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.patches import replaced
@@ -171,7 +170,7 @@ def _done(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _group(index: Any) -> Any:
     """Return the group of this rank with this index; groups are in the order of their creation."""
-    return list(c10d._world.pg_group_ranks)[int(index)]
+    return own_groups()[int(index)]
 
 
 def _with_argument(

@@ -14,7 +14,7 @@ from mgpu_check.torch_hooks.flows import size_of
 from mgpu_check.torch_hooks.table import OPERATIONS
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["compared", "group_of", "option", "shown"]
+__all__ = ["compared", "group_of", "option", "own_groups", "shown"]
 
 _SHOWN = 4  # tensors of a list
 
@@ -39,6 +39,12 @@ def group_of(group: Any) -> Group | None:
         return Group(str(group.group_name), tuple(dist.get_process_group_ranks(group)))
     except Exception:
         return None  # the collective itself will report the invalid group
+
+
+def own_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups that this process is a member of, in the order of their creation."""
+    # torch also keeps an entry for the latest group that the process is no member of: an integer.
+    return [group for group in c10d._world.pg_group_ranks if isinstance(group, dist.ProcessGroup)]
 
 
 def shown(value: Any) -> str:

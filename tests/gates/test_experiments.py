@@ -19,6 +19,7 @@ from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.processes.record import Entered
+from mgpu_check.torch_hooks.arguments import own_groups
 from tests.gates.steps import FEW
 
 pytestmark = pytest.mark.gpus(4)
@@ -89,6 +90,38 @@ def test_a_collective_in_the_wrong_group(ranks):
     assert found.mistakes[0] == "wrong-process-group"
     assert "runs over ranks 0-1, ranks 2-3; over ranks 0-3 the step is right" in str(found)
     assert "test_experiments.py:" in str(found)
+
+
+def centered_in_pairs(model, batch, rank):
+    """The world is right on two ranks only; the code has groups of two, but does not use them."""
+    for first in range(0, rank.size, 2):
+        dist.new_group([first, first + 1])
+    x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    statistics = torch.stack([torch.tensor(float(len(y)), device=rank.device), y.sum()])
+    dist.all_reduce(statistics)
+    nn.functional.mse_loss(model.to(rank.device)(x), y - statistics[1] / statistics[0]).backward()
+    synchronize(model, rank.size)
+
+
+def pairs_alone(model, batch, world_size):
+    x, y = batch
+    y = torch.cat([part - part.mean() for part in y.chunk(max(1, world_size // 2))])
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def test_a_collective_belongs_into_groups_that_ranks_make_one_after_the_other(ranks):
+    found = named(ranks, centered_in_pairs, world_sizes=[4], reference=pairs_alone, max_examples=4)
+    assert found.mistakes[0] == "wrong-process-group", str(found)
+    assert "runs over ranks 0-3; over ranks 0-1, ranks 2-3 the step is right" in str(found)
+
+
+def test_groups_of_other_ranks_are_not_among_those_of_a_rank(ranks):
+    def groups(rank):
+        for other in range(rank.size):
+            dist.new_group([other])
+        return [dist.get_process_group_ranks(group) for group in own_groups()]
+
+    assert ranks.run(groups, size=2) == [[[0, 1], [0]], [[0, 1], [1]]]
 
 
 def test_what_was_reduced_before_is_reduced_again(ranks):
