@@ -50,6 +50,8 @@ class Node:
         plan: the settings of the run.
         hosts_of_run: the hosts of the run, by number.
         visible: number of GPUs of each host, including those outside the run.
+        slots: PCI bus id of each GPU by number, from torch; empty where torch does not report it.
+        past_xids: Xid -> times in the kernel log before the run, by GPU; without those of which no log could be read.
         lost: GPUs that no longer answer; no check is called on them.
         telemetry: source of telemetry; None without one.
         boundaries: a snapshot before the first test, and one after each test.
@@ -68,6 +70,8 @@ class Node:
         self.plan = plan
         self.hosts_of_run = tuple(hosts)
         self.visible: dict[int, int] = {}
+        self.slots: dict[int, str] = {}
+        self.past_xids: dict[int, dict[int, int]] = {}
         self.lost: set[int] = set()
         self.telemetry = telemetry
         self.boundaries: list[Boundary] = []

@@ -30,6 +30,7 @@ from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.devices.observations import Observation, Part
+from mgpu_check.devices.telemetry.kernel_log import past_xids
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.plugin.planting import Planting
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from mgpu_check.plugin.session import GpuSession
 
 __all__ = ["Run"]
+
+_FirstLook = tuple[Inventory, str, str, dict[str, str], dict[tuple[str, int], int] | None]
 
 _INTERVAL, _INTERVAL_SIMULATED = 1.0, 0.1
 """Seconds between two telemetry samples of a GPU. Simulated runs are short, so they sample more often."""
@@ -86,6 +89,8 @@ class Run:
         self.looks: list[Look] = []
         self.hosts: tuple[Host, ...] = ()
         self._visible: dict[int, int] = {}
+        self._slots: dict[int, str] = {}
+        self._logs: dict[int, Mapping[tuple[str, int], int]] = {}
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def start(self) -> None:
@@ -110,6 +115,11 @@ class Run:
         self.hosts = tuple(self._with_driver(host) for host in self.hosts)
         self.node.hosts_of_run = self.hosts
         self.node.visible = self._visible
+        # Simulated telemetry numbers slots over all hosts, and simulated torch on each.
+        self.node.slots = self._slots if not plan.simulate or len(self.hosts) == 1 else {}
+        self.node.past_xids = {
+            gpu.number: mine for gpu in self.node.gpus if (mine := self._past_xids(gpu)) and not plan.simulate
+        }
 
     def _watch(self, gpus: Sequence[Gpu]) -> Watch:
         """Start to sample the telemetry of the drivers, or of simulated ones."""
@@ -120,11 +130,12 @@ class Run:
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         return Watch(gpus, self.session.pool, simulated, interval, self.log.zero)
 
-    def _look(self, host: int) -> tuple[Inventory, str, str, dict[str, str]]:
-        """Return the GPUs of a host, its name, boot id and software. GPUs that refuse a context are included."""
+    def _look(self, host: int) -> _FirstLook:
+        """Return the GPUs of a host, its name, boot id, software and past Xids. GPUs that refuse a context are
+        included."""
         pool = self.session.pool
         if not self.plan.simulate:
-            found: tuple[Inventory, str, str, dict[str, str]] = pool.in_fresh_process(_look, host)
+            found: _FirstLook = pool.in_fresh_process(_look, host)
         else:
             (found,) = pool.run_in_node_process(_look, host=host)
         return found
@@ -138,6 +149,11 @@ class Run:
         facts = {name: value for name, value in facts.items() if name not in ("serial", "pci")}
         serial, pci, uuid = (str(known.get(name) or "") for name in ("serial", "pci", "uuid"))
         return dataclasses.replace(gpu, uuid=gpu.uuid or uuid, serial=serial, pci=pci or gpu.pci, facts=facts)
+
+    def _past_xids(self, gpu: Gpu) -> dict[int, int]:
+        """Return the Xids of a GPU in the kernel log of its host, with the number of times."""
+        seen = self._logs.get(gpu.host, {})
+        return {xid: times for (pci, xid), times in seen.items() if gpu.pci and pci == gpu.pci.upper()}
 
     def _with_driver(self, host: Host) -> Host:
         assert self.node is not None
@@ -196,11 +212,13 @@ class Run:
         hosts: list[Host] = []
         for host in sorted({slot.host for slot in self.session.pool.slots}):
             indices = [slot.index for slot in self.session.pool.slots if slot.host == host]
-            inventory, name, boot, software = self._look(host)
+            inventory, name, boot, software, xids = self._look(host)
             hosts.append(Host(host, name, software, boot))
             self._visible[host] = len(inventory.devices)
+            self._logs[host] = xids or {}
             for index in indices:
                 device = inventory.devices[index]
+                self._slots[len(found)] = device.pci
                 found.append(Gpu(len(found), host, index, device.name, device.uuid, device.memory, pci=device.pci))
         self.hosts = tuple(hosts)
         return found
@@ -323,7 +341,7 @@ class Run:
         return dataclasses.replace(verdict, kind=kind, accusations=accusations)
 
 
-def _look() -> tuple[Inventory, str, str, dict[str, str]]:
+def _look() -> _FirstLook:
     import platform
 
     import torch
@@ -334,4 +352,4 @@ def _look() -> tuple[Inventory, str, str, dict[str, str]]:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         with contextlib.suppress(Exception):  # raises if the NCCL library is missing
             software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return take_inventory(), socket.gethostname(), boot_id(), software
+    return take_inventory(), socket.gethostname(), boot_id(), software, past_xids()

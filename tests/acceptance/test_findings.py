@@ -15,6 +15,7 @@ from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.findings import KINDS, SEVERITIES, identify, judged, listed, table
 from mgpu_check.acceptance.health.checks import examine_health, examine_troubles
 from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie
+from mgpu_check.acceptance.inventory.identity import examine_identity
 from mgpu_check.acceptance.policy import read_policy
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run_report import RunReport
@@ -25,7 +26,7 @@ from mgpu_check.devices.telemetry.values import Trouble, TroubleKind
 from mgpu_check.engine.failures import Account, Died, Who
 from mgpu_check.errors import RankFailure
 from tests.acceptance import run_reports
-from tests.acceptance.watching import watched
+from tests.acceptance.watching import SLOTS, watched
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
 GPU, COPY, GROUP = Subject("gpu", (1,)), Subject("copy", (0, 1)), Subject("group", (0, 1))
@@ -110,6 +111,7 @@ def test_each_planted_fault_of_telemetry_rejects_with_a_kind(monkeypatch: pytest
         run.troubles.append(Trouble("hang", 2, "power", "no answer", 3.0))
     entries = [
         *examine_inventory(run.first),
+        *examine_identity(run.first, SLOTS),
         *examine_pcie(run.first, run.samples),
         *examine_health(run.snapshots, run.samples, run.troubles),
     ]

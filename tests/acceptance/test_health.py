@@ -10,13 +10,14 @@ import pytest
 from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.health.checks import allowed_growth, examine_growth, examine_health, examine_troubles
 from mgpu_check.acceptance.inventory.checks import Reference, examine_inventory, examine_pcie
+from mgpu_check.acceptance.inventory.identity import examine_identity
 from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.devices.telemetry.values import Snapshot, Trouble
-from tests.acceptance.watching import GPUS, Run, watched
+from tests.acceptance.watching import GPUS, SLOTS, Run, watched
 
 SIMULATED = next(sku for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",))
 NOMINAL = Reference("the data sheet", SIMULATED.facts(len(GPUS)), nominal=True)
@@ -25,6 +26,7 @@ NOMINAL = Reference("the data sheet", SIMULATED.facts(len(GPUS)), nominal=True)
 def examined(run: Run) -> list[Observation]:
     return [
         *examine_inventory(run.first, references=[NOMINAL]),
+        *examine_identity(run.first, SLOTS),
         *examine_pcie(run.first, run.samples),
         *examine_health(run.snapshots, run.samples, run.troubles),
     ]

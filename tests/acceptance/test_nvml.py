@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from mgpu_check.devices.telemetry.fields import FIELDS, asked
+from mgpu_check.devices.telemetry.fields import FIELDS, Kind, asked
 from mgpu_check.devices.telemetry.nvml import NvmlSource
 from mgpu_check.devices.telemetry.nvml_queries import QUERIES
 from mgpu_check.devices.telemetry.sampler import TelemetrySampler
@@ -50,7 +50,7 @@ def machine(binding: Any, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def read(source: NvmlSource, gpu: int = 0) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for field in asked(("identity", "fact", "pair", "state", "gauge", "counter"), gpu, (0, 1)):
+    for field in asked(get_args(Kind), gpu, (0, 1)):
         try:
             values[field] = source.query(gpu, field)
         except Unsupported as error:
@@ -94,6 +94,14 @@ def test_a_healthy_gpu_is_read_in_its_units(machine: Machine) -> None:
         "fabric": "completed",
         "remap_pending": False,
         "repair_pending": False,
+        "multi_gpu_board": False,
+        "temperature_slowdown": 89,
+        "memory_temperature_max": 95,
+        "temperature_margin": 48,
+        "power_limit_default": 700.0,
+        "banks_without_spares": 0,
+        "banks_low_on_spares": 0,
+        "nvlinks_up": 4,
     }
     assert {name: values[name] for name in expected} == expected
 
@@ -128,6 +136,17 @@ def test_a_healthy_gpu_is_read_in_its_units(machine: Machine) -> None:
         ),
         ({"nvmlDeviceGetP2PStatus(0)": 3, "nvmlDeviceGetP2PStatus": 3}, "p2p_1", "topology not supported"),
         ({"nvmlDeviceGetTotalEccErrors(1,0)": 4}, "ecc_uncorrected", 4),
+        ({"nvmlDeviceGetTemperatureThreshold(1)": 87}, "temperature_slowdown", 87),
+        ({"nvmlDeviceGetTemperatureThreshold(2)": 105}, "memory_temperature_max", 105),
+        ({"nvmlDeviceGetMarginTemperature": {"marginTemperature": -3}}, "temperature_margin", -3),
+        ({"nvmlDeviceGetPowerManagementDefaultLimit": 650500}, "power_limit_default", 650.5),
+        ({"nvmlDeviceGetMultiGpuBoard": 1}, "multi_gpu_board", True),
+        ({"nvmlDeviceGetRowRemapperHistogram": {"low": 5, "none": 2}}, "banks_without_spares", 2),
+        ({"nvmlDeviceGetRowRemapperHistogram": {"low": 5, "none": 2}}, "banks_low_on_spares", 5),
+        ({"nvmlDeviceGetNvLinkState(2)": 0}, "nvlinks_up", 3),
+        ({"fields": {"74": 7}}, "power_violation", 7),
+        ({"fields": {"77": 8}}, "board_violation", 8),
+        ({"fields": {"79": 9}}, "reliability_violation", 9),
         ({"nvmlDeviceGetTotalEccErrors(1,1)": 4}, "ecc_uncorrected_ever", 4),
         ({"nvmlDeviceGetEnforcedPowerLimit": {"error": 3}, "nvmlDeviceGetPowerManagementLimit": 5000}, "power_limit", 5.0),
     ],
@@ -161,6 +180,38 @@ def test_an_error_is_no_lack(machine: Machine, code: int, raised: type[QueryErro
         with pytest.raises(raised) as caught:
             source.query(0, field)
         assert (caught.value.code, text in str(caught.value)) == (code, True)
+
+
+LIMITS = {
+    "temperature_slowdown": "nvmlDeviceGetTemperatureThreshold(1)",
+    "memory_temperature_max": "nvmlDeviceGetTemperatureThreshold(2)",
+    "temperature_margin": "nvmlDeviceGetMarginTemperature",
+    "power_limit_default": "nvmlDeviceGetPowerManagementDefaultLimit",
+    "multi_gpu_board": "nvmlDeviceGetMultiGpuBoard",
+    "banks_without_spares": "nvmlDeviceGetRowRemapperHistogram",
+    "banks_low_on_spares": "nvmlDeviceGetRowRemapperHistogram",
+    "nvlinks_up": "nvmlDeviceGetNvLinkState",
+    "power_violation": "74",
+    "board_violation": "77",
+    "reliability_violation": "79",
+}
+"""Fields that limits judge, with the function of the library, or the id of a field value."""
+
+
+@pytest.mark.parametrize("field", LIMITS)
+@pytest.mark.parametrize(
+    ("code", "raised"), [(3, Unsupported), (4, Unsupported), (13, Unsupported), (999, QueryError), (15, GpuLost)]
+)
+def test_a_limit_that_is_not_known_is_unsupported_and_an_error_is_an_error(
+    machine: Machine, field: str, code: int, raised: type[Exception]
+) -> None:
+    name, wrong = LIMITS[field], {"error": code}
+    if field == "nvlinks_up":
+        gpu: dict[str, Any] = {f"{name}({link})": wrong for link in range(4)}
+    else:
+        gpu = {"fields": {name: wrong}} if name.isdigit() else {name: wrong}
+    with pytest.raises(raised):
+        machine(gpu, {}).query(0, field)
 
 
 def test_gpus_are_known_by_uuid_wherever_they_stand(machine: Machine) -> None:

@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from mgpu_check.devices.telemetry import simulated
-from mgpu_check.devices.telemetry.fields import asked, field_of
+from mgpu_check.devices.telemetry.fields import Kind, asked, field_of
 from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
 from mgpu_check.devices.telemetry.source import GpuLost, QueryError
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
 GPUS = (0, 1, 2, 3)
+SLOTS = {gpu: f"00000000:{gpu:02X}:00.0" for gpu in GPUS}
+"""The slots as torch reports them."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ def watched(
         return values
 
     def snapshot() -> Snapshot:
-        every = {gpu: read(gpu, "identity", "fact", "pair", "state", "gauge", "counter") for gpu in GPUS}
+        every = {gpu: read(gpu, *get_args(Kind)) for gpu in GPUS}
         every = {gpu: values for gpu, values in every.items() if gpu not in lost}
 
         def of(*kinds: str) -> dict[int, Any]:
@@ -66,11 +68,12 @@ def watched(
 
         return Snapshot(
             now[0],
-            of("identity", "fact", "pair", "state"),
+            of("identity", "fact", "pair", "limit", "state"),
             of("counter"),
             of("gauge"),
             unknown={gpu: {} for gpu in every},
             missing=dict(lost),
+            identity=of("identity"),
         )
 
     for test in ("", "test_a", "test_b", "test_c"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from mgpu_check.gates import states
 from mgpu_check.gates.states import StateEntry, compare
 
-RANK = types.SimpleNamespace(index=0)
+RANK: Any = types.SimpleNamespace(index=0)
 START, END = torch.tensor([0.0, 0.0]), torch.tensor([1.0, -2.0])
 ABSENT = object()
 DIGEST = "0123456789abcdef" * 2

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mgpu_check.acceptance.health.limits import examine_limits
 from mgpu_check.acceptance.health.xids import CONSEQUENCES, advice_on, meaning_of
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
@@ -180,6 +181,7 @@ def examine_health(
     for gpu in gpus:
         found += _states(gpu, before.facts.get(gpu, {}), after.facts.get(gpu, {}), before.counters.get(gpu, {}))
         found += _throttling(gpu, seen[gpu])
+    found += examine_limits(before, after, seen)
     blamed = {entry.subject.members[0] for entry in found if entry.subject.kind == "gpu"}
     for gpu in gpus:
         missing = after.missing.get(gpu) or before.missing.get(gpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, link, made_by
+from mgpu_check.devices.observations import Part
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.simulated.defects.parameters import Parameters, Value
 
@@ -72,6 +73,36 @@ def _says_all(*fields: tuple[str, Value]) -> Callable[[Parameters], Sequence[Ove
 
     return says
 
+
+_LIMITS: dict[str, tuple[str, tuple[tuple[str, Value], ...]]] = {
+    "core-hot": ("a GPU is hotter than its own slowdown limit", (("temperature", 96),)),
+    "memory-hot": ("the memory of a GPU is hotter than it may be", (("memory_temperature", 105),)),
+    "no-margin": ("a GPU without a known limit has no margin of temperature", (("temperature_margin", 0),)),
+    "clock-stuck": ("the SM clock of a GPU stays at its idle value under load", (("sm_clock", 345),)),
+    "memory-clock-low": ("the memory clock of a GPU is low under load", (("memory_clock", 810),)),
+    "power-over": ("a GPU draws more than its power limit", (("power", 805.0),)),
+    "pcie-trains-down": ("the PCIe link of a GPU trains down after the inventory", (("pcie_generation", 1),)),
+    "pcie-loses-lanes": ("the PCIe link of a GPU loses lanes under load", (("pcie_width", 8),)),
+    "nvlink-flaps": ("an NVLink is down under load, and up at the end", (("nvlinks_up", 17),)),
+    "no-spare-rows": ("banks of memory have no spare rows left", (("banks_without_spares", 2),)),
+}
+"""Faults that only limits show: summary, and the fields with their values."""
+
+for _name, (_summary, _fields) in _LIMITS.items():
+    hardware_fault(
+        HardwareFault(_name, _summary, {"device": 1, "after": 0.0}, gpu, ("health",), telemetry=_says_all(*_fields))
+    )
+for _field in ("reliability_violation", "board_violation"):
+    hardware_fault(
+        HardwareFault(
+            f"{_field.replace('_', '-')}-grows",
+            "power or reliability holds the clocks of a GPU down",
+            {"device": 1, "grows": 100_000_000, "after": 0.0},
+            gpu,
+            ("health",),
+            telemetry=_says(_field, 0),
+        )
+    )
 
 hardware_fault(
     HardwareFault(
@@ -143,6 +174,45 @@ hardware_fault(
         link,
         ("inventory",),
         telemetry=_no_peer_access,
+    )
+)
+
+
+def _one_serial(parameters: Parameters) -> Sequence[Override]:
+    return [Override(int(parameters["device"]), "serial", f"SIMULATED-{parameters['peer']}")]
+
+
+def _slots_swapped(parameters: Parameters) -> Sequence[Override]:
+    device, peer = int(parameters["device"]), int(parameters["peer"])
+    return [Override(device, "pci", f"00000000:{peer:02X}:00.0"), Override(peer, "pci", f"00000000:{device:02X}:00.0")]
+
+
+def _host(parameters: Parameters) -> tuple[Part, ...]:
+    return (Part("host", (0,)),)
+
+
+def _both(parameters: Parameters) -> tuple[Part, ...]:
+    return tuple(Part("gpu", (int(parameters[name]),)) for name in ("device", "peer"))
+
+
+hardware_fault(
+    HardwareFault(
+        "one-serial",
+        "two GPUs report one serial number",
+        {"device": 1, "peer": 2},
+        _host,
+        ("inventory",),
+        telemetry=_one_serial,
+    )
+)
+hardware_fault(
+    HardwareFault(
+        "slots-swapped",
+        "the driver's library reports the slots of two GPUs the wrong way round",
+        {"device": 1, "peer": 2},
+        _both,
+        ("inventory",),
+        telemetry=_slots_swapped,
     )
 )
 

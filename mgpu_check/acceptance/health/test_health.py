@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance.health.checks import examine_health
+from mgpu_check.acceptance.health.xids import examine_past_xids
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
@@ -27,3 +28,4 @@ def test_gpus_are_well(node: Node) -> None:
         mine = [sample for sample in samples if sample.gpu in gpus]
         about = [trouble for trouble in troubles if trouble.gpu in gpus or (trouble.gpu is None and host == 0)]
         node.record(examine_health(taken, mine, about, host=host))
+        node.record(examine_past_xids({gpu: node.past_xids[gpu] for gpu in gpus if gpu in node.past_xids}))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["CONSEQUENCES", "advice_on", "meaning_of"]
+from collections.abc import Mapping
+
+from mgpu_check.devices.observations import Observation, Subject, Work
+
+__all__ = ["CONSEQUENCES", "advice_on", "examine_past_xids", "meaning_of"]
 
 CONSEQUENCES = frozenset((43, 45, 154))
 """Xids that follow from a killed process or from another Xid, and so accuse no GPU."""
@@ -62,3 +66,20 @@ def meaning_of(xid: int) -> str:
 def advice_on(xid: int) -> str:
     """Return the advice on an Xid."""
     return _XIDS[xid][1] if xid in _XIDS else f"look it up in NVIDIA's catalog of Xids; {_RESET}"
+
+
+def examine_past_xids(seen: Mapping[int, Mapping[int, int]]) -> list[Observation]:
+    """Return an observation for each Xid that the kernel log has of a GPU from before the run.
+
+    Args:
+        seen: Xid -> number of times, by GPU.
+    """
+    found = []
+    for gpu, xids in sorted(seen.items()):
+        for xid, times in sorted(xids.items()):
+            if xid not in CONSEQUENCES:
+                text = f"{meaning_of(xid)}, {times} times in the kernel log before the run"
+                evidence = {"kind": "past xid", "code": xid, "times": times, "advice": advice_on(xid)}
+                subject = Subject("gpu", (gpu,))
+                found.append(Observation("health", subject, "failed", text, "kernel log", Work(operations=1), evidence))
+    return found

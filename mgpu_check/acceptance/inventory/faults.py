@@ -13,22 +13,22 @@ __all__: list[str] = []
 
 _MOST = 16  # GPUs of a node
 
-_EVERYWHERE: dict[str, tuple[str, str, Value]] = {
-    "nvlinks-missing-everywhere": ("each GPU has lost the NVLinks to one of several switches", "nvlinks", 12),
-    "nvlinks-slow-everywhere": ("all NVLinks run at half their speed", "nvlink_speed", 13281),
-    "ecc-off-everywhere": ("ECC is off on all GPUs", "ecc", "off"),
-    "pcie-generation-everywhere": ("all slots are set to Gen3", "pcie_generation_max", 3),
+_EVERYWHERE: dict[str, tuple[str, dict[str, Value]]] = {
+    "nvlinks-missing-everywhere": ("each GPU has lost the NVLinks to one of several switches", {"nvlinks": 12}),
+    "nvlinks-slow-everywhere": ("all NVLinks run at half their speed", {"nvlink_speed": 13281}),
+    "ecc-off-everywhere": ("ECC is off on all GPUs", {"ecc": "off", "ecc_pending": "off"}),
+    "pcie-generation-everywhere": ("all slots are set to Gen3", {"pcie_generation_max": 3}),
 }
-"""Faults that set one field of all GPUs: summary, field, value."""
+"""Faults that set fields of all GPUs: summary, field -> value."""
 
 
 def _host(parameters: Parameters) -> tuple[Part, ...]:
     return (Part("host", (0,)),)
 
 
-def _all_say(field: str, value: Value) -> Callable[[Parameters], Sequence[Override]]:
-    return lambda parameters: [Override(gpu, field, parameters.get("value", value)) for gpu in range(_MOST)]
+def _all_say(fields: dict[str, Value]) -> Callable[[Parameters], Sequence[Override]]:
+    return lambda _: [Override(gpu, field, value) for gpu in range(_MOST) for field, value in fields.items()]
 
 
-for _name, (_summary, _field, _value) in _EVERYWHERE.items():
-    hardware_fault(HardwareFault(_name, _summary, {}, _host, ("inventory",), telemetry=_all_say(_field, _value)))
+for _name, (_summary, _fields) in _EVERYWHERE.items():
+    hardware_fault(HardwareFault(_name, _summary, {}, _host, ("inventory",), telemetry=_all_say(_fields)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance.inventory.checks import Reference, examine_inventory, examine_pcie
+from mgpu_check.acceptance.inventory.identity import examine_identity
 from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.devices.observations import Observation, Subject
 
@@ -40,7 +41,7 @@ def _references(node: Node, host: int) -> tuple[list[Reference], list[str]]:
 
 def test_gpus_are_equal(node: Node) -> None:
     """The GPUs agree with the baseline, the data sheet and each other in model, memory, driver, VBIOS, modes, limits
-    and links."""
+    and links, and no two have one identity."""
     if node.telemetry is None or not node.boundaries:
         return
     for host, gpus in node.telemetry.hosts.items():
@@ -48,6 +49,7 @@ def test_gpus_are_equal(node: Node) -> None:
         node.record([Observation("inventory", Subject("host", (host,)), "unknown", why) for why in missing])
         taken = node.boundaries[0].snapshot.only(gpus)
         node.record(examine_inventory(taken, host=host, references=references))
+        node.record(examine_identity(taken, {gpu: node.slots.get(gpu, "") for gpu in gpus}, host=host))
 
 
 def test_pcie_is_trained_under_load(node: Node) -> None:

@@ -10,10 +10,10 @@ __all__ = ["FIELDS", "Field", "Kind", "Value", "asked", "field_of", "names", "pa
 
 Value = str | int | float | bool
 
-Kind = Literal["identity", "fact", "pair", "state", "gauge", "counter"]
-"""Identity: differs between GPUs. Fact: usually equal on all GPUs of a node. Pair: a fact of a GPU and a peer. State:
-shows whether something is wrong now. Gauge: rises and falls. Counter: only grows, until the driver or a reset clears
-it.
+Kind = Literal["identity", "fact", "pair", "limit", "state", "gauge", "counter"]
+"""Identity: differs between GPUs. Fact: usually equal on all GPUs of a node. Pair: a fact of a GPU and a peer. Limit:
+what the device states of itself, and may differ between GPUs. State: shows whether something is wrong now. Gauge: rises
+and falls. Counter: only grows, until the driver or a reset clears it.
 """
 
 
@@ -59,6 +59,12 @@ FIELDS: dict[str, Field] = {
         Field("nvlink_speed", "fact", "MB/s", "speed of the slowest active NVLink"),
         Field("p2p", "pair", "", "peer-to-peer capability"),
         Field("topology", "pair", "", "closest common part of the path to a peer"),
+        Field("multi_gpu_board", "limit", "", "whether its board has several GPUs"),
+        Field("temperature_slowdown", "limit", "degrees Celsius", "temperature at which it slows itself down"),
+        Field("memory_temperature_max", "limit", "degrees Celsius", "highest temperature of the memory"),
+        Field("power_limit_default", "limit", "W", "default power limit of the board"),
+        Field("banks_without_spares", "state", "banks", "banks of memory without spare rows"),
+        Field("banks_low_on_spares", "state", "banks", "banks of memory with few spare rows"),
         Field("nvlinks_down", "state", "", "NVLinks that are there and not active"),
         Field("ecc_pending", "state", "", "ECC mode after the next restart"),
         Field("remap_pending", "state", "", "a row of memory waits for its remapping"),
@@ -71,6 +77,7 @@ FIELDS: dict[str, Field] = {
         Field("fabric", "state", "", "state of the NVLink fabric"),
         Field("temperature", "gauge", "degrees Celsius", "temperature"),
         Field("memory_temperature", "gauge", "degrees Celsius", "temperature of the memory"),
+        Field("temperature_margin", "gauge", "degrees Celsius", "margin to the temperature of slowdown"),
         Field("power", "gauge", "W", "power"),
         Field("utilization", "gauge", "%", "share of time with a kernel running"),
         Field("sm_clock", "gauge", "MHz", "SM clock"),
@@ -78,6 +85,7 @@ FIELDS: dict[str, Field] = {
         Field("throttle", "gauge", "", "reasons why clocks are below their maximum"),
         Field("pcie_generation", "gauge", "", "PCIe generation"),
         Field("pcie_width", "gauge", "lanes", "PCIe width"),
+        Field("nvlinks_up", "gauge", "", "number of active NVLinks"),
         Field("ecc_corrected", "counter", "errors", "corrected memory errors since the driver was loaded"),
         Field("ecc_uncorrected", "counter", "errors", "uncorrected memory errors since the driver was loaded"),
         Field("ecc_corrected_ever", "counter", "errors", "corrected memory errors of the GPU's life"),
@@ -93,6 +101,9 @@ FIELDS: dict[str, Field] = {
         Field("nvlink_recovery", "counter", "errors", "recoveries of NVLinks"),
         Field("nvlink_packets", "counter", "errors", "malformed, dropped or discarded packets of NVLinks"),
         Field("thermal_violation", "counter", "ns", "time that heat has held clocks down"),
+        Field("power_violation", "counter", "ns", "time that the power limit has held clocks down"),
+        Field("reliability_violation", "counter", "ns", "time that reliability has held clocks down"),
+        Field("board_violation", "counter", "ns", "time that the limit of the board has held clocks down"),
     )
 }
 """Every field by name. A pair field is queried once per peer."""

@@ -255,6 +255,11 @@ def _remapped(place: int, flag: bool = False) -> Query:
     return query
 
 
+def _histogram(place: str) -> Query:
+    """Return a query for the number of banks of memory with this many spare rows: max, high, partial, low, none."""
+    return lambda nvml, handle: int(getattr(nvml.nvmlDeviceGetRowRemapperHistogram(handle), place))
+
+
 QUERIES: dict[str, Query] = {
     "uuid": _call("nvmlDeviceGetUUID"),
     "serial": _call("nvmlDeviceGetSerial"),
@@ -280,6 +285,12 @@ QUERIES: dict[str, Query] = {
     "pcie_width_max": _call("nvmlDeviceGetMaxPcieLinkWidth"),
     "nvlinks": _nvlinks,
     "nvlink_speed": _nvlink_speed,
+    "multi_gpu_board": lambda nvml, handle: bool(nvml.nvmlDeviceGetMultiGpuBoard(handle)),
+    "temperature_slowdown": _call("nvmlDeviceGetTemperatureThreshold", 1),
+    "memory_temperature_max": _call("nvmlDeviceGetTemperatureThreshold", 2),
+    "power_limit_default": _call("nvmlDeviceGetPowerManagementDefaultLimit", scale=1000),
+    "banks_without_spares": _histogram("none"),
+    "banks_low_on_spares": _histogram("low"),
     "nvlinks_down": _nvlinks_down,
     "ecc_pending": _of_pair("nvmlDeviceGetEccMode", 1, _ON),
     "remap_pending": _remapped(2, flag=True),
@@ -292,6 +303,8 @@ QUERIES: dict[str, Query] = {
     "fabric": _fabric,
     "temperature": _call("nvmlDeviceGetTemperature", 0),
     "memory_temperature": _field("NVML_FI_DEV_MEMORY_TEMP"),
+    "temperature_margin": _call("nvmlDeviceGetMarginTemperature"),
+    "nvlinks_up": _nvlinks,
     "power": _call("nvmlDeviceGetPowerUsage", scale=1000),
     "utilization": lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
     "sm_clock": _call("nvmlDeviceGetClockInfo", 1),
@@ -325,6 +338,9 @@ QUERIES: dict[str, Query] = {
         "NVML_FI_DEV_NVLINK_COUNT_XMIT_DISCARDS",
     ),
     "thermal_violation": _field("NVML_FI_DEV_PERF_POLICY_THERMAL"),
+    "power_violation": _field("NVML_FI_DEV_PERF_POLICY_POWER"),
+    "reliability_violation": _field("NVML_FI_DEV_PERF_POLICY_RELIABILITY"),
+    "board_violation": _field("NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT"),
 }
 """The query of each field, by name; `pair_query` covers the pair fields."""
 

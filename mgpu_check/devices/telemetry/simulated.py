@@ -35,6 +35,12 @@ PROFILE: Mapping[str, Value] = {
     "nvlink_speed": 26562,
     "p2p": "read+write+nvlink+atomics",
     "topology": "system",
+    "multi_gpu_board": False,
+    "temperature_slowdown": 89,
+    "memory_temperature_max": 95,
+    "power_limit_default": 700,
+    "banks_without_spares": 0,
+    "banks_low_on_spares": 0,
     "nvlinks_down": "",
     "ecc_pending": "on",
     "remap_pending": False,
@@ -47,6 +53,7 @@ PROFILE: Mapping[str, Value] = {
     "fabric": "completed",
     "temperature": 42,
     "memory_temperature": 48,
+    "temperature_margin": 47,
     "power": 420.0,
     "utilization": 100,
     "sm_clock": 1980,
@@ -54,6 +61,7 @@ PROFILE: Mapping[str, Value] = {
     "throttle": "",
     "pcie_generation": 5,
     "pcie_width": 16,
+    "nvlinks_up": 18,
 }
 """The values of a healthy simulated GPU, by field name; counters are 0."""
 

@@ -27,7 +27,7 @@ class Snapshot:
 
     Attributes:
         at: seconds since the start of the run.
-        facts: identities, facts, pairs and states; empty for each GPU in a snapshot that is not full.
+        facts: identities, facts, pairs, limits and states; empty for each GPU in a snapshot that is not full.
         counters: counters.
         gauges: gauges.
         unknown: why a field is None, by name: "not supported", "not permitted", an error; for "xid", why no events are

@@ -45,6 +45,12 @@ _HEALTHY: dict[str, Any] = {
     "nvmlDeviceGetSramEccErrorStatus": {"bThresholdExceeded": 0},
     "nvmlDeviceGetGpuFabricInfo": {"state": 3, "status": 0},
     "nvmlDeviceGetTemperature": 41,
+    "nvmlDeviceGetTemperatureThreshold(1)": 89,
+    "nvmlDeviceGetTemperatureThreshold(2)": 95,
+    "nvmlDeviceGetMarginTemperature": {"marginTemperature": 48},
+    "nvmlDeviceGetPowerManagementDefaultLimit": 700000,
+    "nvmlDeviceGetMultiGpuBoard": 0,
+    "nvmlDeviceGetRowRemapperHistogram": {"max": 640, "high": 0, "partial": 0, "low": 0, "none": 0},
     "nvmlDeviceGetPowerUsage": 123456,
     "nvmlDeviceGetUtilizationRates": {"gpu": 97},
     "nvmlDeviceGetClockInfo(1)": 1755,
@@ -65,6 +71,9 @@ _HEALTHY: dict[str, Any] = {
 _HEALTHY_FIELDS: dict[str, int] = {
     "82": 52,  # temperature of the memory
     "75": 0,  # time held down by heat
+    "74": 0,  # by the power limit
+    "77": 0,  # by the limit of the board
+    "79": 0,  # by reliability
     "179": 0,
     "180": 0,  # PCIe
     "230": 0,  # recovery action
