@@ -200,8 +200,10 @@ def layouts(seed: int) -> list[CollectiveCall]:
     calls = []
     for number, function in enumerate(_FUNCTIONS):
         row = FUNCTIONS[function]
-        exchanges = TRANSFERS[row.does].divides and TRANSFERS[row.does].joins
-        shapes: tuple[str, ...] = ("uneven", "uneven") if exchanges else ()
+        transfer = TRANSFERS[row.does]
+        exchanges = transfer.divides and transfer.joins
+        lists = row.lists and not transfer.root
+        shapes: tuple[str, ...] = ("uneven", "uneven") if exchanges or lists else ()
         if row.lists or row.in_place:
             shapes += ("matrix", "channels_last", "transposed", "gaps")
         elif not exchanges:

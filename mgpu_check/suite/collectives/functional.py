@@ -26,6 +26,11 @@ _ROWS, _COLUMNS = 3, 4
 _SEVERAL = 6
 """The number of tensors in a coalesced call."""
 _Parts = Sequence[torch.Tensor]
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SUM": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "MAX": lambda stacked: stacked.amax(0),
+    "MIN": lambda stacked: stacked.amin(0),
+}
 
 
 def _given(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROWS) -> torch.Tensor:
@@ -115,8 +120,8 @@ def _functional(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int)
     parts = [_given(other, size, seed, dtype) for other in range(size)]
     mine = parts[me].to(team.rank.device)
     stacked = torch.stack(parts)
-    total = stacked.sum(0, dtype=dtype)
-    reductions = {"sum": total, "min": stacked.amin(0), "max": stacked.amax(0)}
+    reductions = {op.lower(): reduced(stacked) for op, reduced in _REDUCTIONS.items()}
+    total = reductions["sum"]
     for op, right in reductions.items():
         account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(mine, op, group), right)
     for root in team.roots(seed)[:1]:
@@ -124,10 +129,10 @@ def _functional(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int)
     for dim in (0, 1):
         got = functional.all_gather_tensor(mine, dim, group)
         account.compare(f"functional all_gather_tensor, dimension {dim}, {dtype}", got, torch.cat(parts, dim))
-        got = functional.reduce_scatter_tensor(mine, "sum", dim, group)
-        account.compare(
-            f"functional reduce_scatter_tensor, dimension {dim}, {dtype}", got, total.chunk(size, dim)[me].contiguous()
-        )
+        for op, right in reductions.items():
+            got = functional.reduce_scatter_tensor(mine, op, dim, group)
+            what = f"functional reduce_scatter_tensor {op}, dimension {dim}, {dtype}"
+            account.compare(what, got, right.chunk(size, dim)[me].contiguous())
     to = [[(giver + getter + seed) % 3 for getter in range(size)] for giver in range(size)]
     sends = [parts[giver][: sum(to[giver])] for giver in range(size)]
     right = torch.cat([sends[giver].split(to[giver])[me] for giver in range(size)])
@@ -143,10 +148,13 @@ def _functional(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int)
             functional.all_gather_into_tensor_coalesced(several, group),
             torch.cat(parts),
         ),
-        "reduce_scatter_tensor_coalesced": (
-            functional.reduce_scatter_tensor_coalesced(several, "sum", [0] * _SEVERAL, group),
-            total.chunk(size)[me],
-        ),
+        **{
+            f"reduce_scatter_tensor_coalesced {op}": (
+                functional.reduce_scatter_tensor_coalesced(several, op, [0] * _SEVERAL, group),
+                right.chunk(size)[me],
+            )
+            for op, right in reductions.items()
+        },
     }
     for name, (results, right) in coalesced.items():
         for number, (got, width) in enumerate(zip(results, widths, strict=True)):
@@ -322,8 +330,8 @@ def _coalesced(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int) 
             for number, got in enumerate(held):
                 right = torch.stack([parts[other][number] for other in range(size)]).sum(0, dtype=dtype)
                 account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, right)
-    for asynchronous in (False, True):
-        _in_one_call(team, account, seed, asynchronous)
+    for asynchronous, op in ((False, "SUM"), (True, "SUM"), (bool(seed % 2), ("MAX", "MIN")[seed // 2 % 2])):
+        _in_one_call(team, account, seed, asynchronous, op)
     # On the CPU, by gloo: NCCL does not support all_gather_coalesced of lists.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -335,7 +343,7 @@ def _coalesced(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int) 
                 account.compare(what, got, parts[other][number])
 
 
-def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool) -> None:
+def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool, op: str) -> None:
     """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
     size, me, group, device = team.size, team.place, team.group, team.rank.device
     parts = [
@@ -344,10 +352,11 @@ def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool
     ]
     several = list(zip(*parts, strict=True))
     whole = [torch.cat(given) for given in several]
-    total = [torch.stack(given).sum(0) for given in several]
+    total = [_REDUCTIONS[op](torch.stack(given)) for given in several]
+    reduced = {"op": getattr(dist.ReduceOp, op), "group": group}
     mine = [part.to(device) for part in parts[me]]
     makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
-        "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got, group=group)),
+        "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got, **reduced)),
         "all_gather_into_tensor": (
             [torch.empty_like(one, device=device) for one in whole],
             whole,
@@ -356,7 +365,7 @@ def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool
         "reduce_scatter_tensor": (
             [torch.empty_like(part[: len(part) // size]) for part in mine],
             [one.chunk(size)[me] for one in total],
-            lambda got, given: newest("reduce_scatter_tensor")(got, given, group=group),
+            lambda got, given: newest("reduce_scatter_tensor")(got, given, **reduced),
         ),
     }
     late = ", async" if asynchronous else ""
@@ -368,7 +377,8 @@ def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool
         if asynchronous:
             manager.wait()
         for number, (got, expected) in enumerate(zip(taken, right, strict=True)):
-            account.compare(f"{name} in a coalescing manager{late}, tensor {number}", got, expected.contiguous())
+            what = f"{name} {op} in a coalescing manager{late}, tensor {number}"
+            account.compare(what, got, expected.contiguous())
 
 
 def _wait(work: Any) -> None:

@@ -32,17 +32,21 @@ class Message:
         )
 
 
-def messages_between(size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False) -> list[Message]:
+def messages_between(
+    size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False, own: bool = False
+) -> list[Message]:
     """Return messages between all pairs of ranks: two in each direction, of any dtype, with 0 to 65,537 elements.
 
-    If `alike`, the two messages of a direction have the same dtype and size, and differ only by their tags.
+    Args:
+        alike: whether the two messages of a direction have the same dtype and size, and differ only by their tags.
+        own: whether each rank also sends messages to itself, which NCCL takes in batches.
     """
     found: list[Message] = []
     dtypes = COPIED if place == "device" else REDUCED
     sizes = (1, 0, 4097, 33, 65537, 7)
     for source in range(size):
         for target in range(size):
-            if source == target:
+            if source == target and not own:
                 continue
             for turn in range(2):
                 number = len(found) + 2 * seed

@@ -65,7 +65,7 @@ def assert_messages_of_all_ways_arrive(rank: Rank, seed: int) -> None:
     """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU."""
     between = partial(messages_between, rank.size)
     cases = (
-        ("batched", "device", between(seed, "device", tags=False)),
+        ("batched", "device", between(seed, "device", tags=False, own=True)),
         ("batched", "device", between(seed + 3, "device", tags=False, alike=True)),
         ("blocking", "device", between(seed + 1, "device", tags=False)),
         ("batched", "cpu", between(seed, "cpu", tags=False)),

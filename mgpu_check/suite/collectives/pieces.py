@@ -119,8 +119,9 @@ class Laid:
             for shape, part in self._tensors(row.given, gives, divided=transfer.divides):
                 self._add(Piece(shape, part), self.given)
         if self.reduces:
-            shape = shaped(self._layout, self.length)
-            self._add(self._reduce(Piece(shape), place * STEP if transfer.divides else 0), self.taken)
+            length = self._length(place, place)
+            start = place * STEP if transfer.divides else 0
+            self._add(self._reduce(Piece(shaped(self._layout, length)), start, length), self.taken)
         else:
             for shape, part in self._tensors(row.taken, gets, divided=transfer.joins):
                 self._add(Piece(shape, None, part), self.taken)
@@ -130,7 +131,14 @@ class Laid:
         return "dense" if self.call.layout in ("in place", "uneven") else self.call.layout
 
     def _length(self, giver: int, getter: int) -> int:
-        return _part_length(self.call, giver, getter) if self.call.layout == "uneven" else self.length
+        """Return the number of elements that pass from one member to another."""
+        if self.call.layout != "uneven":
+            return self.length
+        if not self.transfer.divides:
+            getter = giver  # all get the same
+        elif self.reduces:
+            giver = getter  # the parts that are combined are alike
+        return _part_length(self.call, giver, getter)
 
     def _tensors(self, parameter: str, parts: list[torch.Tensor], *, divided: bool) -> list[tuple[Shape, torch.Tensor]]:
         """Return the tensors of a parameter for some parts, with their shapes."""
@@ -162,7 +170,7 @@ class Laid:
         assert self.right is not None
         return self.right
 
-    def _reduce(self, piece: Piece, start: int) -> Piece:
-        piece.reduced = ReducedPiece(self._right(), start, self.length)
+    def _reduce(self, piece: Piece, start: int, length: int | None = None) -> Piece:
+        piece.reduced = ReducedPiece(self._right(), start, self.length if length is None else length)
         piece.after = piece.reduced.value
         return piece

@@ -58,6 +58,14 @@ register(
         lambda real, own, src, *args, **kwargs: _valued(
             real(own.detach(), src, *args, **kwargs), own * (dist.get_rank() == src)),
         When("another source than rank 0", lambda real, own, src, *_, **__: src != 0)),
+    FaultRow("functional-maximum-added", "reduce_scatter_tensor adds in place of MAX", _FUNCTIONAL,
+        around(functional, "reduce_scatter_tensor"),
+        lambda real, own, op, *args, **kwargs: real(own, "sum", *args, **kwargs),
+        When("MAX", lambda real, own, op, *_, **__: op == "max")),
+    FaultRow("functional-list-added", "a coalesced functional reduce_scatter adds in place of MIN", _FUNCTIONAL,
+        around(functional, "reduce_scatter_tensor_coalesced"),
+        lambda real, own, op, *args, **kwargs: real(own, "sum", *args, **kwargs),
+        When("MIN", lambda real, own, op, *_, **__: op == "min")),
     FaultRow("last-not-reduced", "a coalesced all_reduce leaves out the last tensor", _COALESCED,
         given(dist, "all_reduce_coalesced"), lambda tensors, *_, **__: (tensors[:-1],)),
     FaultRow("doubled-when-late", "an asynchronous coalesced all_reduce doubles its first tensor", _COALESCED,
@@ -93,6 +101,17 @@ def coalesced_inputs_exchanged(real: Any, group: Any = None, *args: Any, **kwarg
         calls = c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), [])
         if len(calls) > 1 and calls[0].tensor.shape == calls[1].tensor.shape and calls[0].dst_tensor is not None:
             calls[0].tensor, calls[1].tensor = calls[1].tensor, calls[0].tensor
+
+
+@fault("a coalescing manager adds, whatever the operation", _COALESCED, by=around(c10d, "_coalescing_manager"),
+       when="reduce_scatter with MAX or MIN")  # fmt: skip
+@contextlib.contextmanager
+def coalesced_operation_ignored(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    with real(group, *args, **kwargs) as managed:
+        yield managed
+        for one in c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []):
+            if one.redop is not None and one.dst_tensor is not None:
+                one.redop = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 @fault("the gradient of a reduce_scatter in a group is divided by the number of its members", _GRADIENTS,

@@ -122,6 +122,16 @@ def last_of_a_batch_spoiled(works: list[dist.Work], operations: list[dist.P2POp]
         flipped(taken[-1])
 
 
+@fault("a message to oneself arrives with a bit flipped", _MESSAGES, by=returned(dist, "batch_isend_irecv"),
+       when="messages to oneself, in a batch")  # fmt: skip
+def own_message_spoiled(works: list[dist.Work], operations: list[dist.P2POp]) -> None:
+    for work in works:
+        work.wait()
+    for one in operations:
+        if one.op is dist.irecv and one.peer == dist.get_rank() and one.tensor.numel():
+            flipped(one.tensor)
+
+
 @fault("two messages of one size in a batch arrive in reverse order", _MESSAGES, by=given(dist, "batch_isend_irecv"),
        when="two from one rank, of one dtype and size")  # fmt: skip
 def alike_messages_exchanged(operations: list[dist.P2POp]) -> None:
