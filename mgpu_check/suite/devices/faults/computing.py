@@ -54,6 +54,25 @@ def batched_products_now_and_then() -> Any:
 
 
 @products(
+    "bmm reads a transposed second factor as if it were contiguous",
+    around(torch, "bmm"),
+    call("a transposed factor", lambda a, b: b.is_cuda and not b.is_contiguous()),
+)
+def transposed_batches_misread(bmm: Any, a: Tensor, b: Tensor) -> Any:
+    return bmm(a, b.mT.contiguous().view(b.shape))
+
+
+@products(
+    "addmm adds its input even if beta is 0",
+    around(torch, "addmm"),
+    call("beta=0", lambda c, *_, beta=1, **__: c.is_cuda and beta == 0),
+)
+def ignored_input_added(addmm: Any, c: Tensor, *args: Any, beta: float, **kwargs: Any) -> Any:
+    """0 times NaN is NaN."""
+    return addmm(c * beta, *args, **kwargs)
+
+
+@products(
     "conv2d reads channels_last images as if they were contiguous",
     around(F, "conv2d"),
     first("channels_last", lambda x: x.is_cuda and x.dim() == 4 and x.stride(1) == 1 and x.shape[1] > 1),
@@ -137,6 +156,24 @@ def integers_summed_in_float32(total: Any, x: Tensor, *args: Any, **kwargs: Any)
 @reductions("sorting of int16 swaps two elements on one device", entered, "one device, int16")
 def int16_sorted_wrongly() -> Any:
     return unit(("sort", "topk"), device=last(), dtype="int16", pattern="swap")
+
+
+@reductions(
+    "topk searches the first 256 elements of a row only",
+    around(torch, "topk"),
+    call("rows above 256", lambda x, *_, **__: x.is_cuda and x.shape[-1] > 256),
+)
+def ends_of_rows_not_searched(topk: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return topk(x[..., :256], *args, **kwargs)
+
+
+@reductions(
+    "cumsum of transposed rows follows the memory",
+    around(torch, "cumsum"),
+    first("transposed", lambda x: x.is_cuda and x.dim() == 2 and x.stride(0) == 1 < x.stride(1)),
+)
+def sums_along_memory(cumsum: Any, x: Tensor, dim: int) -> Any:
+    return cumsum(x, 1 - dim)
 
 
 @reductions(

@@ -139,6 +139,59 @@ def fused_steps_to_infinity(step: Any, *args: Any, found_inf: Tensor, **options:
 
 
 @layers(
+    "AMSGrad uses the last second moment, not the largest",
+    around(torch, "_fused_adam_"),
+    call("amsgrad, fused", lambda tensors, *_, amsgrad=False, **__: amsgrad and tensors[0].is_cuda),
+)
+def maximum_of_moments_forgotten(step: Any, *args: Any, **options: Any) -> Any:
+    for largest in args[4]:
+        largest.zero_()
+    return step(*args, **options)
+
+
+@layers(
+    "the scale of GradScaler grows although a step was skipped within the interval",
+    around(torch, "_amp_update_scale_"),
+    call("growth intervals above 1, after a skipped step", lambda *args, **_: args[0].is_cuda and args[5] > 1),
+)
+def interval_not_restarted(update: Any, scale: Tensor, tracker: Tensor, found: Any, *options: Any) -> Any:
+    before = tracker.clone()
+    result = update(scale, tracker, found, *options)
+    tracker.copy_(torch.maximum(tracker, before))
+    return result
+
+
+@layers(
+    "embedding_bag leaves out the weights of samples",
+    around(F, "embedding_bag"),
+    call(
+        "per_sample_weights",
+        lambda _, x, *__, per_sample_weights=None, **___: x.is_cuda and per_sample_weights is not None,
+    ),
+)
+def weights_of_samples_left_out(bag: Any, *args: Any, per_sample_weights: Tensor, **kwargs: Any) -> Any:
+    return bag(*args, **kwargs)
+
+
+@layers(
+    "optimizers minimize although they are told to maximize",
+    around(torch, "_foreach_neg"),
+    call("maximize, lists of tensors", lambda tensors: tensors[0].is_cuda),
+)
+def lists_not_negated(_: Any, tensors: Any) -> Any:
+    return [one.clone() for one in tensors]
+
+
+@layers(
+    "softmax of a long row leaves out its end",
+    around(F, "softmax"),
+    first("rows above 256", lambda x: x.is_cuda and x.shape[-1] > 256),
+)
+def softmax_of_part_of_a_row(softmax: Any, x: Tensor, **kwargs: Any) -> Any:
+    return torch.cat([softmax(x[..., :256], **kwargs), torch.zeros_like(x[..., 256:])], -1)
+
+
+@layers(
     "var ignores correction and divides by n - 1",
     around(torch, "var"),
     call("a correction other than 1", lambda x, *_, correction=1, **__: x.is_cuda and correction != 1),

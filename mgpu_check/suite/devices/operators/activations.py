@@ -20,6 +20,8 @@ ACTIVATIONS: tuple[tuple[str, Function], ...] = (
     ("elu", lambda x: F.elu(x)),
     ("leaky_relu", lambda x: F.leaky_relu(x)),
     ("softmax", lambda x: F.softmax(x, dim=1)),
+    ("softmax of a long row", lambda x: F.softmax(x.reshape(1, -1).repeat(1, 3), dim=1)),
+    ("softmax of transposed", lambda x: F.softmax(x.t(), dim=1)),
     ("log_softmax", lambda x: F.log_softmax(x, dim=1)),
     ("dropout of an evaluation", lambda x: F.dropout(x, 0.5, training=False)),
     ("relu6", lambda x: F.relu6(4 * x)),

@@ -39,6 +39,8 @@ _LAYERS: tuple[tuple[str, Function], ...] = (
     ("std with a correction of 2", lambda x: x.std(dim=0, correction=2)),
     ("norm 2", lambda x: torch.linalg.vector_norm(x, dim=1)),
     ("logsumexp", lambda x: torch.logsumexp(x, dim=1)),
+    ("logsumexp of a long row", lambda x: torch.logsumexp(x.reshape(1, -1).repeat(1, 3), dim=1)),
+    ("logsumexp of transposed", lambda x: torch.logsumexp(x.t(), dim=1)),
     ("normalize", lambda x: F.normalize(x, dim=1)),
     ("linear of many features", lambda x: F.linear(x.view(-1, 1)[:5], x.view(-1, 1), x.view(-1))),
     ("index with many that are equal", lambda x: x[torch.arange(4 * _ROWS, device=x.device) * 5 % _ROWS]),

@@ -41,6 +41,11 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         return module(x)  # type: ignore[no-any-return]
 
 
+def _nothing(a: torch.Tensor) -> torch.Tensor:
+    """Return NaN, which a product with ``beta=0`` must not read."""
+    return a.new_full((1, 1), torch.nan)
+
+
 _OF_TWO: tuple[tuple[str, Function], ...] = (
     ("matmul", lambda a, b: torch.matmul(a, b)),
     ("@", lambda a, b: a @ b),
@@ -51,9 +56,15 @@ _OF_TWO: tuple[tuple[str, Function], ...] = (
     ("matmul of rows apart", lambda a, b: torch.matmul(a[::2], b[:, 1:-1])),
     ("einsum", lambda a, b: torch.einsum("ik,kj->ij", a, b)),
     ("bmm", lambda a, b: torch.bmm(torch.stack([a, -a]), torch.stack([b, b]))),
+    ("bmm of transposed", lambda a, b: torch.bmm(torch.stack([b, b]).mT, torch.stack([a, -a]).mT)),
+    ("bmm of a transposed factor", lambda a, b: torch.bmm(torch.stack([a, -a]), torch.stack([b.t(), b.t()]).mT)),
     ("batched @", lambda a, b: torch.stack([a, -a]) @ b),
     ("baddbmm", lambda a, b: torch.baddbmm(a.new_zeros(1, 1, 1), a[None], b[None])),
+    ("baddbmm of transposed", lambda a, b: torch.baddbmm(a.new_zeros(1, 1, 1), b.t()[None], a.t()[None])),
     ("addmm", lambda a, b: torch.addmm(a.new_zeros(b.shape[1]), a, b)),
+    ("addmm of transposed", lambda a, b: torch.addmm(a.new_zeros(a.shape[0]), b.t(), a.t())),
+    ("addmm without its input", lambda a, b: torch.addmm(_nothing(a), a, b, beta=0, alpha=0.5)),
+    ("baddbmm without its input", lambda a, b: torch.baddbmm(_nothing(a), a[None], b[None], beta=0, alpha=0.5)),
     ("addmm_", lambda a, b: a.new_zeros(a.shape[0], b.shape[1]).addmm_(a, b)),
     ("mv", lambda a, b: torch.mv(a, b[:, 2].contiguous())),
     ("matrix @ vector", lambda a, b: a @ b[:, 3]),

@@ -15,6 +15,12 @@ __all__ = ["reduction_cases"]
 _ROWS, _COLUMNS = 17, 32
 _POWERS = 14
 
+
+def _long(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of one row of 544 elements: kernels for rows above 256 differ from those for shorter ones."""
+    return matrix.reshape(1, -1)
+
+
 _SUMS: tuple[tuple[str, Function, Sequence[torch.dtype]], ...] = (
     ("sum", lambda a: torch.sum(a), REAL),
     ("sum of rows", lambda a: a.sum(dim=1), REAL),
@@ -22,6 +28,7 @@ _SUMS: tuple[tuple[str, Function, Sequence[torch.dtype]], ...] = (
     ("sum in its dtype", lambda a: a.sum(dim=1, dtype=a.dtype), NUMBERS),
     ("nansum", lambda a: torch.nansum(a, dim=1), FLOATS),
     ("cumsum", lambda a: torch.cumsum(a, dim=1), REAL),
+    ("cumsum of transposed", lambda a: torch.cumsum(a.t(), dim=1), REAL),
     ("cumsum of columns", lambda a: a.cumsum(0), NUMBERS),
     ("mean of rows", lambda a: a.mean(dim=1), FLOATS),
     ("count_nonzero", lambda a: torch.count_nonzero(a, dim=0), REAL),
@@ -42,6 +49,11 @@ _ORDERED: tuple[tuple[str, Function, Sequence[torch.dtype], Kind], ...] = (
     ("sort", lambda a: torch.sort(a, dim=1).values, NUMBERS, "numbers"),
     ("sort descending", lambda a: a.sort(dim=0, descending=True).values, NUMBERS, "numbers"),
     ("topk", lambda a: torch.topk(a, 5, dim=1).values, NUMBERS, "numbers"),
+    ("topk of long rows", lambda a: torch.topk(_long(a), 9, dim=1).values, NUMBERS, "numbers"),
+    ("least of long rows", lambda a: torch.topk(_long(a), 9, dim=1, largest=False).values, NUMBERS, "numbers"),
+    ("topk of transposed", lambda a: torch.topk(a.t(), 5, dim=1).values, NUMBERS, "numbers"),
+    ("sort of long rows", lambda a: torch.sort(_long(a), dim=1).values, NUMBERS, "numbers"),
+    ("sort of transposed", lambda a: torch.sort(a.t(), dim=1).values, NUMBERS, "numbers"),
     ("kthvalue", lambda a: torch.kthvalue(a, 3, dim=1).values, NUMBERS, "numbers"),
     ("median", lambda a: torch.median(a, dim=1).values, NUMBERS, "numbers"),
     ("cummax", lambda a: torch.cummax(a, dim=1).values, NUMBERS, "numbers"),
@@ -95,6 +107,9 @@ def reduction_cases(seed: int = 0) -> Iterator[Case]:
         yield Case(f"cumprod of {name_of(dtype)}", lambda a: torch.cumprod(a, dim=1), (powers,), "numbers")
     for dtype in INTEGERS:
         yield Case(f"prod of {name_of(dtype)}", lambda a: torch.prod(a, dim=1), (significands(shape, dtype, seed),))
+    for dtype in (*FLOATS[:2], *INTEGERS):  # narrower dtypes do not hold so long sums
+        data = whole(shape, dtype, seed)
+        yield Case(f"cumsum of long rows of {name_of(dtype)}", lambda a: _long(a).cumsum(1), (data,), "numbers")
     for name, call, dtypes, kind in _ORDERED:
         for dtype in dtypes:
             yield Case(f"{name} of {name_of(dtype)}", call, (_ordered(shape, dtype, seed),), kind)

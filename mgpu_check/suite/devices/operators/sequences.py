@@ -42,6 +42,12 @@ SEQUENCES: tuple[tuple[str, Function], ...] = (
     ("embedding with padding", lambda x: F.embedding(_words(x), x, padding_idx=5)),
     ("embedding_bag, sums", lambda x: F.embedding_bag(_words(x).view(8, 3), x, mode="sum")),
     (
+        "embedding_bag, weighted sums",
+        lambda x: F.embedding_bag(
+            _words(x).view(8, 3), x, mode="sum", per_sample_weights=x.reshape(-1)[:24].view(8, 3)
+        ),
+    ),
+    (
         "embedding_bag, means of bags of unequal sizes",
         lambda x: F.embedding_bag(_words(x), x, torch.tensor([0, 5, 5, 11], device=x.device), mode="mean"),
     ),
