@@ -122,7 +122,7 @@ def assert_scalars_gathered(devices: Devices, rows: int, seed: int) -> None:
 
 
 def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that dim=1 splits and joins columns, and splits the columns of keyword arguments too.
+    """Assert that dim=1 splits and joins columns, also of a square batch, and splits the columns of keyword arguments.
 
     Raises:
         GradientMismatch: names the element, or the device and the argument.
@@ -132,11 +132,13 @@ def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
     # One row: a wrong split by rows would give all of it to one replica.
     y = distinct_rows(1, seed + 1, max(rows, 1))
     for order in both_ways(devices):
-        # Running sums along the columns of a shard show how the batch was split.
-        expected = torch.cat([part.cumsum(1) for part in x.chunk(len(order), 1)], 1)
-        got = DataParallel(_RunningSums().to(order[0]), device_ids=indices_of(order), dim=1)(x)
         what = f"{_named(order)}, dim=1"
-        require_same(f"{what}: the output", got, expected, order[0])
+        square = distinct_rows(2 * len(order) + 1, seed + 2, 2 * len(order) + 1)
+        for name, batch in (("output", x), ("output of a square batch", square)):
+            # Running sums along the columns of a shard show how the batch was split.
+            expected = torch.cat([part.cumsum(1) for part in batch.chunk(len(order), 1)], 1)
+            got = DataParallel(_RunningSums().to(order[0]), device_ids=indices_of(order), dim=1)(batch)
+            require_same(f"{what}: the {name}", got, expected, order[0])
         model = _RecordingModule().to(order[0])
         DataParallel(model, device_ids=indices_of(order), dim=1)(x, y=y)
         parts = y.chunk(len(order), 1)
@@ -162,7 +164,8 @@ class _RecordingModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._note(args=args, kwargs=kwargs)
-        return torch.as_tensor(kwargs["x"] if "x" in kwargs else args[0]) + self.weight
+        x = args[0] if args else kwargs["x"] if "x" in kwargs else kwargs["more"][0]["x"]
+        return torch.as_tensor(x) + self.weight
 
     def _note(self, **more: Any) -> None:
         note = {
@@ -197,13 +200,23 @@ def _in_order(notes: list[dict[str, Any]], order: Devices, what: str, count: int
 def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed: int) -> None:
     """Assert that each replica gets its part of tensors on its device, and other arguments unchanged.
 
-    Tensors are positional or keyword arguments, and nested in containers. With the devices in the given order they are
-    positional if `positional`, and in the reverse order if not.
+    Tensors are positional or keyword arguments, and nested in containers, or nested in keyword arguments alone. With
+    the devices in the given order they are positional if `positional`, and in the reverse order if not.
 
     Raises:
         GradientMismatch: names the device and the argument.
     """
     __tracebackhide__ = True
+    for order in both_ways(devices):
+        x = distinct_rows(rows, seed + 2)
+        model, what = _RecordingModule().to(order[0]), f"{_named(order)}, tensors in keyword arguments alone"
+        DataParallel(model, device_ids=indices_of(order))(more=[{"x": x, "none": None}, 7])
+        parts_of_x = x.chunk(len(order))
+        for device, note, own in zip(
+            order, _in_order(model.notes, order, what, len(parts_of_x)), parts_of_x, strict=False
+        ):
+            given = {"more": [{"x": own, "none": None}, 7]}
+            require_same(f"{what}: the replica on {device}", note["kwargs"], given, device, [device.index])
     for number, order in enumerate(both_ways(devices)):
         x, y = distinct_rows(rows, seed), distinct_rows(rows, seed + 1).long()
         parts = [part.chunk(len(order)) for part in (x, y, x.double(), y > 3)]

@@ -17,6 +17,7 @@ from mgpu_check.torch_hooks.tensors import name_of
 __all__ = ["assert_loads_arrive", "assert_memory_recovers"]
 
 _BLOCK = (4 << 20) + 4096  # bytes: a multiple of 512, because torch rounds its statistics to that
+_LARGE_BLOCK = (16 << 20) + 4096  # bytes: the allocator treats blocks above a few MiB in another way
 
 _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_allocated": lambda device: torch.cuda.memory_allocated(device),
@@ -62,16 +63,16 @@ def _recovers(device: torch.device) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    held = torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
+    held = torch.full((_LARGE_BLOCK,), 7, dtype=torch.uint8, device=device)
     _refuses(device, total + (1 << 20), total)
     _require(device, bool((held == 7).all()), "a failed allocation has changed the memory that was held before")
-    after = torch.full((_BLOCK,), 9, dtype=torch.uint8, device=device)
+    after = torch.full((_LARGE_BLOCK,), 9, dtype=torch.uint8, device=device)
     apart = bool((after == 9).all()) and bool((held == 7).all())
     _require(device, apart, "two blocks are the same memory, after an allocation failed")
     _figures_follow_the_argument(device)
     now = torch.cuda.memory_allocated(device)
-    text = f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}"
-    _require(device, now - before >= 2 * _BLOCK, text)
+    text = f"{2 * _LARGE_BLOCK} bytes are held, and memory_allocated rose by {now - before}"
+    _require(device, now - before >= 2 * _LARGE_BLOCK, text)
     del held, after
     peak = torch.cuda.max_memory_allocated(device)
     _require(device, peak >= now, f"max_memory_allocated is {peak}, and {now} bytes were allocated at one time")

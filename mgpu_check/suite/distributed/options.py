@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import freeze_first, judged
@@ -31,6 +32,9 @@ __all__ = [
     "assert_unused_parameters_reduced",
     "own_group",
 ]
+
+_LARGE = (1 << 18) + 4099
+"""Elements of float32 with more than 1 MiB."""
 
 SMALL_BUCKET = 0.0001
 """MiB, about 100 bytes: so small that nearly every parameter has its own bucket."""
@@ -51,13 +55,15 @@ def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
 def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients in many buckets, as copies and as views, equal those of one device.
 
-    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`.
+    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`. A
+    bucket above 1 MiB is checked, too.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
     """
     __tracebackhide__ = True
     with judged() as findings:
+        _judge_large_bucket(rank, findings)
         for run in runs:
             for view in (False, True):
                 what = f"bucket_cap_mb={SMALL_BUCKET}, gradient_as_bucket_view={view}"
@@ -65,6 +71,38 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 train(
                     run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET, gradient_as_bucket_view=view, **options
                 )
+
+
+class _Weighted(nn.Module):
+    """A model whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(_LARGE))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum() + self.bias.sum()
+
+
+def _judge_large_bucket(rank: Rank, findings: Findings) -> None:
+    """Check the mean of gradients in one bucket above 1 MiB, element by element, in two steps."""
+    places = torch.arange(_LARGE) % 251
+    model = under_ddp(_Weighted().to(rank.device), rank.device)
+    right = places + (rank.size - 1) / 2
+    for step in range(2):
+        model.zero_grad()
+        model((places + rank.index).float().to(rank.device)).backward()
+        gradient = gradient_or_zeros(model.module.weight).cpu()
+        # DDP multiplies by the rounded inverse of the world size, then adds.
+        wrong = (gradient - right).abs() > right * 2.0**-20
+        first = int(wrong.int().argmax())
+        message = (
+            f"DDP on {rank.size} ranks, a bucket of {_LARGE} elements, step {step}, rank {rank.index}: "
+            f"{int(wrong.sum())} elements of the gradient are wrong, the first at {first}: {gradient[first].item()}, "
+            f"expected {right[first].item()}"
+        )
+        findings.require(not bool(wrong.any()), message, ranks=[rank.index])
 
 
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:

@@ -200,8 +200,8 @@ class _Spread(nn.Module):
 def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> None:
     """Assert that nested arguments from the CPU arrive whole on the rank's device.
 
-    Positional and keyword arguments are tried. Outputs must keep their structure, and gradients must flow back to the
-    arguments.
+    Positional and keyword arguments are tried, and tensors nested in keyword arguments alone. Outputs must keep their
+    structure, and gradients must flow back to the arguments.
 
     Args:
         rows_of: the number of rows of each rank; the first ranks' again for later ranks.
@@ -224,38 +224,43 @@ def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> No
         if rank.device.type != "cuda":
             x, y = x.to(rank.device), y.to(rank.device)
         x.requires_grad_()
-        out = parallel((x, 5), more={"list": [y, _PairOfModels(y, 7)], "text": "a word"}, factor=2)
-        out["out"].sum().backward()
-        expected = (
-            x.cpu().double() @ model.layer.weight.detach().cpu().double().T + model.layer.bias.detach().cpu().double()
-        ) * 2
-        of_x = 2 * model.layer.weight.detach().cpu().sum(0).expand(rows, -1)
-        what = f"DDP on {rank.size} ranks, nested arguments, rank {rank.index}"
-        with findings.collected():
-            tensors = {
-                "argument x": model.seen["x"],
-                "argument more['list']": model.seen["list"],
-                "output": out["out"],
-            }
-            assert_devices_are(tensors, rank.device, what)
-        seen, nested = model.seen, out["nested"]
-        for name, (got, right) in {
-            "argument x": (seen["x"], x),
-            "the gradient of argument x": (x.grad, of_x),
-            "argument more['list'][0]": (seen["list"], y),
-            "the type of argument more['list'][1]": (type(seen["pair"]).__name__, _PairOfModels.__name__),
-            "argument more['list'][1].values": (getattr(seen["pair"], "values", None), y),
-            "argument more['list'][1].number": (getattr(seen["pair"], "number", None), 7),
-            "argument words": (seen["words"], 5),
-            "argument more['text']": (seen["text"], "a word"),
-            "output out": (out["out"].double(), expected),
-            "output nested[0]": (nested[0], None),
-            "output nested[1][0]": (nested[1][0].double(), expected + y.cpu()),
-            "output text": (out["text"], "a word"),
-            "output number": (out["number"], 5),
-        }.items():
-            text = _unlike(got, right)
-            findings.require(not text, f"{what}: {name} {text}", ranks=[rank.index])
+        for named in (False, True):
+            x.grad = None
+            more: dict[str, Any] = {"more": {"list": [y, _PairOfModels(y, 7)], "text": "a word"}, "factor": 2}
+            out = parallel(pair=(x, 5), **more) if named else parallel((x, 5), **more)
+            out["out"].sum().backward()
+            words = "tensors in keyword arguments alone" if named else "nested arguments"
+            _judge_arguments(model, x, y, out, f"DDP on {rank.size} ranks, {words}", rank, findings)
+
+
+def _judge_arguments(
+    model: _Spread, x: torch.Tensor, y: torch.Tensor, out: Mapping[str, Any], what: str, rank: Rank, findings: Findings
+) -> None:
+    """Check what the model has seen and returned in one call."""
+    what += f", rank {rank.index}"
+    weight, bias = model.layer.weight.detach(), model.layer.bias.detach()
+    expected = (x.detach().cpu().double() @ weight.cpu().double().T + bias.cpu().double()) * 2
+    seen, nested = model.seen, out["nested"]
+    with findings.collected():
+        tensors = {"argument x": seen["x"], "argument more['list']": seen["list"], "output": out["out"]}
+        assert_devices_are(tensors, weight.device, what)
+    for name, (got, right) in {
+        "argument x": (seen["x"], x),
+        "the gradient of argument x": (x.grad, 2 * weight.cpu().sum(0).expand(len(x), -1)),
+        "argument more['list'][0]": (seen["list"], y),
+        "the type of argument more['list'][1]": (type(seen["pair"]).__name__, _PairOfModels.__name__),
+        "argument more['list'][1].values": (getattr(seen["pair"], "values", None), y),
+        "argument more['list'][1].number": (getattr(seen["pair"], "number", None), 7),
+        "argument words": (seen["words"], 5),
+        "argument more['text']": (seen["text"], "a word"),
+        "output out": (out["out"].double(), expected),
+        "output nested[0]": (nested[0], None),
+        "output nested[1][0]": (nested[1][0].double(), expected + y.cpu()),
+        "output text": (out["text"], "a word"),
+        "output number": (out["number"], 5),
+    }.items():
+        text = _unlike(got, right)
+        findings.require(not text, f"{what}: {name} {text}", ranks=[rank.index])
 
 
 def _unlike(got: Any, expected: Any) -> str:

@@ -61,7 +61,7 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that shards keep the bits of the batch in every dtype: all kinds of NaN, subnormals, the largest numbers.
 
     Covers dims 0 and 1, sources on the CPU, in pinned memory and on a device, and devices in ascending, descending and
-    rotated order. Images in channels_last are split into unequal shards too.
+    rotated order. Square matrices are split along both dims. Images in channels_last are split into unequal shards too.
 
     Raises:
         ShardError: naming shard, device, and element.
@@ -76,6 +76,11 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
         shards = nn.parallel.scatter(batch, chosen, dim)
         assert_shards_cover(batch, shards, chosen, dim)
         assert_gathered(batch, nn.parallel.gather(shards, chosen[0], dim), chosen[0])
+    for chosen, dim in itertools.product(orders, (0, 1)):
+        square = _filled((3 * len(devices) - 1,) * 2, torch.float16, seed + dim)
+        shards = nn.parallel.scatter(square, chosen, dim)
+        assert_shards_cover(square, shards, chosen, dim)
+        assert_gathered(square, nn.parallel.gather(shards, chosen[-1], dim), chosen[-1])
     for chosen in orders:
         images = _filled((3 * len(devices) - 1, 3, 2, 4), torch.float32, seed).to(memory_format=torch.channels_last)
         shards = nn.parallel.scatter(images, chosen)

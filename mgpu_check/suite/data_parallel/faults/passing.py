@@ -83,7 +83,32 @@ def keywords_split_by_rows(real: Any, inputs: Any, kwargs: Any, devices: Sequenc
     return (*parts, *(() for _ in range(more))), (*by_rows, *({} for _ in range(-more)))
 
 
+def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: int = 0) -> bool:
+    return dim == 1 and bool(inputs) and inputs[0].dim() == 2 and inputs[0].shape[0] == inputs[0].shape[1]
+
+
+@dimension(
+    "square batches are transposed",
+    around(data_parallel_module, "scatter_kwargs"),
+    When("square batches, dim=1", _is_square),
+)
+def square_batches_transposed(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int) -> Any:
+    return real((inputs[0].t(), *inputs[1:]), kwargs, devices, dim)
+
+
 # Arguments
+
+
+@arguments(
+    "without a tensor among the arguments themselves, the first replica gets all",
+    around(data_parallel_module, "scatter_kwargs"),
+    When(
+        "tensors nested in keyword arguments alone",
+        lambda real, inputs, kwargs, *_, **__: not inputs and len(kwargs) == 1,
+    ),
+)
+def nested_keywords_not_split(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int = 0) -> Any:
+    return real(inputs, kwargs, devices[:1], dim)
 
 
 @arguments("flags are all set on devices other than the first", _SCATTERED, "bool only, keyword arguments")

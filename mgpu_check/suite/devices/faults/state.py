@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,6 +115,25 @@ def _too_large(*sizes: Any, device: Any = None, **_: Any) -> bool:
 )
 def less_memory_than_asked_for(empty: Any, size: int, **kwargs: Any) -> Any:
     return empty(1 << 20, **kwargs)
+
+
+def _is_large(shape: Any, *_: Any, device: Any = None, **__: Any) -> bool:
+    return bool(math.prod(shape) > 16 << 20 and device == torch.device("cuda", last()))
+
+
+@memory("large blocks of one device are the same memory", when="one device, above 16 MiB")
+def large_allocations_shared() -> Iterator[None]:
+    kept: list[torch.Tensor] = []
+
+    def full(real: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_large(shape, **kwargs):
+            return NotImplemented
+        if not kept:
+            kept.append(real(shape, *args, **kwargs))
+        return kept[0].fill_(args[0])
+
+    with around(torch, "full")(full):
+        yield
 
 
 @memory("max_memory_allocated returns the current allocation", entered, "after memory was freed")

@@ -119,6 +119,15 @@ def long_gradients_cut(part: torch.Tensor, *_: Any) -> None:
     part[MANY:] = 0
 
 
+@buckets(
+    "buckets above 1 MiB lose their end",
+    communicating(),
+    When("above 1 MiB", lambda buffer, bucket, model: buffer.numel() * buffer.element_size() > 1 << 20),
+)
+def large_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[-64:] = 0
+
+
 @buckets("one element of a gradient that is a bucket view is lost", communicating(_VIEWS), _VIEWS & _SMALL_BUCKET)
 def views_of_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
     buffer[:1] = 0

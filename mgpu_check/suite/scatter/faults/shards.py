@@ -14,6 +14,7 @@ from torch.nn.parallel import _functions, comm, scatter_gather
 from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first
 from mgpu_check.suite.common.faults.registry import caught_by, entered
+from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import batches
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 
@@ -96,6 +97,15 @@ def shards_swapped() -> Any:
 @covering("the last two of five or more shards are swapped", entered, "5 devices and more", least_gpus=5)
 def last_shards_swapped() -> Any:
     return scattering(_reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts))
+
+
+@any_bits(
+    "columns of square matrices are their rows",
+    scattering,
+    When("square matrices, dim=1", lambda scatter, x, devices, dim: dim == 1 and x.shape == (x.shape[0],) * 2),
+)
+def columns_of_square_matrices(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
+    return scatter(x.t(), devices)
 
 
 @covering("the last shard stays on the first device", scattering)
