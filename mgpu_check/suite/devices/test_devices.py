@@ -72,6 +72,16 @@ def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: b
     assert_devices_agree(gpus, layer_cases(seed, more=more))
 
 
+@examples(1)
+@given(seed=strategies.seeds(), more=MORE)
+def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
+    """Steps of optimizers with each pair of options are as close to float64 as their dtype allows."""
+    from mgpu_check.suite.common.agreement import assert_devices_agree
+    from mgpu_check.suite.devices.operators.optimizing import option_cases
+
+    assert_devices_agree(gpus, option_cases(seed, more=more))
+
+
 @examples(2, quick=1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:

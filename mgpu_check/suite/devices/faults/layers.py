@@ -18,6 +18,7 @@ from mgpu_check.suite.devices.faults.state import untouched
 autocasting = caught_by("test_autocast_of_operators")
 dropping = caught_by("test_dropout")
 layers = caught_by("test_layers_and_gradients")
+options = caught_by("test_options_of_optimizers")
 
 
 def _halved(weight: Tensor) -> Tensor:
@@ -173,12 +174,21 @@ def weights_of_samples_left_out(bag: Any, *args: Any, per_sample_weights: Tensor
     return bag(*args, **kwargs)
 
 
-@layers(
+@options(
     "optimizers minimize although they are told to maximize",
     around(torch, "_foreach_neg"),
     call("maximize, lists of tensors", lambda tensors: tensors[0].is_cuda),
 )
 def lists_not_negated(_: Any, tensors: Any) -> Any:
+    return [one.clone() for one in tensors]
+
+
+@options(
+    "weight decay is left out in lists of tensors",
+    around(torch, "_foreach_add"),
+    call("weight_decay and maximize, one device", lambda tensors, *_, **__: on(tensors[0], last())),
+)
+def lists_not_decayed(_: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     return [one.clone() for one in tensors]
 
 

@@ -1,0 +1,58 @@
+"""Combine options such that each pair of values of two options occurs: a covering array of strength two.
+
+Most defects of options need one value, or two together (Kuhn, Wallace and Gallo, *Software fault interactions and
+implications for software testing*, 2004).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = ["in_pairs"]
+
+_Row = dict[str, Any]
+_Place = tuple[str, int]
+
+
+def in_pairs(options: Mapping[str, Sequence[Any]], allowed: Callable[[_Row], bool] = lambda row: True) -> list[_Row]:
+    """Return rows of options that together have each allowed pair of values. The same options give the same rows.
+
+    Args:
+        options: the values of each option; the first one is used where no pair is missing.
+        allowed: whether options may occur together. It gets rows that lack options, too. Other options must have a
+            value that each allowed row may be completed with.
+    """
+    if len(options) == 1:
+        return [{name: value} for name, values in options.items() for value in values]
+    left = dict.fromkeys(pair for pair in _pairs(options) if allowed(_row_of(options, pair)))
+    rows = []
+    while left:
+        chosen = dict(next(iter(left)))
+        for name in options:
+            if name not in chosen:
+                able = [(name, at) for at in range(len(options[name]))]
+                able = [one for one in able if allowed(_row_of(options, [*chosen.items(), one]))]
+                chosen |= [max(able, key=lambda one: len(_with(one, chosen, options) & left.keys()))]
+        for pair in itertools.combinations(((name, chosen[name]) for name in options), 2):
+            left.pop(pair, None)
+        rows.append(_row_of(options, [(name, chosen[name]) for name in options]))
+    return rows
+
+
+def _pairs(options: Mapping[str, Sequence[Any]]) -> Iterator[tuple[_Place, _Place]]:
+    places = [[(name, at) for at in range(len(values))] for name, values in options.items()]
+    for one, other in itertools.combinations(places, 2):
+        yield from itertools.product(one, other)
+
+
+def _with(one: _Place, chosen: Mapping[str, int], options: Mapping[str, Sequence[Any]]) -> set[tuple[_Place, _Place]]:
+    """Return the pairs of a place with those that are chosen, each in the order of the options."""
+    order = list(options)
+    before = {(old, one) for old in chosen.items() if order.index(old[0]) < order.index(one[0])}
+    return before | {(one, old) for old in chosen.items() if order.index(old[0]) > order.index(one[0])}
+
+
+def _row_of(options: Mapping[str, Sequence[Any]], places: Sequence[_Place]) -> _Row:
+    return {name: options[name][at] for name, at in places}

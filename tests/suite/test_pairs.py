@@ -1,0 +1,38 @@
+"""Rows of options that have each pair of values."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mgpu_check.suite.common.pairs import in_pairs
+
+OPTIONS = {"a": (1, 2), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 0, 1)}
+
+
+def pairs(rows):
+    return {frozenset(pair) for row in rows for pair in itertools.combinations(row.items(), 2)}
+
+
+def test_each_pair_of_values_occurs_in_few_rows():
+    rows = in_pairs(OPTIONS)
+    every = itertools.product(*OPTIONS.values())
+    assert pairs(rows) == pairs([dict(zip(OPTIONS, values, strict=True)) for values in every])
+    assert 9 <= len(rows) <= 12
+    assert all(row.keys() == OPTIONS.keys() for row in rows)
+    assert rows == in_pairs(OPTIONS)
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 2), (2, 4), (9, 10)])
+def test_rows_grow_slowly_with_the_number_of_options(count, rows):
+    assert len(in_pairs({f"option {number}": (0, 1) for number in range(count)})) == rows
+
+
+def test_what_is_not_allowed_together_is_left_out():
+    def allowed(row):
+        return not (row.get("b") and row.get("c") == "x")
+
+    rows = in_pairs(OPTIONS, allowed)
+    assert all(map(allowed, rows))
+    assert pairs(in_pairs(OPTIONS)) - pairs(rows) == {frozenset({("b", True), ("c", "x")})}
