@@ -7,7 +7,8 @@ has failed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.pairs import in_pairs
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import freeze_first, judged
 from mgpu_check.suite.distributed.replica import Place, Replica, train, under_ddp
@@ -28,9 +30,11 @@ __all__ = [
     "assert_frozen_parameters_kept",
     "assert_groups_apart",
     "assert_models_train",
+    "assert_options_agree",
     "assert_static_graph_trains",
     "assert_unused_parameters_reduced",
     "own_group",
+    "rows_of_options",
 ]
 
 _LARGE = (1 << 18) + 4099
@@ -71,6 +75,49 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 train(
                     run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET, gradient_as_bucket_view=view, **options
                 )
+
+
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "gradient_as_bucket_view": (False, True),
+    "find_unused_parameters": (False, True),
+    "static_graph": (False, True),
+    "bucket_cap_mb": (None, SMALL_BUCKET),
+    "device_ids": ("own", None),
+    "batched_grad_copy": (False, True),
+    "skip_all_reduce_unused_params": (False, True),
+    "forward_sync_buffers": (None, True, False),
+}
+"""Options of DistributedDataParallel with their values, the default first; "own" is the rank's device."""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether DDP takes these options together: what skips unused parameters must know them."""
+    unused = row.get("find_unused_parameters")
+    return not (row.get("static_graph") and unused) and not (row.get("skip_all_reduce_unused_params") and not unused)
+
+
+def rows_of_options() -> list[dict[str, Any]]:
+    """Return rows of the options of this version of torch in which each pair of values of two options occurs."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return in_pairs({name: values for name, values in _OPTIONS.items() if name in known}, _together)
+
+
+def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
+    """Assert that a run under DDP trains as on one device with each pair of options.
+
+    Args:
+        more: whether to train with all rows of options, or with a quarter of them, by the seed of the run.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for number, row in enumerate(rows_of_options()):
+            if more or (number + run.seed) % 4 == 0:
+                given = {name: value for name, value in row.items() if value not in ("own", _OPTIONS[name][0])}
+                what = f"options {', '.join(f'{name}={value}' for name, value in given.items()) or 'of the default'}"
+                train(run, rank, findings, what=what, **given)
 
 
 class _Weighted(nn.Module):

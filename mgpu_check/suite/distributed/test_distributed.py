@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mgpu_check.settings import active
 from mgpu_check.suite.common.budget import examples
 from mgpu_check.suite.common.strategies.tensors import seeds
 from mgpu_check.suite.common.whole_numbers.strategies import PLAIN, WholeRun, mostly_all, whole_runs
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Runs = tuple[WholeRun, ...]
 SEEDS = seeds()
+MORE = st.builds(lambda: active().gpu_level != "quick")
+"""True above the level "quick"; drawn, because the options are known when examples are drawn, but not on ranks."""
 
 
 @examples(8, quick=1)
@@ -37,6 +40,13 @@ def test_buckets(ranks: Ranks, size: int, runs: Runs) -> None:
     """Gradients match one device with many small buckets, and with parameters above 64 Ki elements, as copies or
     views."""
     ranks.run("mgpu_check.suite.distributed.options:assert_buckets_reduced", runs, size=size)
+
+
+@examples(2, quick=1)
+@given(size=mostly_all(), runs=whole_runs(("deep",), least=2), more=MORE)
+def test_pairs_of_options(ranks: Ranks, size: int, runs: Runs, more: bool) -> None:
+    """Models train like on one device with each pair of options of DistributedDataParallel."""
+    ranks.run("mgpu_check.suite.distributed.options:assert_options_agree", runs[0], more=more, size=size)
 
 
 @examples(8, quick=2)

@@ -128,6 +128,7 @@ def wrapped(
     """Build DDP with other arguments, and change the module before and the wrapper after."""
     real = DistributedDataParallel.__init__
 
+    @functools.wraps(real)  # checks read the options of this version of torch from its signature
     def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         before(module)
         real(self, module, *args, **(kwargs | forced))

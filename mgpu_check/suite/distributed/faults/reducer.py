@@ -32,6 +32,7 @@ from mgpu_check.suite.distributed.faults.planting import MANY, later, model_with
 models = caught_by("test_models")
 buckets = caught_by("test_buckets")
 unused_parameters = caught_by("test_unused_parameters")
+pairs = caught_by("test_pairs_of_options", least_gpus=2)
 static_graph = caught_by("test_static_graph")
 frozen_parameters = caught_by("test_frozen_parameters")
 
@@ -53,6 +54,7 @@ _FIFTH = When("worlds of 5 and more", lambda buffer, bucket, model: dist.get_ran
 _LATER_BUCKET = When("buckets beyond the first", lambda buffer, bucket, model: bucket.index() > 0)
 _SMALL_BUCKET = When("small buckets", lambda buffer, bucket, model: not bucket.is_last())
 _VIEWS = of_model("gradient_as_bucket_view", lambda model: model.gradient_as_bucket_view)
+_WITHOUT_IDS = of_model("no device_ids", lambda model: model.device_ids is None)
 _STATIC = of_model("static_graph", lambda model: model.static_graph)
 _UNUSED = of_model("parameters that some ranks do not use", lambda model: model.find_unused_parameters)
 _SUBGROUP = of_model("subgroups", lambda model: model.process_group.size() < dist.get_world_size())
@@ -117,6 +119,16 @@ def later_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
 @buckets("elements beyond the first 64 Ki of a gradient stay local", slicewise(_LONG, _is_long), _LONG & _NOT_FIRST)
 def long_gradients_cut(part: torch.Tensor, *_: Any) -> None:
     part[MANY:] = 0
+
+
+@pairs("a bucket of views loses its first element", communicating(), _VIEWS & _STATIC)
+def views_of_static_graphs_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[:1] = 0
+
+
+@pairs("gradients are not averaged without device_ids", communicating(), _UNUSED & _WITHOUT_IDS)
+def summed_without_device_ids(buffer: torch.Tensor, bucket: Any, model: DDP) -> torch.Tensor:
+    return buffer * model.process_group.size()
 
 
 @buckets(
