@@ -15,6 +15,7 @@ from mgpu_check.acceptance.collectives import test_collectives as acceptance
 from mgpu_check.suite.collectives import call_strategies as calls
 from mgpu_check.suite.collectives import functional
 from mgpu_check.suite.collectives.cases import COPYING, FUNCTIONS, NOT_CALLED, REDUCING, form_of, left_out
+from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.program_cases import STEPS
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
@@ -33,6 +34,12 @@ def test_every_collective_is_called_in_groups_on_devices_and_the_cpu(seed):
     assert places == {(function, place) for function in (*REDUCING, *COPYING) for place in calls.PLACES}
     sums = {call.function for call in calls.in_groups(GROUPS, seed) if call.op == "SUM" and call.function in REDUCING}
     assert sums == set(REDUCING)
+
+
+def test_a_message_goes_to_another_rank_in_a_world_of_any_size():
+    for source, target, size in itertools.product(range(5), range(5), (2, 3, 4)):
+        placed = Message(source, target, 0, "int8", 3, 0).between_ranks(size)
+        assert placed.source == source % size != placed.target < size
 
 
 def test_every_collective_of_tensors_is_called_or_left_out_for_a_reason():

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mgpu_check import Ranks
@@ -20,6 +21,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, GradientMismatch, RankFailure, ShardError
 from mgpu_check.suite.collectives import on_ranks as collectives
 from mgpu_check.suite.collectives.meshes import assert_mesh_matches
+from mgpu_check.suite.collectives.objects import assert_drawn_objects_travel
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered
 from mgpu_check.suite.loading import on_ranks as loading_on_ranks
@@ -65,6 +67,18 @@ def misread(place: str, change: Change = one_more) -> Plant:
             yield
 
     return plant
+
+
+@contextlib.contextmanager
+def first_object_lost() -> Iterator[None]:
+    real = dist.all_gather_object
+
+    def lossy(objects: list[object], *args: Any, **kwargs: Any) -> None:
+        real(objects, *args, **kwargs)
+        objects[0] = None
+
+    with replaced(dist, "all_gather_object", lossy):
+        yield
 
 
 @contextlib.contextmanager
@@ -258,7 +272,7 @@ CASES = (
     ),
     Case(
         "suite: messages",
-        lambda rank: collectives.assert_messages_of_all_ways_arrive(rank, 1),
+        lambda rank: collectives.assert_messages_of_all_ways_arrive(rank, [], 1),
         misread("collectives.messages.as_bits"),
         "memory before or behind the received tensor was changed",
     ),
@@ -271,9 +285,15 @@ CASES = (
     ),
     Case(
         "suite: objects",
-        lambda rank: collectives.assert_objects_travel_on_all_ways(rank, 1),
+        lambda rank: collectives.assert_objects_travel_on_all_ways(rank, 1, [None], 1),
         misread("collectives.objects.object_of", str),
         "all_gather_object",
+    ),
+    Case(
+        "suite: drawn objects",
+        lambda rank: assert_drawn_objects_travel(rank, 1, [0, "", None]),
+        first_object_lost,
+        "all_gather_object of drawn objects: got [None, (1, ''), (2, None)], expected [(0, 0), (1, ''), (2, None)]",
     ),
     Case(
         "suite: barriers",

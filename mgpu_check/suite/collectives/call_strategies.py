@@ -22,17 +22,20 @@ from mgpu_check.suite.collectives.cases import (
     CollectiveCall,
     left_out,
 )
+from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.common.strategies.tensors import seeds as tensor_seeds
 from mgpu_check.suite.common.strategies.worlds import world_sizes
 from mgpu_check.torch_hooks.table import TRANSFERS
 
 __all__ = [
+    "OBJECTS",
     "all_reduces",
     "asynchronous",
     "copies",
     "in_groups",
     "layouts",
     "members",
+    "messages",
     "other_reductions",
     "partitions",
     "rounding",
@@ -64,6 +67,22 @@ def worlds(draw: st.DrawFn, least: int = 1) -> int:
 seeds = tensor_seeds()
 members = st.integers(0, 62)
 """A rank of the world, modulo its size."""
+
+
+OBJECTS = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text("aé✓"), st.binary()),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+"""Python objects that equal their copies."""
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> list[Message]:
+    """Draw messages between any ranks, of any dtype, with up to 9 elements or about 4,096 or 64 Ki."""
+    elements = st.integers(0, 9) | st.sampled_from((4097, 65537))
+    drawn = st.tuples(members, members, st.integers(0, 4), st.sampled_from(COPIED), elements)
+    return [Message(*one, number) for number, one in enumerate(draw(st.lists(drawn, min_size=1, max_size=12)))]
 
 
 def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:

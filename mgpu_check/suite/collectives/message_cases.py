@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgpu_check.suite.collectives.cases import COPIED, REDUCED
 
@@ -24,6 +24,11 @@ class Message:
     dtype: str
     elements: int
     number: int
+
+    def between_ranks(self, size: int) -> Message:
+        """Return the message with its ranks modulo the world size; it goes to the next rank if they are one."""
+        source, target = self.source % size, self.target % size
+        return replace(self, source=source, target=target if target != source else (source + 1) % size)
 
     def __str__(self) -> str:
         source = f"rank {self.source}" if self.source >= 0 else "any rank"

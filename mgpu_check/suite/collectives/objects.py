@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 
-__all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
+__all__ = ["assert_barrier_holds", "assert_drawn_objects_travel", "assert_objects_travel", "object_of"]
 
 BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
 _KINDS = 6
@@ -35,10 +35,12 @@ def object_of(seed: int, rank: int, number: int = 0) -> object:
     return (rank, number, pool[(seed + rank + number) % len(pool)])
 
 
-def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None = None) -> None:
+def assert_objects_travel(rank: Rank, root: int, seed: int, group: dist.ProcessGroup | None = None) -> None:
     """Assert that each collective of objects brings equal copies of the objects to the right ranks.
 
     Args:
+        root: the rank that sends or collects, modulo the world size.
+        seed: the seed of the objects; see `object_of`.
         group: a group of all ranks; None for the default one. Objects travel over the CPU if the group has a backend
             for it.
 
@@ -46,7 +48,7 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
         CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
-    size, root, me = rank.size, seed % rank.size, rank.index
+    size, root, me = rank.size, root % rank.size, rank.index
     all_of = [object_of(seed, other) for other in range(size)]
     findings: list[WrongResult] = []
 
@@ -90,6 +92,33 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
             compare(f"send_object_list of rank {root} to rank {target}", carried, right)
     raise_findings(findings, 6, rank)
+
+
+def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) -> None:
+    """Assert that `all_gather_object` and `broadcast_object_list` bring equal copies of drawn objects to all ranks.
+
+    Args:
+        root: the rank whose objects are broadcast, modulo the world size.
+        drawn: at least one object; each rank has one of them, and its number.
+
+    Raises:
+        CollectiveMismatch: with all errors of this rank.
+    """
+    __tracebackhide__ = True
+    all_of = [(other, drawn[other % len(drawn)]) for other in range(rank.size)]
+    gathered: list[object] = [None] * rank.size
+    dist.all_gather_object(gathered, all_of[rank.index])
+    held: list[object] = list(drawn) if rank.index == root % rank.size else [None] * len(drawn)
+    dist.broadcast_object_list(held, src=root % rank.size)
+    findings = [
+        WrongResult(what, f"got {_short(got)}, expected {_short(right)}")
+        for what, got, right in (
+            ("all_gather_object of drawn objects", gathered, all_of),
+            (f"broadcast_object_list of drawn objects from rank {root % rank.size}", held, list(drawn)),
+        )
+        if got != right
+    ]
+    raise_findings(findings, 2, rank)
 
 
 def _empty(seed: int, rank: int) -> object:

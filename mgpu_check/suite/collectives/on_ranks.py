@@ -12,16 +12,21 @@ from mgpu_check.asserts.findings import run_all
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.biased_rounding import assert_rounding_is_unbiased, most_ranks
 from mgpu_check.suite.collectives.calls import assert_collectives_match
-from mgpu_check.suite.collectives.cases import CollectiveCall
+from mgpu_check.suite.collectives.cases import REDUCED, CollectiveCall
 from mgpu_check.suite.collectives.functional import (
     assert_coalesced_match,
     assert_differentiable_match,
     assert_functional_match,
 )
 from mgpu_check.suite.collectives.meshes import assert_mesh_matches
-from mgpu_check.suite.collectives.message_cases import messages_between
+from mgpu_check.suite.collectives.message_cases import Message, messages_between
 from mgpu_check.suite.collectives.messages import assert_any_source_tells_the_sender, assert_messages_arrive
-from mgpu_check.suite.collectives.objects import BarrierKind, assert_barrier_holds, assert_objects_travel
+from mgpu_check.suite.collectives.objects import (
+    BarrierKind,
+    assert_barrier_holds,
+    assert_drawn_objects_travel,
+    assert_objects_travel,
+)
 from mgpu_check.suite.collectives.subgroups import assert_subgroups_divide
 from mgpu_check.torch_hooks.table import TRANSFERS
 
@@ -61,10 +66,18 @@ def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
     run_all((partial(assert_collectives_match, rank, wanted), partial(assert_subgroups_divide, rank)))
 
 
-def assert_messages_of_all_ways_arrive(rank: Rank, seed: int) -> None:
-    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU."""
+def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], seed: int) -> None:
+    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU.
+
+    Args:
+        drawn: messages between ranks modulo the world size.
+        seed: rotates dtypes and sizes of other messages, between all pairs of ranks.
+    """
     between = partial(messages_between, rank.size)
+    placed = [message.between_ranks(rank.size) for message in drawn]
     cases = (
+        ("batched", "device", placed),
+        ("flying", "cpu", [message for message in placed if message.dtype in REDUCED]),
         ("batched", "device", between(seed, "device", tags=False, own=True)),
         ("batched", "device", between(seed + 3, "device", tags=False, alike=True)),
         ("blocking", "device", between(seed + 1, "device", tags=False)),
@@ -94,12 +107,13 @@ def assert_messages_from_any_source_arrive(
     run_all(partial(assert_any_source_tells_the_sender, rank, *case) for case in (*cases, *groups))
 
 
-def assert_objects_travel_on_all_ways(rank: Rank, seed: int) -> None:
-    """Assert that objects travel over the CPU, and over devices."""
+def assert_objects_travel_on_all_ways(rank: Rank, root: int, drawn: Sequence[object], seed: int) -> None:
+    """Assert that objects travel over the CPU, and over devices: drawn ones, and some of every kind and size."""
     over_devices = dist.new_group(backend="nccl")
-    cases = [(seed, None), (seed + 1, None), (seed + 2, None), (seed, over_devices)]
-    checks = [partial(assert_objects_travel, rank, *case) for case in cases]
-    run_all((*checks, partial(dist.destroy_process_group, over_devices)))
+    cases = [(turn, seed + turn, None) for turn in range(3)] + [(0, seed, over_devices)]
+    checks = [partial(assert_objects_travel, rank, root + turn, *case) for turn, *case in cases]
+    some = partial(assert_drawn_objects_travel, rank, root, drawn)
+    run_all((some, *checks, partial(dist.destroy_process_group, over_devices)))
 
 
 def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mgpu_check.suite.collectives import call_strategies as calls
 from mgpu_check.suite.collectives import program_strategies as steps
 from mgpu_check.suite.collectives.findings import assert_shared
+from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.program_cases import CollectiveStep
 from mgpu_check.suite.common.budget import examples
 
@@ -93,10 +94,10 @@ def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None
 
 @pytest.mark.gpus(least=2)
 @examples(6, quick=1)
-@given(size=calls.worlds(least=2), seed=calls.seeds)
-def test_messages(ranks: Ranks, size: int, seed: int) -> None:
+@given(size=calls.worlds(least=2), messages=calls.messages(), seed=calls.seeds)
+def test_messages(ranks: Ranks, size: int, messages: list[Message], seed: int) -> None:
     """Messages arrive whole, once, in order and under their tag: blocking, asynchronous, and in batches."""
-    ranks.run(f"{ON_RANKS}:assert_messages_of_all_ways_arrive", seed, size=size)
+    ranks.run(f"{ON_RANKS}:assert_messages_of_all_ways_arrive", messages, seed, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -116,10 +117,15 @@ def test_messages_from_any_source(
 
 
 @examples(8, quick=2)
-@given(size=calls.worlds(), seed=calls.seeds)
-def test_object_collectives(ranks: Ranks, size: int, seed: int) -> None:
+@given(
+    size=calls.worlds(),
+    root=calls.members,
+    objects=st.lists(calls.OBJECTS, min_size=1, max_size=4),
+    seed=calls.seeds,
+)
+def test_object_collectives(ranks: Ranks, size: int, root: int, objects: list[object], seed: int) -> None:
     """Collectives of Python objects deliver equal objects to the right ranks, for any size and kind."""
-    ranks.run(f"{ON_RANKS}:assert_objects_travel_on_all_ways", seed, size=size)
+    ranks.run(f"{ON_RANKS}:assert_objects_travel_on_all_ways", root, objects, seed, size=size)
 
 
 @pytest.mark.gpus(least=2)
