@@ -17,21 +17,23 @@ class Check:
         alone: its ranks neither wait for each other nor exchange data.
         over_the_host: its data cross the link between host and GPU, so a bad link to the host makes it fail, too.
         of_driver: it reports what the driver says; an observation of a GPU accuses that GPU, however many have one.
+        counts: what an operation of a subject is, if each is an independent chance to see a fault that is rare.
     """
 
     least: tuple[int, int, int] | None = None
     alone: bool = False
     over_the_host: bool = False
     of_driver: bool = False
+    counts: str = ""
 
 
 CHECKLIST: Mapping[str, Check] = {
     "inventory": Check((1, 1, 1), alone=True, of_driver=True),
     "memory": Check(alone=True),
-    "compute": Check((40, 400, 4000), alone=True, over_the_host=True),
-    "links": Check((4, 20, 200)),
-    "collectives": Check((20, 200, 2000), over_the_host=True),
-    "training": Check((12, 150, 4000), over_the_host=True),
+    "compute": Check((40, 400, 4000), alone=True, over_the_host=True, counts="results of a GPU"),
+    "links": Check((4, 20, 200), counts="copies on a link"),
+    "collectives": Check((20, 200, 2000), over_the_host=True, counts="collectives"),
+    "training": Check((12, 150, 4000), over_the_host=True, counts="steps of training"),
     "soak": Check(over_the_host=True),
     "performance": Check(alone=True),
     "health": Check((2, 2, 2), alone=True, of_driver=True),

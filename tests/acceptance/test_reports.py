@@ -13,7 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mgpu_check.acceptance.report import junit, markdown, values
+from mgpu_check.acceptance.checklist import CHECKLIST
+from mgpu_check.acceptance.report import junit, markdown, values, view
 from mgpu_check.acceptance.report.files import check_paths, clear, write
 from mgpu_check.acceptance.report.health import health_of
 from mgpu_check.acceptance.report.text import lines
@@ -316,3 +317,28 @@ def test_the_least_work_of_joined_accounts_is_that_of_the_host_with_least():
     )
     joined = replace(report("two hosts"), checks=runs, observations=(), verdict=Verdict("INCONCLUSIVE"))
     assert any(re.fullmatch(r"memory +unknown +6 s +0 +0 +0 +0 +10 B; node-a: why 0", line) for line in lines(joined))
+
+
+def test_the_rarest_fault_that_is_found_follows_from_the_work():
+    """With n independent operations, 1 in N is missed with probability (1 - 1/N)^n."""
+    good = report("good")
+
+    def told(**operations):
+        runs = tuple(
+            CheckRun(name, 0.0, 1.0, "failed" if count < 0 else "passed", Work(), Work(operations=abs(count)))
+            for name, count in operations.items()
+        )
+        return view.detected_rates(replace(good, checks=runs))
+
+    assert told(links=30, memory=500) == (
+        "faults as rare as 1 in 10 copies on a link are found with a probability of 95 %"
+    )
+    assert "1 in 13352 results of a GPU, 1 in 7 steps of training are" in told(compute=40_000, training=20)
+    for name, check in CHECKLIST.items():
+        assert bool(told(**{name: 300})) == bool(check.counts)
+        assert told(**{name: -300}) == told(**{name: 1}) == "", "failures are shown otherwise"
+    (number,) = re.findall(r"1 in (\d+)", told(compute=1000))
+    assert (1 - 1 / int(number)) ** 1000 <= 0.05 < (1 - 1 / (int(number) + 1)) ** 1000
+    assert told(compute=1000) in "\n".join(lines(replace(good, checks=(
+        CheckRun("compute", 0.0, 1.0, "passed", Work(), Work(operations=1000)),
+    ))))  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.among_nodes import among_nodes
+from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.findings import ReportedFinding
 from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
@@ -26,6 +27,7 @@ __all__ = [
     "counts_of_checks",
     "describe_gpu",
     "describe_part",
+    "detected_rates",
     "evidence_of",
     "failed_of",
     "finding_text",
@@ -52,6 +54,8 @@ __all__ = [
 MATRIX = 32
 """Most GPUs in one matrix."""
 _HOSTS = 16
+_MISSED = 0.05
+"""Probability with which a rare fault is missed."""
 _RIVALS = 8
 """Most sets of parts to list that explain the same failures."""
 SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"
@@ -144,6 +148,19 @@ def _least(works: Iterable[Work]) -> Work:
 def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
     """Return the tally of the outcomes of checks."""
     return Tally.of(run.outcome for run in checks)
+
+
+def detected_rates(report: RunReport) -> str:
+    """Return the rarest faults that the checks without failures find with a probability of 95 %; "" if none counts.
+
+    A fault that strikes each of n operations with probability 1/N is missed with probability (1 - 1/N)^n.
+    """
+    found = []
+    for run in checks_by_name(report):
+        unit, done = CHECKLIST[run.name].counts if run.name in CHECKLIST else "", run.least.operations
+        if unit and done > 1 and run.outcome == "passed":
+            found.append(f"1 in {math.floor(1 / (1 - _MISSED ** (1 / done)))} {unit}")
+    return f"faults as rare as {', '.join(found)} are found with a probability of 95 %" if found else ""
 
 
 def headline(report: RunReport) -> str:
