@@ -13,8 +13,11 @@ from mgpu_check.gates.states import StateEntry, compare
 
 RANK: Any = types.SimpleNamespace(index=0)
 START, END = torch.tensor([0.0, 0.0]), torch.tensor([1.0, -2.0])
-ABSENT = object()
 DIGEST = "0123456789abcdef" * 2
+
+
+class ABSENT:
+    """Stands for an entry that a state lacks; a class, because ids of tests must be the same in each worker."""
 
 
 def kept(directory, value, generator=False):
