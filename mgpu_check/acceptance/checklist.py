@@ -17,6 +17,8 @@ class Check:
         alone: its ranks neither wait for each other nor exchange data.
         over_the_host: its data cross the link between host and GPU, so a bad link to the host makes it fail, too.
         of_driver: it reports what the driver says; an observation of a GPU accuses that GPU, however many have one.
+        of_facts: it compares facts; an observation of the host accuses the host, and explains no failure of another
+            check.
         counts: what an operation of a subject is, if each is an independent chance to see a fault that is rare.
     """
 
@@ -24,11 +26,12 @@ class Check:
     alone: bool = False
     over_the_host: bool = False
     of_driver: bool = False
+    of_facts: bool = False
     counts: str = ""
 
 
 CHECKLIST: Mapping[str, Check] = {
-    "inventory": Check((1, 1, 1), alone=True, of_driver=True),
+    "inventory": Check((1, 1, 1), alone=True, of_driver=True, of_facts=True),
     "memory": Check(alone=True),
     "compute": Check((40, 400, 4000), alone=True, over_the_host=True, counts="results of a GPU"),
     "links": Check((4, 20, 200), counts="copies on a link"),

@@ -262,3 +262,13 @@ def by_brute_force(of_node: list[Subject], failed: set[Subject]) -> list[frozens
                 sets.setdefault(frozenset().union(*some), cost)
     least = min(sets.values())
     return [some for some, cost in sets.items() if cost <= least + 0.05]
+
+
+def test_facts_of_the_host_explain_no_failure_of_another_check() -> None:
+    facts = Observation("inventory", Subject("host", (0,)), "failed")
+    memory = ("memory", Subject("gpu", (1,)))
+    assert parts([*run(4), facts]) == {Part("host", (0,))}
+    found = explain([*run(4, memory), facts], ONE_HOST)
+    assert set(found.parts) == {Part("host", (0,)), Part("gpu", (1,))} and not found.shared
+    every = [("memory", Subject("gpu", (gpu,))) for gpu in range(8)]
+    assert parts([*run(8, *every), facts]) == {Part("host", (0,))}, "eight GPUs at once are the host"

@@ -10,7 +10,8 @@ A part is named only if every smallest set contains it. If several sets explain 
 named, and what they explain remains unexplained.
 
 What the driver says about one GPU (`Check.of_driver`) accuses that GPU, and explains nothing else: a pending repair
-of a GPU is not the cause of a failed copy.
+of a GPU is not the cause of a failed copy. Facts of the host (`Check.of_facts`) accuse the host in the same way: slots
+that are set to Gen3 are not the cause of a wrong word in the memory of one GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import cached_property
 
 from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.verdict.search import smallest_sets
-from mgpu_check.devices.observations import Observation, Part, Subject
+from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
 
 __all__ = ["Explanation", "Suspect", "explain"]
 
@@ -91,7 +92,8 @@ def explain(
             for part in _hosts_of(entry.subject, hosts):
                 parts.setdefault(part, []).append(number)
         elif _of_driver(entry):
-            parts.setdefault(Part("gpu", entry.subject.members), []).append(number)
+            kind: PartKind = "host" if entry.subject.kind == "host" else "gpu"
+            parts.setdefault(Part(kind, entry.subject.members), []).append(number)
         else:
             keys.setdefault(_key(entry), []).append(number)
     passed = [_key(entry) for entry in observations if entry.outcome == "passed" and not _of_driver(entry)]
@@ -114,7 +116,9 @@ def explain(
 
 
 def _of_driver(entry: Observation) -> bool:
-    return entry.subject.kind == "gpu" and CHECKLIST[entry.check].of_driver
+    """Return whether the driver says it about a part, which explains no other failure."""
+    check = CHECKLIST[entry.check]
+    return (entry.subject.kind == "gpu" and check.of_driver) or (entry.subject.kind == "host" and check.of_facts)
 
 
 def _key(entry: Observation) -> Key:
