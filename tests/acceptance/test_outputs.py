@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import syslog as system
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.report import prometheus, syslog, view
+from mgpu_check.acceptance.report import junit, markdown, page, prometheus, syslog, view
 from mgpu_check.acceptance.report.brief import brief
 from mgpu_check.acceptance.report.files import shortened, write
 from mgpu_check.acceptance.report.health import health_of
@@ -169,3 +170,32 @@ def test_the_short_report_is_as_the_schema_says(tmp_path: Path) -> None:
     write(tmp_path / "a.json", brief(judged_report(run_reports.bad())))
     assert json.loads((tmp_path / "a.json").read_text())["findings"][0]["id"].startswith("MGPU-")
     assert read(tmp_path / "a.json").findings
+
+
+# Findings in reports for people
+
+
+def test_pages_show_findings_warnings_and_the_policy() -> None:
+    bad = judged_report(run_reports.bad())
+    warned = judged(
+        Observation("inventory", Subject("gpu", (2,)), "failed", "mode is <off>", evidence={"field": "persistence"}), {}
+    )
+    first = replace(
+        bad.verdict.accusations[0], findings=("MGPU-COMPUTE-DATA",), severity="replace", action="replace-gpu"
+    )
+    report = replace(
+        bad,
+        verdict=replace(bad.verdict, accusations=(first, *bad.verdict.accusations[1:])),
+        findings=(*bad.findings, *listed([warned])),
+        policy={"MGPU-XID-PAST": "reject"},
+    )
+    html, text = page.render(report), markdown.render(report)
+    told = "MGPU-COMPUTE-DATA; severity replace, action replace-gpu"
+    assert told in html and f"- finding: {told}" in text
+    assert "MGPU-PERSISTENCE-MODE: GPU 2: mode is &lt;off&gt;; do: " in html and "## Warnings" in text
+    assert "policy: MGPU-XID-PAST = reject" in html and "- policy: MGPU-XID-PAST = reject" in text
+    cases = ET.fromstring(junit.render(report))
+    properties = {one.get("name"): one.get("value") for one in cases.iter("property")}
+    assert str(properties["mgpu_check.warnings"]).startswith("MGPU-PERSISTENCE-MODE: GPU 2: ")
+    assert "MGPU-COMPUTE-DATA" in str(properties["mgpu_check.findings"]).split("\n")
+    assert {one.get("type") for one in cases.iter("failure")} >= {"MGPU-COMPUTE-DATA", "MGPU-LINK-DATA"}

@@ -18,6 +18,7 @@ from mgpu_check.acceptance.performance.checks import judge, link_classes, unmeas
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport, Verdict
+from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 from mgpu_check.simulated.rates import Rates
@@ -394,7 +395,7 @@ def test_nodes_are_compared_with_their_like_only():
 def test_what_is_too_slow_is_looked_at_again_with_the_check_that_measures_it():
     found = judge(node("copy", 4, lambda m: 0.3 if m == (0, 1) else 1.0), gpus(4), floors=NONE)
     run = object.__new__(Run)
-    run.command, run.seed = "mgpu-check accept --gpus=4", 7
+    run.command, run.seed, run.selection = "mgpu-check accept --gpus=4", 7, Selection()
     assert (
         run._repeat([o for o in found if o.outcome == "failed"])
         == "mgpu-check accept --gpus=4 -k 'x or performance' --hypothesis-seed=7"
