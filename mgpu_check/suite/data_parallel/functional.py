@@ -28,11 +28,11 @@ class _Scaled(nn.Module):
         return sign * (x * self.weight) + shift
 
 
-def assert_functional_form_agrees(devices: Devices, rows: int, place: int, seed: int) -> None:
+def assert_functional_form_agrees(devices: Devices, rows: int, position: int, seed: int) -> None:
     """Assert that `data_parallel`, with each of its arguments, gives the outputs and gradients of the module.
 
     Its four parts must do so too, when they are called one after the other as in PyTorch's tutorial. The output
-    device is the one at `place`, modulo the number of devices.
+    device is the one at `position`, modulo the number of devices.
 
     Raises:
         GradientMismatch: names argument, output and element.
@@ -43,7 +43,7 @@ def assert_functional_form_agrees(devices: Devices, rows: int, place: int, seed:
         _assert_parts_agree(order, distinct_rows(max(rows, 1), seed))
         for dim in (0, 1):
             x, shift = distinct_rows(max(rows, 1), seed), distinct_rows(max(rows, 1), seed + 1)
-            home = order[(place + number + dim) % len(order)]
+            home = order[(position + number + dim) % len(order)]
             model, alone = _Scaled().to(order[0]), _Scaled()
             keywords = {"shift": shift, "sign": -1}
             what = f"data_parallel on {', '.join(map(str, order))}, output_device={home}, dim={dim}"

@@ -62,10 +62,10 @@ class _Several(nn.Module):
         )
 
 
-def assert_outputs_ordered(devices: Devices, rows: int, place: int, seed: int) -> None:
+def assert_outputs_ordered(devices: Devices, rows: int, position: int, seed: int) -> None:
     """Assert that outputs of all forms are gathered whole and in order on the output device.
 
-    The output device is the default, which is the first, or the one at `place`, modulo the number of devices. If
+    The output device is the default, which is the first, or the one at `position`, modulo the number of devices. If
     `devices` are all devices in order, DataParallel gets no `device_ids`.
 
     Raises:
@@ -76,7 +76,7 @@ def assert_outputs_ordered(devices: Devices, rows: int, place: int, seed: int) -
     expected = _Several()(x)
     for number, order in enumerate(both_ways(devices)):
         model = _Several().to(order[0])
-        home = order[(place + number) % len(order)]
+        home = order[(position + number) % len(order)]
         for output_device in (None, home):
             wrapped = DataParallel(model, device_ids=told(order), output_device=output_device)
             if wrapped.device_ids != indices_of(order):
@@ -350,12 +350,12 @@ class _Refusing(nn.Module):
         return x + self.weight
 
 
-def assert_exceptions_named(devices: Devices, place: int, kind: type[Exception]) -> None:
+def assert_exceptions_named(devices: Devices, position: int, kind: type[Exception]) -> None:
     """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call must
     work.
 
     Args:
-        place: the position of the device whose replica raises, modulo the number of devices.
+        position: the position of the device whose replica raises, modulo the number of devices.
 
     Raises:
         GradientMismatch: no exception or another one was raised, it does not name the replica, or the next output is
@@ -363,7 +363,7 @@ def assert_exceptions_named(devices: Devices, place: int, kind: type[Exception])
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
-        at = (place + number) % len(order)
+        at = (position + number) % len(order)
         x = torch.arange(float(2 * len(order))).view(-1, 1)
         spoilt = x.clone()
         spoilt[2 * at] = -1

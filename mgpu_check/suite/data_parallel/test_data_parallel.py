@@ -24,17 +24,17 @@ ORDERS = strategies.device_orders()
 SEEDS = strategies.seeds()
 RARE = ("float64 inside", "bfloat16 inside", "listed")
 ROWS = st.sampled_from((9, 40, 1, 2, 8, 13, 4))
-PLACES = st.integers(0, 7)
+POSITIONS = st.integers(0, 7)
 """Positions in the list of devices, modulo its length."""
 
 
 @examples(14, quick=4)
-@given(order=ORDERS, rows=ROWS, place=PLACES, seed=SEEDS)
-def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, place: int, seed: int) -> None:
+@given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
+def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """Outputs of all forms (tuples, dicts, None, large ones) arrive whole and in order on any output device."""
     from mgpu_check.suite.data_parallel import passing as data_parallel
 
-    data_parallel.assert_outputs_ordered([gpus[index] for index in order], rows, place, seed)
+    data_parallel.assert_outputs_ordered([gpus[index] for index in order], rows, position, seed)
 
 
 @examples(14, quick=4)
@@ -93,21 +93,21 @@ def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(14, quick=4)
-@given(order=ORDERS, place=PLACES, kind=st.sampled_from((RuntimeError, ValueError, KeyError)))
-def test_exceptions(gpus: Gpus, order: tuple[int, ...], place: int, kind: type[Exception]) -> None:
+@given(order=ORDERS, position=POSITIONS, kind=st.sampled_from((RuntimeError, ValueError, KeyError)))
+def test_exceptions(gpus: Gpus, order: tuple[int, ...], position: int, kind: type[Exception]) -> None:
     """An exception keeps its type and text, and names replica and device; the next call works."""
     from mgpu_check.suite.data_parallel import passing as data_parallel
 
-    data_parallel.assert_exceptions_named([gpus[index] for index in order], place, kind)
+    data_parallel.assert_exceptions_named([gpus[index] for index in order], position, kind)
 
 
 @examples(14, quick=4)
-@given(order=ORDERS, rows=ROWS, place=PLACES, seed=SEEDS)
-def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, place: int, seed: int) -> None:
+@given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
+def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """`data_parallel` with each of its arguments, and its building blocks, give the module's outputs and gradients."""
     from mgpu_check.suite.data_parallel.functional import assert_functional_form_agrees
 
-    assert_functional_form_agrees([gpus[index] for index in order], rows, place, seed)
+    assert_functional_form_agrees([gpus[index] for index in order], rows, position, seed)
 
 
 @examples(14, quick=3)
