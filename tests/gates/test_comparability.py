@@ -1,0 +1,99 @@
+"""Trained parameters that were compared with one device in some case, or in none."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from mgpu_check.diagnosis.observed import Expected, ObservedRun, Relations
+from mgpu_check.errors import NotCompared
+from mgpu_check.gates.comparability import ParameterCoverage, check_unjudged
+from mgpu_check.gates.scenario import Scenario
+
+WHY = "it is divided"
+
+
+def coverage(*cases):
+    """Return the coverage of cases: their world size, the parameters compared, and those not."""
+    found = ParameterCoverage(types.SimpleNamespace(gate="assert_step_scales"), "step")
+    for size, compared, missed in cases:
+        expected = Expected(ObservedRun(trained={*compared, *missed}), None)
+        found.add(Scenario(size, 4), expected, Relations(unjudged=dict.fromkeys(missed, WHY)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cases", "unjudged"),
+    [
+        pytest.param([], {}, id="no case"),
+        pytest.param([(2, "ab", ""), (4, "ab", "")], {}, id="all"),
+        pytest.param([(2, "a", "b"), (2, "ab", "")], {}, id="in another case"),
+        pytest.param([(2, "ab", ""), (2, "a", "b")], {}, id="in an earlier case"),
+        pytest.param([(2, "a", "b"), (4, "", "ab")], {"[ab]": "frozen"}, id="accepted"),
+    ],
+)
+def test_parameters_that_were_compared_or_need_not_be(cases, unjudged):
+    coverage(*cases).finish(unjudged)
+
+
+@pytest.mark.parametrize(
+    ("cases", "unjudged", "names", "lines"),
+    [
+        pytest.param(
+            [(2, "a", "b")], {}, ["b"], ["1 of 2 trained parameters were not", f"at world size 2: b: {WHY}"], id="one"
+        ),
+        pytest.param(
+            [(2, "a", "b"), (4, "ab", "")], {}, ["b"], ["1 of 2 trained", f"at world size 2: b: {WHY}"], id="elsewhere"
+        ),
+        pytest.param(
+            [(2, "a", "b"), (4, "", "ab")],
+            {"b": "frozen"},
+            ["a"],
+            ["1 of 2 trained", f"at world size 4: a: {WHY}"],
+            id="another than is accepted",
+        ),
+        pytest.param(
+            [(2, "", "cba"), (4, "a", "bc")],
+            {},
+            ["a", "b", "c"],
+            ["3 of 3 trained", f"at world size 2: a, b, c: {WHY}", f"at world size 4: b, c: {WHY}"],
+            id="several",
+        ),
+    ],
+)
+def test_parameters_that_were_compared_in_no_case_are_named(cases, unjudged, names, lines):
+    with pytest.raises(NotCompared) as caught:
+        coverage(*cases).finish(unjudged)
+    assert list(caught.value.names) == names
+    assert all(line in str(caught.value) for line in lines), str(caught.value)
+    assert str(caught.value).count("at world size") == len(lines) - 1
+    assert str(caught.value).endswith('accept it with unjudged={"pattern": "reason"}')
+
+
+@pytest.mark.parametrize(("count", "more"), [(12, ""), (13, " and 1 more")])
+def test_many_parameters_are_counted(count, more):
+    with pytest.raises(NotCompared) as caught:
+        coverage((2, "", [f"layer{number:02}" for number in range(count)])).finish({})
+    assert f"layer10, layer11{more}: {WHY}" in str(caught.value)
+    assert "layer12" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [None, {}, {"head.*": "frozen"}])
+def test_patterns_have_reasons(given):
+    assert check_unjudged("gate", given) == (given or {})
+
+
+@pytest.mark.parametrize(
+    "given", [["a"], "a", {"a": ""}, {"a": " "}, {"": "frozen"}, {"a": None}, {3: "three"}, {"a": "frozen", "b": ""}]
+)
+def test_what_is_no_mapping_to_reasons_is_refused(given):
+    with pytest.raises(
+        ValueError, match=r"gate: unjudged=.*; give a mapping from patterns of parameters to the reasons"
+    ):
+        check_unjudged("gate", given)
+
+
+def test_a_pattern_that_hides_nothing_is_refused():
+    with pytest.raises(ValueError, match="unjudged has 'a', which matches no parameter that was not compared"):
+        coverage((2, "a", "b")).finish({"a": "frozen", "b": "frozen"})
