@@ -38,6 +38,7 @@ class Pool:
         self.every = every
         self.calls: list[tuple[int, ...]] = []
         self.environments: list[Mapping[str, str]] = []
+        self.log = RunLog()
 
     def run(
         self, fn: Any, *args: Any, devices: Sequence[int], environment: Mapping[str, str] | None, timeout: float
@@ -64,7 +65,8 @@ def collective() -> None:
 
 def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tuple[set[Part], Any, Pool]:
     """The parts that are accused after a first and a second look, the second look, and the pool."""
-    pool, log = Pool(wrong, every), RunLog()
+    pool = Pool(wrong, every)
+    log = pool.log
     gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(count)]
     node = Node(pool, log, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
     for _ in range(every):
@@ -214,6 +216,14 @@ def test_all_that_a_second_look_finds_is_said(count: int, wrong: Rule, level: st
     _, (look,), _ = looked(count, wrong, level=level)
     place = len(seen) if level == "quick" else 0
     assert list(look.seen) == [*seen[:place], OVER_ALL_PATHS, *seen[place:]]
+
+
+def test_a_second_look_names_its_case_and_has_a_time_of_its_own() -> None:
+    _, (look,), pool = looked(2, lambda gpus, _: True)
+    assert look.check == "collectives" and "collective" in look.case != look.check
+    section = pool.log.sections[-1]
+    assert (section.check, section.test) == ("collectives", f"second look at {look.case}")
+    assert section.ended is not None and section.ended >= section.started
 
 
 def test_the_time_of_a_check_is_that_of_its_tests() -> None:
