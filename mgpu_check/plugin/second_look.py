@@ -26,11 +26,12 @@ __all__ = ["Failed", "is_packaged", "look_again"]
 
 _REPEATS = 20
 _REPEATS_FIRST = 3
+_REPEATS_RELIABLE = 6
 _SECONDS = {"quick": 5.0, "standard": 20.0, "long": 120.0}
 """Time limit of one second look on a fast machine, by level."""
-_RERUNS = 30
+_RERUNS = 60
 """A second look may take as long as this number of reruns take on average, on a slow machine..."""
-_SLOWEST = 6
+_SLOWEST = 10
 """... but at most this multiple of its limit on a fast one."""
 _SHARE = 4
 """All second looks of a run may take this multiple of the limit of one. Each gets one such part of the rest."""
@@ -122,11 +123,13 @@ class _Second:
             self._repeat(seen, usual, _REPEATS_FIRST, self._until)
             if seen.unreliable:
                 self._repeat(seen, usual, _REPEATS, self._half)
-            self._localise(seen)
-            tries = seen.tries
+            self._localise(seen, seen.tries if seen.unreliable else 1)
+            self._repeat(seen, usual, _REPEATS_RELIABLE, self._half)
+            if seen.unreliable:
+                self._repeat(seen, usual, _REPEATS, self._half)
+            self._confirm(seen)
+            self._localise(seen, seen.tries)
             self._repeat(seen, usual, _REPEATS, self._half)
-            if seen.tries != tries:
-                self._localise(seen)
         except _OutOfTime:
             seen.notes.append(f"the second look {self._why}")
         finally:
@@ -150,22 +153,35 @@ class _Second:
         while len(seen.repeats) < most and time.monotonic() < until:
             seen.repeats.append(self._as_it_was(usual))
 
-    def _localise(self, seen: Reruns) -> None:
-        """Run the example elsewhere, until no further rerun rules out a part."""
+    def _confirm(self, seen: Reruns) -> None:
+        """Repeat the reruns that passed too few times: chance may have cleared a part."""
         seen.settled = False
-        if not self._movable() or not seen.tries or not seen.repeats[0].devices:
+        for place, rerun in enumerate(seen.elsewhere):
+            while not rerun.failed and rerun.tries < seen.tries:
+                again = self._try(rerun.devices)
+                rerun = dataclasses.replace(rerun, failed=again.failed, tries=rerun.tries + 1)
+                seen.elsewhere[place] = rerun
+
+    def _localise(self, seen: Reruns, tries: int) -> None:
+        """Run the example elsewhere, until no further rerun rules out a part.
+
+        Args:
+            tries: how often it must pass there.
+        """
+        if not self._movable() or not tries or not seen.repeats[0].devices:
             return
         asked: set[tuple[int, ...]] = set()
         while True:
             failed = min((one.devices for one in (*seen.repeats, *seen.elsewhere) if one.failed), key=len, default=())
             most = len(seen.repeats[0].devices)
             sizes = range(self._least, most + 1) if self._count else [most]
-            devices = seen.next_trial(one for one in worlds(self._all, sizes, failed) if one not in asked)
+            new = (one for one in worlds(self._all, sizes, failed) if one not in asked)
+            devices = seen.next_trial(new, tries)
             if devices is None:
-                seen.settled = True
+                seen.settled = tries >= seen.tries
                 return
             asked.add(devices)
-            trial = self._try_until_it_fails(devices, seen.tries)
+            trial = self._try_until_it_fails(devices, tries)
             if trial.devices and not trial.refused:
                 seen.elsewhere = [*(one for one in seen.elsewhere if one.devices != trial.devices), trial]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,9 @@ OF_THREE = list(itertools.combinations(range(4), 3))
 
 
 def seen(*elsewhere: Rerun, repeats=ALWAYS, settled=True) -> Reruns:
-    return Reruns(list(repeats), list(elsewhere), settled=settled)
+    """Reruns that passed often enough."""
+    often = [one if one.tries > 1 or one.failed else replace(one, tries=50) for one in elsewhere]
+    return Reruns(list(repeats), often, settled=settled)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +90,21 @@ def test_nothing_is_named_before_the_controls_have_run():
 
 
 def test_parts_that_nothing_tells_apart_are_listed():
-    found = Reruns([Rerun((0, 1), True)], [Rerun((0,), False), Rerun((1,), False)], settled=True)
+    found = seen(Rerun((0,), False), Rerun((1,), False), repeats=[Rerun((0, 1), True)])
     assert found.headline == ""
     assert (
         "no part is named: these reruns do not distinguish the code, cuda:0, cuda:1, the link between cuda:0 and cuda:1"
         in found.lines()
     )
+
+
+def test_a_device_that_passed_once_is_not_cleared():
+    """All three unchanged reruns failed, but the rate may be 64 %, and one pass is no proof."""
+    repeats = [Rerun((0, 1, 2), True)] * 3
+    few = seen(*(Rerun((one,), one == 2, tries=4) for one in range(3)), repeats=repeats)
+    assert few.tries == 5 and few.headline == ""
+    enough = seen(*(Rerun((one,), one == 2, tries=5) for one in range(3)), repeats=repeats)
+    assert enough.headline.startswith("looks like cuda:2")
 
 
 def test_devices_that_the_example_does_not_name_may_be_at_fault():
@@ -102,15 +115,15 @@ def test_devices_that_the_example_does_not_name_may_be_at_fault():
 
 def test_what_fails_now_and_then_is_told_with_its_rate():
     """A device that is right once may be at fault all the same, so it must be right many times."""
-    repeats = [Rerun((0, 1, 2, 3), number % 4 == 0) for number in range(20)]
-    found = seen(*(Rerun(one, one == (1,), tries=26) for one in ALONE), repeats=repeats)
-    assert found.tries == 26
-    rate = "looks like unreliable hardware, or a race: failed 5 of 20 times"
+    repeats = [Rerun((0, 1, 2, 3), number % 2 == 0) for number in range(20)]
+    found = seen(*(Rerun(one, one == (1,), tries=18) for one in ALONE), repeats=repeats)
+    assert found.tries == 18
+    rate = "looks like unreliable hardware, or a race: failed 10 of 20 times"
     assert found.headline == (
         f"{rate}; looks like cuda:1: fails on it alone, and with others in its place the example passes"
     )
     assert "on one device alone: fails on cuda:1; passes on cuda:0, cuda:2, cuda:3" in found.lines()
-    assert seen(*(Rerun(one, one == (1,), tries=25) for one in ALONE), repeats=repeats).headline == rate
+    assert seen(*(Rerun(one, one == (1,), tries=17) for one in ALONE), repeats=repeats).headline == rate
 
 
 # Planted faults: a kind, the devices or ranks, and the least size of the world.
@@ -149,8 +162,10 @@ class Clock:
 class Node:
     """Stands for a session and its pool of `count` devices with planted faults."""
 
-    def __init__(self, count: int, faults: list[Fault], clock: Clock, cost: float = 1.0) -> None:
+    def __init__(self, count: int, faults: list[Fault], clock: Clock, cost: float = 1.0, rate: float = 1.0) -> None:
         self.faults = faults
+        self.rate = rate
+        self.random = random.Random(f"{faults} {rate}")
         self.clock, self.cost = clock, cost
         self.looked = 0.0
         self.settings = SimpleNamespace(gpu_level="quick", per_host=())
@@ -165,7 +180,7 @@ class Node:
         self.clock.now += self.cost
         trial = tuple(devices)
         self.trials.append(trial)
-        if any(shows(fault, trial) for fault in self.faults):
+        if any(shows(fault, trial) for fault in self.faults) and self.random.random() < self.rate:
             failure = RankFailure("wrong", ranks=[0])
             failure.__cause__ = AssertionError("wrong")
             raise failure
@@ -240,6 +255,17 @@ def test_a_part_that_fails_is_named(clock, count, fault):
     assert len(node.trials) < 60
 
 
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.8, 0.97])
+def test_no_innocent_part_is_named_for_a_fault_that_shows_now_and_then(clock, rate):
+    named = []
+    for fault in faults_of(4):
+        node = Node(4, [fault], clock, cost=0.01, rate=rate)
+        found = look(node, 4)
+        assert named_in(found) <= {cause_of(fault)}, (fault, found.lines())
+        named += named_in(found)
+    assert len(named) > 5
+
+
 def test_a_fault_of_worlds_of_three_is_not_charged_to_the_device_that_was_not_tried(clock):
     """However many reruns fit into the time."""
     for seconds in (0.05, 0.2, 0.5, 1.0, 1.5, 2.5, 4.0, 6.0):
@@ -255,7 +281,7 @@ def test_the_time_follows_the_speed_of_the_machine_and_each_failure_has_a_share(
     fault: list[Fault] = [("device", (1,), 1)]
     fast, slow = Node(4, fault, clock, cost=0.01), Node(4, fault, clock, cost=0.9)
     look(slow, 4)
-    assert slow.looked > 5.0, "30 reruns of 0.9 s are allowed"
+    assert slow.looked > 5.0, "reruns of 0.9 s have more time"
     assert "looks like cuda:1" in look(slow, 4).headline
     look(fast, 4)
     assert fast.looked <= 5.0
@@ -264,7 +290,7 @@ def test_the_time_follows_the_speed_of_the_machine_and_each_failure_has_a_share(
         before = len(spent.trials)
         look(spent, 4)
         assert len(spent.trials) > before
-    assert spent.looked < 4 * 30.0
+    assert spent.looked < 4 * 50.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -10,9 +10,14 @@ from mgpu_check.plugin.report.explaining import Cause, RerunEvidence
 
 __all__ = ["Rerun", "Reruns"]
 
-_BY_CHANCE = 0.001
-"""Probability that a flaky example passes all tries of a rerun by chance, below which the rerun counts as passed."""
-_MOST_TRIES = 50
+_BY_CHANCE = {True: 0.001, False: 0.01}
+"""Probability that an example passes all tries of a rerun by chance, below which the rerun counts as passed.
+
+By whether an unchanged rerun has passed.
+"""
+_DEVIATIONS = {True: 2.0, False: 1.5}
+"""Half width of the interval of the rate of failures, in standard deviations, likewise."""
+_MOST_TRIES = 60
 _MOST_RIVALS = 6
 
 
@@ -60,16 +65,29 @@ class Reruns:
 
     @property
     def tries(self) -> int:
-        """Number of tries that a rerun elsewhere must pass to count as passed; 0 if it would take too many."""
-        if not self.unreliable:
-            return 1
-        rate = sum(rerun.failed for rerun in self.repeats) / (len(self.repeats) + 1)
-        tries = math.ceil(math.log(_BY_CHANCE) / math.log(1 - rate)) if rate else 0
+        """Number of tries that a rerun elsewhere must pass to count as passed; 0 if it would take too many.
+
+        An example that has always failed may still pass once. The true rate of failures may be as low as Wilson's
+        score interval allows (Wilson, *Probable inference, the law of succession, and statistical inference*, 1927).
+        """
+        failed = sum(rerun.failed for rerun in self.repeats)
+        if not failed:
+            return 0
+        failed += 1  # the failure that made this look necessary
+        count = len(self.repeats) + 1
+        wide = _DEVIATIONS[self.unreliable]
+        spread = wide * math.sqrt(failed * (count - failed) / count + wide**2 / 4)
+        rate = (failed + wide**2 / 2 - spread) / (count + wide**2)
+        tries = math.ceil(math.log(_BY_CHANCE[self.unreliable]) / math.log(1 - rate))
         return tries if tries <= _MOST_TRIES else 0
 
-    def next_trial(self, candidates: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Return the devices of the next rerun; None if none of `candidates` rules out a part."""
-        return self._evidence.next_trial(candidates)
+    def next_trial(self, candidates: Iterable[tuple[int, ...]], tries: int) -> tuple[int, ...] | None:
+        """Return the devices of the next rerun; None if none of `candidates` rules out a part.
+
+        Args:
+            tries: the least number of tries of a rerun that counts as passed.
+        """
+        return self._evidence(tries).next_trial(candidates)
 
     @property
     def headline(self) -> str:
@@ -98,16 +116,14 @@ class Reruns:
             found.append(f"{what}: {'; '.join(ended)}")
         return [*found, *self._undecided(), *self.notes]
 
-    @property
-    def _evidence(self) -> RerunEvidence:
+    def _evidence(self, tries: int) -> RerunEvidence:
         every = (*self.repeats, *self.elsewhere)
-        tries = self.tries
         passed = [rerun for rerun in self.elsewhere if not rerun.failed and rerun.tries >= tries > 0]
         return RerunEvidence((rerun.devices for rerun in every if rerun.failed), (rerun.devices for rerun in passed))
 
     def _undecided(self) -> list[str]:
         """Return a line with the parts that the reruns do not distinguish, if any device was exchanged."""
-        evidence = self._evidence
+        evidence = self._evidence(self.tries)
         if not self.elsewhere or not evidence.failed or self._part():
             return []
         if not self.settled and evidence.likely:
@@ -118,7 +134,7 @@ class Reruns:
         return [f"no part is named: these reruns do not distinguish {named}" if rivals else "no part is named"]
 
     def _part(self) -> str:
-        evidence = self._evidence
+        evidence = self._evidence(self.tries)
         causes = sorted(evidence.likely) if self.settled else []
         if not causes:
             return ""
