@@ -26,6 +26,7 @@ __all__ = [
     "ScalingMismatch",
     "ShardError",
     "StartupFailure",
+    "UnexpectedError",
 ]
 
 
@@ -113,6 +114,24 @@ def _rebuild_not_compared(message: str, ranks: tuple[int, ...], names: tuple[str
 class DeviceMismatch(CheckFailure):
     """A device did not give what the CPU gives, or an operator over several raised, or did not, or said, what it should
     not have."""
+
+
+class UnexpectedError(CheckFailure):
+    """A call in a check of the suite raised an error that the check does not expect.
+
+    ``kind`` is the name of the class of that error.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = (), kind: str = "") -> None:
+        super().__init__(message, ranks=ranks)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_unexpected, (str(self), self.ranks, self.kind))
+
+
+def _rebuild_unexpected(message: str, ranks: tuple[int, ...], kind: str) -> UnexpectedError:
+    return UnexpectedError(message, ranks=ranks, kind=kind)
 
 
 class RankFailure(CheckFailure):

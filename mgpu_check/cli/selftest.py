@@ -16,7 +16,7 @@ import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, ERROR, PASSED, SKIPPED, of_properties
 from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files, misuse, run
-from mgpu_check.errors import RankDied, RankFailure, RankHang
+from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.session import FirstFailure
 from mgpu_check.settings import active
@@ -278,7 +278,7 @@ def _is_finding(error: BaseException) -> bool:
     if isinstance(error, (RankDied, RankHang)):
         return True
     if isinstance(error, RankFailure):
-        return isinstance(error.__cause__, AssertionError)
+        return isinstance(error.__cause__, AssertionError) and not isinstance(error.__cause__, UnexpectedError)
     return isinstance(error, AssertionError)  # from a check that compares the ranks' results in the pytest process
 
 

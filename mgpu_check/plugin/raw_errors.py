@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import traceback
 
-from mgpu_check.errors import CheckFailure
+from mgpu_check.errors import UnexpectedError
 from mgpu_check.plugin.packaged import SUITE
 from mgpu_check.processes.frames import is_engine
 
@@ -29,7 +29,7 @@ def as_finding(error: BaseException) -> BaseException:
     last = next(frame for frame in reversed(frames) if _FOLDER in frame.filename)
     place = f"{last.filename.rpartition(_FOLDER)[2]}:{last.lineno}"
     message = f"{_call(last)} raised {type(error).__name__}: {error} (in {place})"
-    return CheckFailure(message).with_traceback(error.__traceback__)
+    return UnexpectedError(message, kind=type(error).__name__).with_traceback(error.__traceback__)
 
 
 def _call(frame: traceback.FrameSummary) -> str:

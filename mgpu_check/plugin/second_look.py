@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.errors import RankFailure, RankHang, StartupFailure
+from mgpu_check.errors import RankFailure, RankHang, StartupFailure, UnexpectedError
 from mgpu_check.plugin.packaged import SUITE, package_of
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.report.example import draws_on
@@ -240,16 +240,18 @@ class _Second:
     def _is_finding(self, error: Exception) -> bool:
         """Return whether an error is a failure of the check, not a sign that the check cannot run on these devices."""
         kind = _kind_of(error)
-        return not isinstance(error, StartupFailure) and (issubclass(kind, AssertionError) or kind is self._kind)
+        is_assertion = isinstance(kind, type) and issubclass(kind, AssertionError)
+        return not isinstance(error, StartupFailure) and (is_assertion or kind == self._kind)
 
     def _named(self, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         named = {name: value for name, value in kwargs.items() if name != "gpus"}
         return tuple(dict.fromkeys(int(index) for index in _PLACE.findall(repr(named))))
 
 
-def _kind_of(error: object) -> type:
-    """Return the class of an error; for a `RankFailure`, that of the error on the rank."""
-    return type((isinstance(error, RankFailure) and error.__cause__) or error)
+def _kind_of(error: object) -> type | str:
+    """Return the class of an error, of a `RankFailure` that of the error on the rank; the name of an unexpected one."""
+    cause = (isinstance(error, RankFailure) and error.__cause__) or error
+    return cause.kind if isinstance(cause, UnexpectedError) else type(cause)
 
 
 def _rerun(devices: tuple[int, ...], ranks: _OnDevices | None, *, failed: bool, named: tuple[int, ...] = ()) -> Rerun:

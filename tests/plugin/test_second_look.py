@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.errors import RankFailure
+from mgpu_check.errors import RankFailure, UnexpectedError
 from mgpu_check.plugin import second_look
 from mgpu_check.plugin.report.suspects import Rerun, Reruns
 from mgpu_check.plugin.requirements import Needs
@@ -368,3 +368,24 @@ def test_an_example_that_draws_while_it_runs_is_not_looked_at_again():
 
     data = st.DataObject(None)
     assert look_again(body, Failed((), {"data": data}), None, None, AssertionError()) == Reruns()
+
+
+def test_an_unexpected_error_is_no_failure_where_the_example_cannot_run(clock):
+    """A check may raise on fewer devices because its data are made for more."""
+
+    def unexpected(ranks, size):
+        clock.now += 0.05
+        if size < 3:
+            failure = RankFailure("wrong", ranks=[0])
+            failure.__cause__ = UnexpectedError("list index out of range", kind="IndexError")
+            raise failure
+        ranks.run("module:function", size=size)
+
+    node = Node(3, [("size", (), 3)], clock, cost=0.05)
+    failed = RankFailure("wrong", ranks=[0])
+    failed.__cause__ = AssertionError()
+    found = look_again(unexpected, Failed((), {"ranks": None, "size": 3}), Needs("parent", 0), node, failed)
+    assert not [one for one in found.elsewhere if len(one.devices) < 3]
+    failed.__cause__ = UnexpectedError("list index out of range", kind="IndexError")
+    found = look_again(unexpected, Failed((), {"ranks": None, "size": 3}), Needs("parent", 0), node, failed)
+    assert [one for one in found.elsewhere if len(one.devices) < 3 and one.failed]

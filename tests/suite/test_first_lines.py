@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel, scatter_gather
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.errors import CheckFailure, CollectiveMismatch, RankFailure
+from mgpu_check.errors import CollectiveMismatch, RankFailure, UnexpectedError
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.cases import CollectiveCall
 from mgpu_check.suite.collectives.exact import RepeatedCollective
@@ -28,10 +28,11 @@ def test_the_expression_that_raised_is_named(ranks):
         ranks.run("mgpu_check.suite.collectives.exact:views_of", cases)
     first = str(caught.value).splitlines()[0]
     assert re.search(
-        r"raised CheckFailure: getattr\(torch, \S+\) raised AttributeError: .*'float33' \(in collectives/\w+.py:\d+\)",
+        r"raised UnexpectedError: getattr\(torch, \S+\) raised AttributeError: .*'float33' \(in collectives/\w+.py:\d+\)",
         first,
     )
-    assert isinstance(caught.value.__cause__, CheckFailure)
+    cause = caught.value.__cause__
+    assert isinstance(cause, UnexpectedError) and cause.kind == "AttributeError"
 
 
 def test_errors_of_other_code_are_unchanged(ranks):
