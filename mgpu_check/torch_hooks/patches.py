@@ -72,9 +72,13 @@ class Patches:
         """Register `call` to run in `undo`, before anything is restored."""
         self._at_exit.append(call)
 
+    def names(self) -> list[tuple[ModuleType, str, object]]:
+        """Return the module, name and replacement of each name that `apply` would set."""
+        return self._names(self._new_of)
+
     def apply(self) -> None:
         """Make the replacements that `replace` registered."""
-        for module, name, value in self._names(self._new_of):
+        for module, name, value in self.names():
             setattr(module, name, value)
 
     def undo(self) -> None:

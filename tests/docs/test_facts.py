@@ -46,6 +46,7 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
         "--all-pairs",
         "--seeds",
         "--reports",
+        "--surface",
         "--collect-only",
     }  # of selftest, and of the examples' own conftest
     known = {

@@ -1,0 +1,131 @@
+"""Say why parts of the surface of torch are not drawn: a row for each reason, and the list of what is open.
+
+Open variants have no check yet. Their list may only become shorter: a test fails if the suite draws one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from mgpu_check.suite.surface.demands import CALLED, Variant, matches
+
+__all__ = ["LEFT_OUT", "OPEN", "LeftOut", "line_of", "open_variants", "reason_for"]
+
+OPEN = Path(__file__).parent / "open.txt"
+"""The variants without a check: a line for each parameter, as the report prints them."""
+
+
+class LeftOut(NamedTuple):
+    """A part of the surface that the suite does not draw on purpose.
+
+    Attributes:
+        path, parameter, value: patterns of names, separated by spaces; ``*`` stands for any text.
+    """
+
+    reason: str
+    path: str
+    parameter: str = "*"
+    value: str = "*"
+
+    def covers(self, variant: Variant) -> bool:
+        """Return whether the row is about a variant."""
+        return all(map(matches, variant, self[1:]))
+
+
+_DIST = "torch.distributed."
+_FUNCTIONAL = "torch.distributed._functional_collectives."
+_CUDA = "torch.cuda."
+
+
+def _of(prefix: str, names: str) -> str:
+    return " ".join(prefix + name for name in names.split())
+
+
+LEFT_OUT: tuple[LeftOut, ...] = (
+    LeftOut("a part of torch's own implementation, which programs do not call",
+        _of(_FUNCTIONAL, "*_backward *_setup_context *_inplace backend_impl allow_inflight_* "
+            "AsyncCollectiveTensor.*")
+        + " torch.distributed.nn.Function* torch.optim.Optimizer.profile_hook_step torch.optim.*.get_lr"
+        " torch.nn.parallel.DistributedDataParallel.gather torch.nn.parallel.DistributedDataParallel.scatter"
+        " torch.nn.parallel.DistributedDataParallel.to_kwargs torch.optim.lr_scheduler.*.recursive_undo"),
+    LeftOut("an abstract class: checks draw its subclasses",
+        _of(_DIST, "checkpoint.LoadPlanner* checkpoint.SavePlanner* checkpoint.StorageReader* "
+            "checkpoint.StorageWriter* algorithms.Join*Hook* algorithms.Joinable* "
+            "algorithms.model_averaging.averagers.ModelAverager*")
+        + " torch.optim.Optimizer torch.optim.Optimizer.step torch.optim.lr_scheduler.LRScheduler"),
+    LeftOut("the engine calls it before each test, and fails without it",
+        _of(_DIST, "init_process_group is_available rendezvous register_rendezvous_handler")),
+    LeftOut("about another backend than NCCL and gloo, or a plug-in",
+        _of(_DIST, "Backend.* is_mpi_available is_ucc_available is_backend_available get_backend_config "
+            "get_default_backend_for_device")),
+    LeftOut("the backend for an option of NCCL, which the simulated node lacks",
+        _of(_DIST, "*"), "backend_override pg_options backend device_id"),
+    LeftOut("NCCL alone has it, and the simulated node runs gloo", _of(_DIST, "split_group shrink_group")),
+    LeftOut("for people who debug: it prints, waits for input, or marks a trace",
+        _of(_DIST, "breakpoint get_pg_count record_comm *.print_readable *.info")
+        + " " + _of(_CUDA, "nvtx.* *.debug_dump *.enable_debug_mode check_error")),
+    LeftOut("it uses torch.distributed.rpc, which runs functions of other processes",
+        _of(_DIST, "nn.RemoteModule optim.DistributedOptimizer* optim.as_functional_optim")),
+    LeftOut("it needs files of Hugging Face, and their packages", _of(_DIST, "checkpoint.*HuggingFace*")),
+    LeftOut("it traces a model by torch.export; the suite divides models by hand",
+        _of(_DIST, "pipelining.Pipe* pipelining.pipeline pipelining.pipe_split pipelining.build_stage")),
+    LeftOut("it changes how a program is started, or its text in logs, never a result",
+        _of(_DIST, "*"), "timeout group_desc mesh_dim_names fallback_rank"),
+    LeftOut("a name of a group in an older form, beside the group itself", _of(_FUNCTIONAL, "*"), "tag"),
+    LeftOut("arithmetic of Python numbers, without a device", "torch.optim.lr_scheduler.* "
+        "torch.optim.swa_utils.SWALR*"),
+    LeftOut("the acceptance reads it from the driver", _of(_CUDA, "temperature power_draw utilization clock_rate "
+        "memory_usage device_memory_used list_gpu_processes")),
+    LeftOut("it replaces the allocator of the process, or its memory, which the simulated node refuses",
+        _of(_CUDA, "CUDAPluggableAllocator* MemPool* use_mem_pool GreenContext* change_current_allocator "
+            "caching_allocator_* *ipc* get_stream_from_external")),
+    LeftOut("a figure about the build or the process, without effect on a result",
+        _of(_CUDA, "get_arch_list get_gencode_flags get_allocator_backend current_blas_handle current_solver_handle "
+            "is_tf32_supported is_bf16_supported get_sync_debug_mode set_sync_debug_mode memory_snapshot "
+            "memory_summary host_memory_stats* reset_*host_memory_stats")),
+    LeftOut("another name of a function that is drawn",
+        _of(_CUDA, "reset_max_memory_allocated reset_max_memory_cached stream")),
+    LeftOut("a part of torchdata's pipes, which torch no longer extends",
+        "torch.utils.data.*DataPipe* torch.utils.data.DFIterDataPipe* torch.utils.data.DataChunk* "
+        "torch.utils.data.*_datapipe* torch.utils.data.runtime_validation* torch.utils.data.argument_validation "
+        "torch.utils.data.non_deterministic* torch.utils.data.guaranteed_*"),
+    LeftOut("it must be given together with another parameter that torch recommends in its place",
+        "operators.*", "size_average reduce"),
+    LeftOut("the result goes to a tensor that is given, from the same kernel", "operators.*", "out"),
+    LeftOut("an operator of sparse, quantized or other tensors that are not dense tensors of CUDA",
+        _of("operators.", "q_* *quantize* fake_* fused_moving* *quantized* fbgemm* miopen* mkldnn* sparse* hspmm smm "
+            "sspaddmm *_indices *indices_copy coalesce is_coalesced dense_dim to_sparse to_mkldnn int_repr qscheme "
+            "ipu xpu mtia is_distributed choose_qparams* ccol_indices* col_indices* resize_as_sparse "
+            "native_channel_shuffle")),
+    LeftOut("it returns a property of a tensor, or converts it for Python, and computes nothing",
+        _of("operators.", "repr reduce_ex setstate array array_wrap dlpack dlpack_device complex long nonzero reversed "
+            "storage storage_type const_data_ptr get_device is_* ndimension nelement numel dim_order type "
+            "module_load map map2 apply sym_* result_type can_cast deepcopy len contains int float bool "
+            "index hash format iter dir")),
+    LeftOut("it differs from an operator that is drawn in that it copies, for functionalization",
+        _of("operators.", "*_copy")),
+)  # fmt: skip
+
+
+@functools.cache
+def reason_for(variant: Variant) -> str:
+    """Return the reason of the first row that is about a variant; "" without one."""
+    return next((row.reason for row in LEFT_OUT if row.covers(variant)), "")
+
+
+def line_of(path: str, parameter: str, values: list[str]) -> str:
+    """Return a line about variants, as in the report and in `OPEN`."""
+    return f"{path}  {parameter}: {' | '.join(values)}" if parameter else path
+
+
+def open_variants(text: str | None = None) -> set[Variant]:
+    """Return the variants that are open."""
+    found = set()
+    for line in (OPEN.read_text() if text is None else text).splitlines():
+        path, _, rest = line.strip().partition("  ")
+        parameter, _, values = rest.partition(": ")
+        if path and not path.startswith("#"):
+            found |= {Variant(path, parameter, value) for value in (values.split(" | ") if rest else [CALLED])}
+    return found

@@ -1,0 +1,259 @@
+"""The surface of torch: what it lists, how it sorts values, and that nothing new of torch goes undrawn unnoticed."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import comm
+
+from mgpu_check.asserts.surface import heard_by
+from mgpu_check.suite.surface import demands, names, report
+from mgpu_check.suite.surface.classes import classes_of, layout_of, size_of
+from mgpu_check.suite.surface.demands import DEMANDS, Variant, demanded, values_of
+from mgpu_check.suite.surface.names import SurfaceParameter, called_by, entries, operators
+from mgpu_check.suite.surface.reasons import LEFT_OUT, OPEN, line_of, open_variants, reason_for
+from mgpu_check.suite.surface.recorder import bound, recording
+from mgpu_check.suite.surface.report import RECORD, SurfaceRecord, judged
+
+
+@functools.cache
+def recorded() -> SurfaceRecord:
+    return SurfaceRecord.read(RECORD)
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def test_nothing_of_the_installed_torch_is_undrawn():
+    """A new function or option of torch must be drawn by a check, left out with a reason, or listed as open.
+
+    The record is of one run at the level standard. To draw more: `mgpu-check selftest --surface=FILE`, with the record.
+    """
+    if version(names.tagged()) < version(recorded().torch):
+        pytest.skip(f"the record is of torch {recorded().torch}, which has other options")
+    undrawn = [str(one.variant) for one in judged(recorded()) if one.state == "undrawn"]
+    assert undrawn == []
+
+
+def variants_of_this_torch() -> set[Variant]:
+    if version(names.tagged()) != version(recorded().torch):
+        pytest.skip(f"the record is of torch {recorded().torch}")
+    return {variant for variants in demanded() for variant in variants}
+
+
+def test_what_is_open_is_neither_drawn_nor_left_out_nor_gone():
+    """The list may only become shorter."""
+    variants = variants_of_this_torch()
+    wrong = [
+        variant
+        for variant in open_variants()
+        if variant not in variants or recorded().has(variant) or reason_for(variant)
+    ]
+    assert wrong == []
+    assert len(open_variants()) == len([one for one in judged(recorded()) if one.state == "open"])
+
+
+def test_each_reason_is_about_something_that_is_not_drawn():
+    left = {variant for variant in variants_of_this_torch() if not recorded().has(variant)}
+    idle = [row for row in LEFT_OUT if not any(row.covers(variant) for variant in left)]
+    assert idle == []
+
+
+def test_each_demand_is_about_a_parameter():
+    asked = {(path, name) for path, name, _ in variants_of_this_torch()}
+    assert [one for one in DEMANDS if not any(one.asks(path, name) for path, name in asked)] == []
+
+
+def test_a_new_function_and_a_new_option_of_torch_are_undrawn(monkeypatch):
+    def frobnicate(tensor, *, fast: bool = False):
+        return tensor
+
+    frobnicate.__module__ = "torch.nn.parallel.comm"
+    monkeypatch.setattr(comm, "frobnicate", frobnicate, raising=False)
+    path = "torch.nn.parallel.comm.frobnicate"
+
+    def undrawn(record: SurfaceRecord) -> set[Variant]:
+        return {one.variant for one in judged(record) if one.variant.path == path and one.state == "undrawn"}
+
+    assert undrawn(SurfaceRecord()) == {Variant(path, "", "called")}
+    record = SurfaceRecord()
+    record.add([(path, "", "called"), (path, "fast", "False")])
+    assert undrawn(record) == {Variant(path, "fast", "True")}
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def parameters(function) -> dict[str, SurfaceParameter]:
+    return {p.name: p for p in names._parameters(function)}
+
+
+def test_options_are_asked_for_by_their_types():
+    def function(x, flag=False, maybe: bool | None = None, colour=Colour.RED, scale=1.0):
+        pass
+
+    found = {name: set(values_of("torch.x", one)) for name, one in parameters(function).items()}
+    assert found == {
+        "x": set(),
+        "flag": {"True", "False"},
+        "maybe": {"True", "False", "None"},
+        "colour": {"RED", "BLUE"},
+        "scale": {"not the default"},
+    }
+
+
+def test_the_table_adds_classes():
+    def function(tensor, op=dist.ReduceOp.SUM):
+        pass
+
+    found = parameters(function)
+    assert {"float16", "above 2^20"} <= set(values_of("torch.distributed.all_reduce", found["tensor"]))
+    assert "PREMUL_SUM" in values_of("torch.distributed.all_reduce", found["op"])
+    assert values_of("torch.cuda.all_reduce", found["tensor"]) == []
+
+
+X = torch.arange(24.0).reshape(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, "None"),
+        (True, "True"),
+        (Colour.BLUE, "BLUE"),
+        (0, "0"),
+        (-3, "negative"),
+        (300, "to 2^10"),
+        (0.5, "fraction"),
+        (float("nan"), "NaN"),
+        (float("-inf"), "infinite"),
+        ("sum", "'sum'"),
+        (torch.float16, "float16"),
+        (torch.device("cpu"), "on cpu"),
+        (dist.ReduceOp.MAX, "MAX"),
+        ([], "list of 0"),
+        ({"a": [1, 2]}, "dict with a list"),
+        ([{"a": 1}, 2], "list with a dict"),
+        ([2, 0, 1], "out of order"),
+        ([0, 1], "in order"),
+        ([1, 1, 2], "some equal"),
+        ([torch.ones(2), torch.ones(3)], "sizes differ"),
+        (X[:, 1:3], "strided"),
+        (X.t(), "transposed"),
+        (X[1:], "offset"),
+        (torch.ones(1).expand(3), "expanded"),
+        (torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), "channels_last"),
+        (torch.ones(3, 3), "square"),
+        (torch.ones(2, 257), "rows above 2^8"),
+        (torch.ones(7), "odd size"),
+    ],
+    ids=str,
+)
+def test_values_have_classes(value, found):
+    assert found in classes_of(SurfaceParameter("x"), value)
+
+
+def test_defaults_and_roots_have_classes():
+    assert "default" in classes_of(SurfaceParameter("x", default=(0.9, 0.99)), (0.9, 0.99))
+    assert "not the default" in classes_of(SurfaceParameter("x", default=None), 0)
+    assert "not the default" in classes_of(SurfaceParameter("x", default=1), True)
+    assert classes_of(SurfaceParameter("src"), 3, rank=3, ranks=4) == {"itself", "last rank"}
+    assert classes_of(SurfaceParameter("dst"), 0, rank=3, ranks=4) == {"another rank", "rank 0"}
+
+
+def test_sizes_and_layouts_have_borders():
+    assert [size_of(n) for n in (0, 1, 2, 256, 257, 1 << 20, (1 << 20) + 1)] == [
+        *("size 0", "size 1", "to 2^8", "to 2^8", "to 2^10", "to 2^20", "above 2^20")
+    ]
+    assert layout_of(torch.eye(3).to_sparse()) == "sparse"
+    assert layout_of(X[::2]) == "strided"
+    assert layout_of(torch.empty(0, 3)) == "contiguous"
+
+
+def test_arguments_are_bound_to_parameters():
+    def function(a, b=2, *more, c=3, **others):
+        pass
+
+    given = bound(names._parameters(function), (1, 5, 6), {"d": 4})
+    assert [(p.name, value) for p, value in given] == [("a", 1), ("b", 5), ("more", 6), ("c", 3), ("d", 4)]
+    assert [(p.name, value) for p, value in bound(names._parameters(function), (), {"a": 1})][:2] == [
+        ("a", 1),
+        ("b", 2),
+    ]
+
+
+def test_the_surface_has_functions_constructors_methods_and_operators():
+    found = {entry.path: entry for entry in entries()}
+    assert found["torch.distributed.all_reduce"].kind == "function"
+    assert found["torch.amp.GradScaler"].kind == "constructor"
+    assert [p.name for p in found["torch.amp.GradScaler.step"].parameters] == ["optimizer", "args", "kwargs"]
+    assert found["torch.distributed.all_gather_into_tensor"].deprecated or names.tagged() < "2.13"
+    assert operators()["torch.Tensor.__iadd__"].name == operators()["torch.add"].name == "operators.add"
+    assert called_by(torch.Tensor.shape.__get__) == called_by(print) == ""
+
+
+def test_calls_are_recorded_under_each_name_and_reported_once():
+    module = inspect.getmodule(test_calls_are_recorded_under_each_name_and_reported_once)
+    before = vars(comm)["scatter"], torch.amp.GradScaler.__init__
+    module.early = comm.scatter  # as an import before the recording
+    heard: list[tuple[str, str, str]] = []
+    with heard_by(heard.extend):
+        with recording():
+            torch.amp.GradScaler("cpu", growth_interval=1)
+            torch.bmm(torch.ones(2, 3, 4), torch.ones(2, 5, 4).mT)
+            with pytest.raises(Exception):  # noqa: B017  # there is no device
+                module.early(torch.ones(3, 3), [1, 0])
+        assert (vars(comm)["scatter"], torch.amp.GradScaler.__init__) == before
+        torch.amp.GradScaler("cpu", growth_interval=2)  # not within the context
+        calls = set(heard)
+        assert {
+            ("torch.amp.GradScaler", "", "called"),
+            ("torch.amp.GradScaler", "growth_interval", "1"),
+            ("operators.bmm", "mat2", "transposed"),
+            ("torch.nn.parallel.comm.scatter", "tensor", "square"),
+            ("torch.nn.parallel.comm.scatter", "devices", "out of order"),
+        } <= calls
+        assert ("torch.amp.GradScaler", "growth_interval", "to 2^8") not in calls
+        heard.clear()
+        with recording():
+            torch.amp.GradScaler("cpu", growth_interval=1)
+    assert heard == []
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    record = SurfaceRecord("2.13.0")
+    record.add([("torch.f", "", "called"), ("torch.f", "x", "True"), ("torch.g", "", "called")])
+    record.write(tmp_path / "record.json")
+    again = SurfaceRecord.read(tmp_path / "record.json")
+    assert (again.drawn, again.torch) == (record.drawn, "2.13.0")
+    (tmp_path / "record.json").write_text("[]")
+    with pytest.raises(ValueError, match="it holds no record of a surface"):
+        SurfaceRecord.read(tmp_path / "record.json")
+
+
+def test_the_report_lists_cases_as_the_list_of_what_is_open_does(monkeypatch):
+    path = "torch.distributed.broadcast"
+    monkeypatch.setattr(report, "demanded", lambda: [(Variant(path, "", "called"), Variant(path, "async_op", "True"))])
+    monkeypatch.setattr(report, "open_variants", set)
+    record = SurfaceRecord()
+    assert report.report(record)[0].endswith(f"undrawn:\n  {path}")
+    record.add([(path, "", "called")])
+    text, undrawn = report.report(record)
+    assert undrawn == 1 and text.endswith(f"undrawn:\n  {path}  async_op: True")
+    assert open_variants(text.partition("undrawn:\n")[2]) == {Variant(path, "async_op", "True")}
+    monkeypatch.setattr(report, "open_variants", lambda: {Variant(path, "async_op", "True")})
+    assert report.report(record)[1] == 0
+
+
+def test_the_list_of_what_is_open_is_in_order():
+    lines = [line for line in OPEN.read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(lines)
+    assert demands.Variant("a", "", "called") in open_variants(line_of("a", "", []))
