@@ -163,6 +163,15 @@ def interval_not_restarted(update: Any, scale: Tensor, tracker: Tensor, found: A
 
 
 @layers(
+    "a GradScaler with the state of another starts its interval anew",
+    around(torch.amp.GradScaler, "load_state_dict"),
+    first("on devices", lambda scaler: scaler._device == "cuda"),
+)
+def interval_of_another_scaler_lost(load: Any, scaler: Any, state: dict[str, Any]) -> Any:
+    return load(scaler, state | {"_growth_tracker": 0})
+
+
+@layers(
     "embedding_bag leaves out the weights of samples",
     around(F, "embedding_bag"),
     call(

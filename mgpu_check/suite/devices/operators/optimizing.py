@@ -98,8 +98,13 @@ def _together(row: dict[str, Any]) -> bool:
 
 
 def optimizer_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield three steps of each optimizer, in its multi-tensor form and, where torch has one, its fused form."""
+    """Yield three steps of each optimizer, in its multi-tensor form and, where torch has one, its fused form.
+
+    Also yield the steps of a GradScaler that continues from the state of another one.
+    """
     for dtype in _DTYPES:
+        x = small((5, 13), dtype, seed)
+        yield Case(f"GradScaler from the state of another of {name_of(dtype)}", _continued, (x,), "close")
         for name, kind, options in _OPTIMIZERS:
             for form in _forms(kind)[1:]:
                 yield _case(name, kind, {**options, **form}, dtype, seed)
@@ -165,3 +170,29 @@ def _stepped(
         scaler.update()
     # In one tensor, because an error counts in units of its largest element: a step may bring a parameter near 0.
     return [x.new_tensor(scaler.get_scale()), torch.cat([parameter.detach().reshape(-1) for parameter in parameters])]
+
+
+def _continued(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return figures of GradScalers, and a parameter after five steps: two, one from their state, and two others."""
+    kind = x.device.type
+    parameter = x.detach().clone().requires_grad_()
+    optimizer = torch.optim.SGD([parameter], lr=0.125)
+
+    def step(scaler: torch.amp.GradScaler) -> float:
+        parameter.grad = scaler.scale(parameter.detach() * 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    first = torch.amp.GradScaler(kind, init_scale=8.0, growth_interval=3)
+    scales = [step(first), step(first)]
+    second = torch.amp.GradScaler(kind)
+    second.load_state_dict(first.state_dict())
+    scales.append(step(second))  # the third step of the interval, in which the scale grows
+    second.set_growth_factor(4.0)
+    second.set_backoff_factor(0.25)
+    second.set_growth_interval(1)
+    off = torch.amp.GradScaler(kind, enabled=False)
+    scales += [step(second), step(off)]
+    figures = second.get_growth_factor(), second.get_backoff_factor(), second.get_growth_interval()
+    return [x.new_tensor([*scales, *figures, off.is_enabled(), second.is_enabled()]), parameter.detach()]
