@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ TOKENS = torch.tensor([[4, 5, 6, -100]] * 3 + [[-100, 5, 6, 7], [4, 5, 6, 7]])
     ],
 )
 def test_samples_change_together_and_nothing_else_does(change, values, labels):
-    before = {"x": VALUES.clone(), "of": [LABELS.clone(), SHARED.clone()], "rate": SCALAR, "name": "a"}
+    before: dict[str, Any] = {"x": VALUES.clone(), "of": [LABELS.clone(), SHARED.clone()], "rate": SCALAR, "name": "a"}
     found = changed(before, change)
     assert found["x"].equal(values) and found["of"][0].equal(labels)
     assert found["of"][1].equal(SHARED) and found["rate"] == SCALAR and found["name"] == "a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ WHY = "it is divided"
 
 def coverage(*cases):
     """Return the coverage of cases: their world size, the parameters compared, and those not."""
-    found = ParameterCoverage(types.SimpleNamespace(gate="assert_step_scales"), "step")
+    program: Any = types.SimpleNamespace(gate="assert_step_scales")
+    found = ParameterCoverage(program, "step")
     for size, compared, missed in cases:
         expected = Expected(ObservedRun(trained={*compared, *missed}), None)
         found.add(Scenario(size, 4), expected, Relations(unjudged=dict.fromkeys(missed, WHY)))

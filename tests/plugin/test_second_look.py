@@ -257,7 +257,7 @@ def test_a_part_that_fails_is_named(clock, count, fault):
 
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8, 0.97])
 def test_no_innocent_part_is_named_for_a_fault_that_shows_now_and_then(clock, rate):
-    named = []
+    named: list[object] = []
     for fault in faults_of(4):
         node = Node(4, [fault], clock, cost=0.01, rate=rate)
         found = look(node, 4)
@@ -384,8 +384,8 @@ def test_an_unexpected_error_is_no_failure_where_the_example_cannot_run(clock):
     node = Node(3, [("size", (), 3)], clock, cost=0.05)
     failed = RankFailure("wrong", ranks=[0])
     failed.__cause__ = AssertionError()
-    found = look_again(unexpected, Failed((), {"ranks": None, "size": 3}), Needs("parent", 0), node, failed)
+    found = look_again(unexpected, Failed((), {"ranks": None, "size": 3}), Needs("parent", 0), session_of(node), failed)
     assert not [one for one in found.elsewhere if len(one.devices) < 3]
     failed.__cause__ = UnexpectedError("list index out of range", kind="IndexError")
-    found = look_again(unexpected, Failed((), {"ranks": None, "size": 3}), Needs("parent", 0), node, failed)
+    found = look_again(unexpected, Failed((), {"ranks": None, "size": 3}), Needs("parent", 0), session_of(node), failed)
     assert [one for one in found.elsewhere if len(one.devices) < 3 and one.failed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -197,11 +198,12 @@ def test_the_surface_has_functions_constructors_methods_and_operators():
     assert [p.name for p in found["torch.amp.GradScaler.step"].parameters] == ["optimizer", "args", "kwargs"]
     assert found["torch.distributed.all_gather_into_tensor"].deprecated or names.tagged() < "2.13"
     assert operators()["torch.Tensor.__iadd__"].name == operators()["torch.add"].name == "operators.add"
-    assert called_by(torch.Tensor.shape.__get__) == called_by(print) == ""
+    shape: Any = torch.Tensor.shape
+    assert called_by(shape.__get__) == called_by(print) == ""
 
 
 def test_calls_are_recorded_under_each_name_and_reported_once():
-    module = inspect.getmodule(test_calls_are_recorded_under_each_name_and_reported_once)
+    module: Any = inspect.getmodule(test_calls_are_recorded_under_each_name_and_reported_once)
     before = vars(comm)["scatter"], torch.amp.GradScaler.__init__
     module.early = comm.scatter  # as an import before the recording
     heard: list[tuple[str, str, str]] = []
