@@ -25,6 +25,7 @@ from mgpu_check.diagnosis.registry import (
     on_hash_seeds,
     on_loader,
 )
+from mgpu_check.diagnosis.rules.calls import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.order import (
     RULES,
     findings_of,
@@ -194,6 +195,29 @@ def test_a_name_is_that_of_one_mistake():
     assert known_mistake(known.name) == known
     with pytest.raises(ValueError, match="mistake 'mean-of-modes' is unknown; choose one of accumulation-factor, "):
         known_mistake("mean-of-modes")
+
+
+@pytest.mark.parametrize(
+    ("group", "state", "source", "found"),
+    [
+        ("", "inside", 0, True),
+        ("0,1", "waiting", 0, True),
+        ("0,1", "done", 0, False),  # it has left the collective
+        ("0,1", "pending", 0, False),
+        ("0,2", "inside", 0, False),  # the rank that waits for a message is no member
+        ("0,1", "inside", 2, False),  # the message is from another rank
+        (",".join(map(str, range(400)))[:999], "inside", 0, False),  # the list of members was cut
+    ],
+)
+def test_a_group_is_too_wide_if_a_member_waits_for_one_that_waits_in_it(group, state, source, found):
+    collective = Entered("all_reduce", 3, "", group, "float32[4]", "sum", "", "train.py", 40, state)
+    message = Entered("recv", 0, "", "", "float32[4]", f"src={source}", "", "train.py", 50, "inside")
+    calls = UnfinishedCall(3, 4, "", last={0: collective}, messages={1: message})
+    finding = waits_for_its_own_group(calls)
+    assert (finding is not None) is found
+    if finding is not None:
+        assert finding.mistake == "wrong-process-group"
+        assert f"rank 0 waits in {collective} for rank 1, and rank 1 waits in {message}" in finding.evidence
 
 
 def test_findings_are_made_by_rules_alone():
