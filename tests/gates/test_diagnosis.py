@@ -35,7 +35,6 @@ def step_of(program: Diagnosed, *, wrong: bool):
 # One of those that the same rule names.
 LIKE_ANOTHER = (
     "gathers_what_is_detached",
-    "writes_over_a_bucket",
     "drops_the_fraction_of_a_count",
     "mixes_gradients_by_rank",
 )
