@@ -237,13 +237,17 @@ def _is_refuted_elsewhere(tensors: Tensors, ratio: float) -> bool:
     """Return whether another world size shows that a factor is not the world size, though the two may be equal here.
 
     The factor is the same there, or none fits the results that differ here. If some ranks have no sample there, they
-    add nothing, so the world size may still be the cause; so it may with parts of unlike size, and in later steps.
+    add nothing, so the world size may still be the cause; so it may with parts of unlike size, and in later steps. A
+    factor that is the same there may be the size of a group that ranks have made.
     """
     there, other = tensors.elsewhere, tensors.factor_elsewhere()
     if there is None or 0 < there.samples < there.size:
         return False
     if other is None:
         return there.steps == 1 and there.samples % there.size == 0
+    sizes = {len(group) for trace in tensors.traces for group in trace.groups[1:]}  # the first is the world
+    if any(abs(ratio - power) <= _NEAR * power for size in sizes for power in (size, 1 / size)):
+        return False
     return abs(other - ratio) <= _NEAR * abs(ratio)
 
 

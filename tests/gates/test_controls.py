@@ -413,3 +413,10 @@ def test_a_factor_that_equals_the_world_size_by_chance(samples, elsewhere, named
     here = dataclasses.replace(scaled(2, 2, 0.5), elsewhere=scaled(4, samples, elsewhere))
     found = off_by_world_size(evidence_of(here, Attempts()))
     assert (found is not None) is named
+
+
+def test_a_factor_that_equals_the_size_of_a_group_at_each_world_size():
+    here = dataclasses.replace(scaled(2, 2, 0.5), elsewhere=scaled(4, 8, 0.5))
+    for trace in here.traces:
+        trace.groups = ((0, 1), (0, 1))  # the world, and a group of two
+    assert off_by_world_size(evidence_of(here, Attempts())) is not None

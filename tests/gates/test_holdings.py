@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,5 +43,6 @@ SHARDED, PARTIAL = ("shard",), ("partial",)
     ],
 )
 def test_a_copy_has_the_part_that_was_placed(local, value, copied):
-    held = Held("params", "w", Divided(SHARDED, [5.0, 6.0]), local=local)
+    tensor: Any = Divided(SHARDED, [5.0, 6.0])
+    held = Held("params", "w", tensor, local=local)
     assert held.copy_of(value).tolist() == copied
