@@ -26,7 +26,7 @@ from mgpu_check.devices.telemetry.values import Trouble, TroubleKind
 from mgpu_check.engine.failures import Account, Died, Who
 from mgpu_check.errors import RankFailure
 from tests.acceptance import run_reports
-from tests.acceptance.watching import SLOTS, watched
+from tests.acceptance.watching import NOMINAL, SLOTS, watched
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
 GPU, COPY, GROUP = Subject("gpu", (1,)), Subject("copy", (0, 1)), Subject("group", (0, 1))
@@ -110,7 +110,7 @@ def test_each_planted_fault_of_telemetry_rejects_with_a_kind(monkeypatch: pytest
     if not overrides:
         run.troubles.append(Trouble("hang", 2, "power", "no answer", 3.0))
     entries = [
-        *examine_inventory(run.first),
+        *examine_inventory(run.first, references=[NOMINAL]),
         *examine_identity(run.first, SLOTS),
         *examine_pcie(run.first, run.samples),
         *examine_health(run.snapshots, run.samples, run.troubles),

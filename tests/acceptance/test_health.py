@@ -17,10 +17,7 @@ from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.devices.telemetry.values import Snapshot, Trouble
-from tests.acceptance.watching import GPUS, SLOTS, Run, watched
-
-SIMULATED = next(sku for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",))
-NOMINAL = Reference("the data sheet", SIMULATED.facts(len(GPUS)), nominal=True)
+from tests.acceptance.watching import GPUS, NOMINAL, SLOTS, Run, watched
 
 
 def examined(run: Run) -> list[Observation]:

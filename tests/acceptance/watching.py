@@ -10,6 +10,8 @@ from typing import Any, get_args
 
 import pytest
 
+from mgpu_check.acceptance.inventory.checks import Reference
+from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.devices.telemetry import simulated
 from mgpu_check.devices.telemetry.fields import Kind, asked, field_of
 from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
@@ -19,6 +21,13 @@ from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Troub
 GPUS = (0, 1, 2, 3)
 SLOTS = {gpu: f"00000000:{gpu:02X}:00.0" for gpu in GPUS}
 """The slots as torch reports them."""
+
+NOMINAL = Reference(
+    "the data sheet",
+    next(sku.facts(len(GPUS)) for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",)),
+    nominal=True,
+)
+"""The facts that simulated GPUs should have."""
 
 
 @dataclass

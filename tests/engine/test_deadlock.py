@@ -84,5 +84,5 @@ def reduces_with_one_that_has_finished(rank, x):
 )
 def test_a_deadlock_ends_before_its_deadline(pool, body, said):
     with pytest.raises(RankHang) as info:
-        pool.run(lambda rank: body(rank, torch.ones(4)), size=2, timeout=600)  # longer than a test may take
+        pool.run(body, torch.ones(4), size=2, timeout=600)  # longer than a test may take
     assert f"{said}, so more time would not help" in str(info.value).splitlines()

@@ -356,3 +356,10 @@ def test_a_capture_that_nobody_ends_ends_with_the_node():
         torch.cuda.synchronize()
         assert not torch.cuda.is_current_stream_capturing()
         assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_torchs_class_of_graphs_is_put_back():
+    before = torch.cuda.CUDAGraph, torch._C._CUDAGraph
+    with simulated_node(2):
+        assert torch.cuda.CUDAGraph not in before
+    assert (torch.cuda.CUDAGraph, torch._C._CUDAGraph) == before

@@ -293,7 +293,8 @@ CASES = (
         "suite: drawn objects",
         lambda rank: assert_drawn_objects_travel(rank, 1, [0, "", None]),
         first_object_lost,
-        "all_gather_object of drawn objects: got [None, (1, ''), (2, None)], expected [(0, 0), (1, ''), (2, None)]",
+        "all_gather_object of drawn objects is wrong on rank 2 of 3 (cuda:2): got [None, (1, ''), (2, None)], "
+        "expected [(0, 0), (1, ''), (2, None)]",
     ),
     Case(
         "suite: barriers",
