@@ -110,12 +110,3 @@ def test_everything_is_put_back_though_a_call_at_the_exit_raises(module):
     with pytest.raises(ZeroDivisionError):
         patches.undo()
     assert module.one is doubled and not hasattr(module, "new")
-
-
-def test_each_object_has_a_replacement_of_its_own():
-    """Two with one could not be told apart when they are put back."""
-    patches = Patches()
-    patches.replace(Owner, Heir)
-    patches.replace(Owner, Heir)
-    with pytest.raises(AssertionError, match="replaces two objects"):
-        patches.replace(Owner.method, Heir)
