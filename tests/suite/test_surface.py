@@ -42,6 +42,13 @@ def test_nothing_of_the_installed_torch_is_undrawn():
     assert undrawn == []
 
 
+def test_the_surface_is_the_same_after_torch_has_wrapped_a_method():
+    before = {entry.path for entry in entries()}
+    torch.optim.AdamW([torch.zeros(1)])  # its class gets a step of its own, which was inherited
+    assert {entry.path for entry in entries()} == before
+    assert "torch.optim.Adam.step" in before
+
+
 def variants_of_this_torch() -> set[Variant]:
     if version(names.tagged()) != version(recorded().torch):
         pytest.skip(f"the record is of torch {recorded().torch}")

@@ -240,8 +240,13 @@ def _of_class(path: str, kind: type) -> Iterator[Callee]:
         yield Callee(path, "constructor", own["__init__"], kind)
     for name, value in sorted(own.items()):
         function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        if not name.startswith("_") and isinstance(function, types.FunctionType):
+        if not name.startswith("_") and isinstance(function, types.FunctionType) and not _is_inherited(function, kind):
             yield Callee(f"{path}.{name}", "method", function, None if isinstance(value, staticmethod) else kind)
+
+
+def _is_inherited(function: types.FunctionType, kind: type) -> bool:
+    """Return whether an optimizer's method is that of a base class: torch wraps `step` for the class of an instance."""
+    return hasattr(function, "hooked") and not function.__qualname__.startswith(f"{kind.__qualname__}.")
 
 
 def _parameters(function: Callable[..., Any], *, bound: bool = False) -> tuple[SurfaceParameter, ...]:
