@@ -150,14 +150,10 @@ CUDAGraph.__module__ = "torch.cuda.graphs"
 CUDAGraph.__qualname__ = "CUDAGraph"
 
 
-class _BaseOfGraphs(CUDAGraph):
-    """``torch._C._CUDAGraph``, the base class of torch's own ``CUDAGraph``."""
-
-
 def graph_functions() -> dict[str, object]:
     """Return the functions of ``torch._C`` that replace torch's, by name."""
     return {
-        "_CUDAGraph": _BaseOfGraphs,
+        "_CUDAGraph": CUDAGraph,
         "_graph_pool_handle": lambda: (0, next(_numbers)),
         "_cuda_isCurrentStreamCapturing": lambda: is_capturing(),
     }

@@ -35,6 +35,7 @@ class Patches:
         """
         self._among, self._sparing = among, sparing
         self._undo: list[tuple[object, str, object]] = []
+        self._renamed: list[tuple[ModuleType, str, object, object]] = []
         self._new_of: dict[int, object] = {}
         self._old_of: dict[int, object] = {}
         self._at_exit: list[Callable[[], object]] = []
@@ -58,7 +59,7 @@ class Patches:
     def replace(self, old: object, new: object) -> None:
         """Register `new` as the replacement of `old` in the namespaces of loaded modules, for the next `apply`.
 
-        `undo` finds the names by `new`, so it needs a replacement of its own for each object.
+        One object may replace several. A name that is bound to it later is then restored to the last of them.
         """
         self._new_of[id(old)] = new
         self._old_of[id(new)] = old
@@ -82,6 +83,7 @@ class Patches:
     def apply(self) -> None:
         """Make the replacements that `replace` registered."""
         for module, name, value in self.names():
+            self._renamed.append((module, name, vars(module)[name], value))
             setattr(module, name, value)
 
     def undo(self) -> None:
@@ -95,6 +97,9 @@ class Patches:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, value)
+            for module, name, old, new in reversed(self._renamed):
+                if vars(module).get(name) is new:  # nobody has bound the name to something else
+                    setattr(module, name, old)
             for module, name, value in self._names(self._old_of):
                 setattr(module, name, value)
 

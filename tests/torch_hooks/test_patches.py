@@ -110,3 +110,17 @@ def test_everything_is_put_back_though_a_call_at_the_exit_raises(module):
     with pytest.raises(ZeroDivisionError):
         patches.undo()
     assert module.one is doubled and not hasattr(module, "new")
+
+
+def test_two_objects_with_one_replacement_are_put_back_each(module):
+    first, second, new, other = object(), object(), object(), object()
+    vars(module).update(first=first, also=first, second=second, rebound=second)
+    patches = Patches()
+    for old in (first, second):
+        patches.replace(old, new)
+    patches.apply()
+    assert {vars(module)[name] for name in ("first", "also", "second", "rebound")} == {new}
+    vars(module).update(rebound=other, late=new)
+    patches.undo()
+    assert [vars(module)[name] for name in ("first", "also", "second")] == [first, first, second]
+    assert vars(module)["rebound"] is other and vars(module)["late"] is second
