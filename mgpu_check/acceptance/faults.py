@@ -30,6 +30,7 @@ __all__ = [
     "gpu",
     "hardware_fault",
     "hardware_text",
+    "host",
     "host_link",
     "link",
     "made_by",
@@ -123,6 +124,11 @@ def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defe
 def gpu(parameters: Parameters) -> tuple[Part, ...]:
     """Return the GPU ``device`` as the part at fault."""
     return (Part("gpu", (int(parameters["device"]),)),)
+
+
+def host(_: Parameters) -> tuple[Part, ...]:
+    """Return the first host as the part at fault."""
+    return (Part("host", (0,)),)
 
 
 def link(parameters: Parameters) -> tuple[Part, ...]:

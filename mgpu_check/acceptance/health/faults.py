@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, link, made_by
+from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, host, link, made_by
 from mgpu_check.devices.observations import Part
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.simulated.defects.parameters import Parameters, Value
@@ -187,10 +187,6 @@ def _slots_swapped(parameters: Parameters) -> Sequence[Override]:
     return [Override(device, "pci", f"00000000:{peer:02X}:00.0"), Override(peer, "pci", f"00000000:{device:02X}:00.0")]
 
 
-def _host(parameters: Parameters) -> tuple[Part, ...]:
-    return (Part("host", (0,)),)
-
-
 def _both(parameters: Parameters) -> tuple[Part, ...]:
     return tuple(Part("gpu", (int(parameters[name]),)) for name in ("device", "peer"))
 
@@ -200,7 +196,7 @@ hardware_fault(
         "one-serial",
         "two GPUs report one serial number",
         {"device": 1, "peer": 2},
-        _host,
+        host,
         ("inventory",),
         telemetry=_one_serial,
     )

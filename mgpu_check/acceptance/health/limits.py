@@ -168,11 +168,8 @@ def _beside_others(
     before: Snapshot, after: Snapshot, busy: Mapping[int, Sequence[TelemetrySample]]
 ) -> list[Observation]:
     """Compare each GPU with the others of its model: their load is alike, so clocks and power are, too."""
-    models: dict[object, list[int]] = {}
-    for gpu, facts in sorted(after.facts.items()):
-        models.setdefault(facts.get("name"), []).append(gpu)
     found: list[Observation] = []
-    for gpus in models.values():
+    for gpus in after.by_model():
         for gauge, field, least in (("sm_clock", "sm_clock", _BESIDE), ("power", "power_low", _HALF)):
             seen = {gpu: _values(busy.get(gpu, []), gauge) for gpu in gpus}
             for gpu, mine, usual in _with_others({gpu: median(some) for gpu, some in seen.items() if len(some) >= 2}):

@@ -188,12 +188,9 @@ def _reference(name: str, references: Sequence[Reference]) -> Reference | None:
 
 def _facts(snapshot: Snapshot, host: int, references: Sequence[Reference]) -> list[Observation]:
     """Compare all facts: the model over all GPUs, all others over GPUs of one model."""
-    models: dict[Value | None, list[int]] = {}
-    for gpu, facts in sorted(snapshot.facts.items()):
-        models.setdefault(facts["name"], []).append(gpu)
-    found = []
+    models, found = snapshot.by_model(), []
     for name in names("fact"):
-        for gpus in [sorted(snapshot.facts)] if name == "name" else models.values():
+        for gpus in [sorted(snapshot.facts)] if name == "name" else models:
             reference = _reference(name, references)
             if reference is None:
                 found += _among_each_other(snapshot, name, gpus, host)
@@ -330,14 +327,14 @@ def _shown(name: str, value: Value | None) -> str:
 
 
 def _differs(subject: Subject, text: str, name: str, value: Any, usual: Any) -> Observation:
-    evidence = {"field": name, "seen": value, "expected": usual, "advice": _ADVICE.get(name, _OTHERWISE)}
+    for_host = _ADVICE_FOR_HOST if subject.kind == "host" else {}
+    advice = for_host.get(name) or _ADVICE.get(name, _OTHERWISE)
+    evidence = {"field": name, "seen": value, "expected": usual, "advice": advice}
     return Observation(_CHECK, subject, "failed", text, "", Work(operations=1), evidence)
 
 
 def _of_host(host: int, text: str, name: str, value: Any, usual: Any) -> Observation:
-    advice = {**_ADVICE, **_ADVICE_FOR_HOST}.get(name, _OTHERWISE)
-    evidence = {"field": name, "seen": value, "expected": usual, "advice": advice}
-    return Observation(_CHECK, Subject("host", (host,)), "failed", text, "", Work(operations=1), evidence)
+    return _differs(Subject("host", (host,)), text, name, value, usual)
 
 
 def _unknown(gpu: int, why: str) -> Observation:

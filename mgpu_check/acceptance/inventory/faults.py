@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mgpu_check.acceptance.faults import HardwareFault, hardware_fault
-from mgpu_check.devices.observations import Part
+from mgpu_check.acceptance.faults import HardwareFault, hardware_fault, host
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.simulated.defects.parameters import Parameters, Value
 
@@ -22,13 +21,9 @@ _EVERYWHERE: dict[str, tuple[str, dict[str, Value]]] = {
 """Faults that set fields of all GPUs: summary, field -> value."""
 
 
-def _host(parameters: Parameters) -> tuple[Part, ...]:
-    return (Part("host", (0,)),)
-
-
 def _all_say(fields: dict[str, Value]) -> Callable[[Parameters], Sequence[Override]]:
     return lambda _: [Override(gpu, field, value) for gpu in range(_MOST) for field, value in fields.items()]
 
 
 for _name, (_summary, _fields) in _EVERYWHERE.items():
-    hardware_fault(HardwareFault(_name, _summary, {}, _host, ("inventory",), telemetry=_all_say(_fields)))
+    hardware_fault(HardwareFault(_name, _summary, {}, host, ("inventory",), telemetry=_all_say(_fields)))

@@ -52,7 +52,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
         "1 if the GPUs were simulated, so that nothing here is about hardware.",
         [({}, bool(report.simulated))],
     )
-    accused = {gpu for one in verdict.accusations if one.part.kind != "host" for gpu in one.part.members}
+    accused = view.accused_gpus(report)
     yield (
         "gpu_accused",
         "1 if the GPU, or a link of it, is accused.",

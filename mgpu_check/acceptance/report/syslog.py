@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import syslog
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.run_report import EXIT_CODES, INTERRUPTED, Kind, RunReport
@@ -24,7 +24,7 @@ def line(report: RunReport, interrupted: bool) -> str:
     """Return the verdict as ``key=value`` words, in one line; texts are quoted as in JSON."""
     verdict = report.verdict
     code = INTERRUPTED if interrupted else EXIT_CODES[verdict.kind]
-    accused = {gpu for one in verdict.accusations if one.part.kind != "host" for gpu in one.part.members}
+    accused = view.accused_gpus(report)
     rejected = dict.fromkeys(one.id for one in report.findings if one.ruling == "reject")
     words: dict[str, object] = {
         "verdict": verdict.kind,
@@ -41,8 +41,8 @@ def line(report: RunReport, interrupted: bool) -> str:
     return " ".join(f"{name}={_word(value)}" for name, value in words.items())
 
 
-def _some(texts: object) -> str:
-    found = list(texts)  # type: ignore[call-overload]
+def _some(texts: Iterable[str]) -> str:
+    found = list(texts)
     return ",".join([*found[:_MOST], *([f"+{len(found) - _MOST}"] if len(found) > _MOST else [])])
 
 

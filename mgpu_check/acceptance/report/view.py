@@ -20,6 +20,7 @@ __all__ = [
     "MATRIX",
     "SIMULATED",
     "Tally",
+    "accused_gpus",
     "among_hosts",
     "bytes_text",
     "check_names",
@@ -148,6 +149,12 @@ def _least(works: Iterable[Work]) -> Work:
 def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
     """Return the tally of the outcomes of checks."""
     return Tally.of(run.outcome for run in checks)
+
+
+def accused_gpus(report: RunReport) -> set[int]:
+    """Return the GPUs that are accused, or whose links are."""
+    parts = [one.part for one in report.verdict.accusations]
+    return {gpu for part in parts if part.kind != "host" for gpu in part.members}
 
 
 def detected_rates(report: RunReport) -> str:

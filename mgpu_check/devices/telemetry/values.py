@@ -46,6 +46,13 @@ class Snapshot:
     absent: str = ""
     identity: Mapping[int, Values] = field(default_factory=dict)
 
+    def by_model(self) -> list[list[int]]:
+        """Return the GPUs with facts, those of each model together, in ascending order."""
+        models: dict[Value | None, list[int]] = {}
+        for gpu, facts in sorted(self.facts.items()):
+            models.setdefault(facts.get("name"), []).append(gpu)
+        return list(models.values())
+
     def only(self, gpus: Collection[int]) -> Snapshot:
         """Return the same snapshot, restricted to these GPUs."""
 
