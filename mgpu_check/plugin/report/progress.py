@@ -148,7 +148,7 @@ class Progress:
         self._done += 1
         self._examples += row.examples
         self._running = False
-        self._failed += row.result not in _CATEGORIES.keys() - {"FAILED"}
+        self._failed += is_failure(row)
         self._rows.setdefault(_file(report.nodeid), []).append(row)
         if not self._terminal.isatty and (self._detailed or is_failure(row)):
             self._tell(f"{self._count_of_done()} {row.result:<12} {row.property}: {row.check} {_work(row)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,12 @@ def _lengths(most: int, step: int) -> list[int]:
     around = (-1, 0, 1) if step == 1 else (0,)
     for power in range(3, most.bit_length()):
         found |= {length + near for length in (1 << power, 3 << power - 1) for near in around}
-    return sorted({math.ceil(length / step) * step for length in found if length <= most})
+    return _multiples((length for length in found if length <= most), step)
+
+
+def _multiples(lengths: Iterable[int], step: int) -> list[int]:
+    """Return the lengths, rounded up to multiples of `step`."""
+    return sorted({-(-length // step) * step for length in lengths})
 
 
 def shapes_of(case: ComputeCase) -> list[ProductShape]:
@@ -58,9 +63,7 @@ def shapes_of(case: ComputeCase) -> list[ProductShape]:
     layouts = _LAYOUTS_OF.get(case.dtype, LAYOUTS)
     most = min(max(16 * case.size, 1024), _MOST_OF.get(case.dtype, _MOST))
     lengths = _lengths(most, step)
-    small = sorted({math.ceil(length / step) * step for length in _SMALL})
-    if step > 1:
-        small = [length for length in small if length > step] or [2 * step]
+    small = [length for length in _multiples(_SMALL, step) if step == 1 or length > step]
 
     def other() -> int:
         return drawn.choice(small)
@@ -90,8 +93,8 @@ def _call(shape: ProductShape, dtype: str, a: torch.Tensor, b: torch.Tensor) -> 
     if dtype in _STEP:  # `multiplied` gives the second factor the layout that its function needs
         return multiplied(dtype, a, _laid_out(b, shape.layout[1]))
     kind = DTYPES[dtype]
-    ways = shape.layout if shape.layout in ("nn", "nt", "tn", "tt") else (shape.layout, shape.layout)
-    left, right = _laid_out(a.to(kind), ways[0]), _laid_out(b.to(kind), ways[1])
+    one, other = tuple(shape.layout) if len(shape.layout) == len("nt") else (shape.layout, shape.layout)
+    left, right = _laid_out(a.to(kind), one), _laid_out(b.to(kind), other)
     return lambda: torch.matmul(left, right)
 
 
