@@ -26,7 +26,7 @@ __all__ = [
 
 REPORT_SUFFIXES = (".md",)
 ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml", ".prom")
-"""What the name of a report of an acceptance ends in: a page, JSON, Markdown, JUnit, a textfile for Prometheus."""
+"""Suffixes of the reports of an acceptance: a page, JSON, Markdown, JUnit, a textfile for Prometheus."""
 
 Level = Literal["quick", "standard", "long"]
 LEVELS: tuple[Level, ...] = get_args(Level)

@@ -1,4 +1,4 @@
-"""The kinds of findings: stable ids with severity, action and meaning, and which observation is of which kind.
+"""The kinds of findings: stable ids with severity, action and meaning, and the observations that each matches.
 
 Programs act on ids, not on texts. The table is ``findings.toml``. ``python -m mgpu_check.acceptance.findings`` prints
 that of docs/reference/findings.md.

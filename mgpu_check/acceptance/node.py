@@ -51,7 +51,7 @@ class Node:
         hosts_of_run: the hosts of the run, by number.
         visible: number of GPUs of each host, including those outside the run.
         slots: PCI bus id of each GPU by number, from torch; empty where torch does not report it.
-        past_xids: Xid -> times in the kernel log before the run, by GPU; without those of which no log could be read.
+        past_xids: Xid -> times in the kernel log before the run, by GPU; without GPUs whose log could not be read.
         lost: GPUs that no longer answer; no check is called on them.
         telemetry: source of telemetry; None without one.
         boundaries: a snapshot before the first test, and one after each test.

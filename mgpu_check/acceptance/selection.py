@@ -1,4 +1,4 @@
-"""The options by which a user selects checks, as a command that repeats the run needs them."""
+"""The options that select checks, for a command that repeats the run."""
 
 from __future__ import annotations
 

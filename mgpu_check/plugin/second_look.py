@@ -145,7 +145,7 @@ class _Second:
 
     @property
     def _half(self) -> float:
-        """The time at which half of the remaining time is over."""
+        """The time when half of the remaining time is over."""
         now = time.monotonic()
         return now + (self._until - now) / 2
 

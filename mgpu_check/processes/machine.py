@@ -8,7 +8,7 @@ from pathlib import Path
 __all__ = ["boot_id", "distinct_names"]
 
 _SHOWN = 8
-"""Characters of a boot id that are shown: enough to tell the machines of a run apart."""
+"""Characters of a boot id that are shown: enough to distinguish the machines of a run."""
 
 
 def boot_id() -> str:

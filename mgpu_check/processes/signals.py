@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals by which Slurm, Kubernetes, systemd or a closed terminal ask a process to end; Ctrl-C is separate."""
+"""Signals of Slurm, Kubernetes, systemd or a closed terminal that ask a process to end; Ctrl-C is separate."""
 
 FROM_OUTSIDE = (*ENDING, signal.SIGINT)
 """Signals that a process gets from a person or a program, and never from an error of its own or of a device."""

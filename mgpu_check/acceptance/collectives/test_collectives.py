@@ -29,7 +29,7 @@ OPERATIONS = (
     ("send_recv", "sum"),
 )
 MEASURED = tuple(name for name, row in TRANSFERS.items() if row.takers == "all" and name != "scatter")
-"""Collectives whose speed is measured: those of training, in which every rank gets a result."""
+"""Collectives whose speed is measured: those of training that give every rank a result."""
 
 _BORDERS = {
     "quick": (4 << 10, 64 << 10),

@@ -28,7 +28,7 @@ def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int 
         slots: PCI bus id of each GPU by its number, from torch; absent where unknown.
 
     Returns:
-        Failed observations only. Which of two GPUs has a wrong identity cannot be known, so they are about the host.
+        Failed observations only. It is unknown which of two GPUs has a wrong identity, so they are about the host.
     """
     found = []
     for name in ("uuid", "serial", "pci"):

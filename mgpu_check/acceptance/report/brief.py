@@ -17,9 +17,9 @@ from mgpu_check.devices.telemetry.values import TelemetrySample
 __all__ = ["brief"]
 
 _WHOLE = 8
-"""Observations of a check, a subject and an outcome other than passed that are kept as they are."""
+"""Observations of a check, a subject and an outcome other than passed that are kept unchanged."""
 _SAMPLES = 48
-"""Samples of a GPU, and at most as many again in which clocks are held down."""
+"""Samples of a GPU, and at most as many again with clocks that are held down."""
 _KEPT = {*PANELS} | {"throttle", "utilization", "pcie_generation", "pcie_width"}
 
 
@@ -91,7 +91,7 @@ def _thinned(samples: Sequence[TelemetrySample]) -> list[TelemetrySample]:
 
 
 def _places(samples: Sequence[TelemetrySample]) -> list[int]:
-    """Return the places of the samples to keep: the last, every few, and of those with low clocks as many again."""
+    """Return the places of the samples to keep: the last, every few, and as many again with low clocks."""
     held = [place for place, sample in enumerate(samples) if reasons(sample)]
     few = range(0, len(samples), -(-len(samples) // _SAMPLES))
     return sorted({*few, *held[:: max(1, -(-len(held) // _SAMPLES))], len(samples) - 1})

@@ -92,7 +92,7 @@ def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
 
 
 def _names(reports: Sequence[RunReport]) -> list[str]:
-    """Return the names of the hosts of each report, which tell them apart from the hosts of all other reports."""
+    """Return the names of the hosts of each report, distinct from the hosts of all other reports."""
     hosts = iter(distinct_names([(host.name, host.boot) for report in reports for host in report.hosts]))
     return [", ".join(next(hosts) for _ in report.hosts) or "a node" for report in reports]
 

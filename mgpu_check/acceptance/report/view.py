@@ -56,7 +56,7 @@ MATRIX = 32
 """Most GPUs in one matrix."""
 _HOSTS = 16
 _MISSED = 0.05
-"""Probability with which a rare fault is missed."""
+"""Probability that a rare fault is missed."""
 _RIVALS = 8
 """Most sets of parts to list that explain the same failures."""
 SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"

@@ -9,9 +9,9 @@ GPU.
 A part is named only if every smallest set contains it. If several sets explain the rest, they are *rivals*: none is
 named, and what they explain remains unexplained.
 
-What the driver says about one GPU (`Check.of_driver`) accuses that GPU, and explains nothing else: a pending repair
-of a GPU is not the cause of a failed copy. Facts of the host (`Check.of_facts`) accuse the host in the same way: slots
-that are set to Gen3 are not the cause of a wrong word in the memory of one GPU.
+An observation of the driver about one GPU (`Check.of_driver`) accuses that GPU, and explains no other failure: a
+pending repair of a GPU is not the cause of a failed copy. Facts of the host (`Check.of_facts`) accuse the host in the
+same way: slots that are set to Gen3 are not the cause of a wrong word in the memory of one GPU.
 """
 
 from __future__ import annotations

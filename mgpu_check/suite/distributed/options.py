@@ -97,7 +97,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 
 def rows_of_options() -> list[dict[str, Any]]:
-    """Return rows of the options of this version of torch in which each pair of values of two options occurs."""
+    """Return rows of the options of this version of torch with each pair of values of two options."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return in_pairs({name: values for name, values in _OPTIONS.items() if name in known}, _together)
 
