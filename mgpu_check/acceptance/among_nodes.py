@@ -12,9 +12,12 @@ from mgpu_check.acceptance.baseline import SOFTWARE
 from mgpu_check.acceptance.comparison import Comparison, amount, beside_peers, least_shortfall, models, useless
 from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.acceptance.run_report import RunReport
-from mgpu_check.devices.observations import Measurement
+from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 
-__all__ = ["AmongNodes", "Outlier", "among_nodes"]
+__all__ = ["SLOW_NODE", "AmongNodes", "Outlier", "among_nodes"]
+
+SLOW_NODE = "MGPU-NODE-SLOW"
+"""Id of the finding about a node that stands out."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,26 @@ class Outlier:
     nodes: int
 
     def __str__(self) -> str:
+        return f"{self.name}: {self.seen}"
+
+    @property
+    def seen(self) -> str:
+        """The comparison in one line without the node."""
         c = self.comparison
         return (
-            f"{self.name}: {self.quantity} of size {self.size} is {amount(self.value, self.unit)}, {c.missing:.0%} "
+            f"{self.quantity} of size {self.size} is {amount(self.value, self.unit)}, {c.missing:.0%} "
             f"slower than {amount(c.reference or 0.0, self.unit)}, the median of {self.nodes} other nodes (limit "
             f"{c.limit:.0%})"
         )
+
+    @property
+    def observation(self) -> Observation:
+        """The comparison as a failed observation of the host."""
+        measured = {"quantity": self.quantity, "unit": self.unit, "size": self.size, "value": self.value}
+        evidence = {**measured, "comparisons": [self.comparison.as_json()]}
+        case = f"{self.quantity}, size {self.size}"
+        host = Subject("host", (self.host,))
+        return Observation("performance", host, "failed", self.seen, case, Work(operations=self.nodes), evidence)
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ class AmongNodes:
 
     Attributes:
         compared: number of values of nodes that were compared.
-        unknown: a line for each node that could not be compared, with the reason.
+        unknown: a line for each node, or quantity of one, that could not be compared, with the reason.
     """
 
     outliers: tuple[Outlier, ...]
@@ -89,27 +106,35 @@ def among_nodes(reports: Sequence[RunReport]) -> AmongNodes:
                 groups[(bool(report.simulated), *model, software.get(host, ()), *kind)][number, host].append(m)
     outliers: list[Outlier] = []
     alone: dict[str, None] = {}
+    undecided: dict[str, None] = {}
     compared = 0
     for group in groups.values():
         if len(group) <= LEAST_PEERS:
             alone.update((_name(reports, *node), None) for node in group)
             continue
         compared += len(group)
-        outliers += _stand_out(reports, group)
+        standing, why = _stand_out(reports, group)
+        outliers += standing
+        undecided.update(dict.fromkeys(why))
     lines = [
         f"{name}: fewer than {LEAST_PEERS} other nodes have its model and software; not all was compared"
         for name in alone
     ]
-    return AmongNodes(tuple(outliers), compared, tuple(lines))
+    return AmongNodes(tuple(outliers), compared, (*lines, *undecided))
 
 
-def _stand_out(reports: Sequence[RunReport], group: Mapping[tuple[int, int], Sequence[Measurement]]) -> list[Outlier]:
+def _stand_out(
+    reports: Sequence[RunReport], group: Mapping[tuple[int, int], Sequence[Measurement]]
+) -> tuple[list[Outlier], list[str]]:
+    """Return the nodes of a group that are too slow, and why others are undecided."""
     values = {node: median(m.value for m in several) for node, several in group.items()}
-    found = []
+    found, why = [], []
     for node, several in group.items():
         first = several[0]
         others = [value for other, value in values.items() if other != node]
         comparison = beside_peers(values[node], others, first.unit, least_shortfall(first))
+        if comparison.outcome == "unknown":
+            why.append(f"{_name(reports, *node)}: {first.quantity} of size {first.size}: {comparison.why}")
         if comparison.outcome == "failed":
             model = next(gpu.name for gpu in reports[node[0]].gpus if gpu.number == first.subject.members[0])
             found.append(
@@ -127,7 +152,10 @@ def _stand_out(reports: Sequence[RunReport], group: Mapping[tuple[int, int], Seq
                     nodes=len(others),
                 )
             )
-    return found if 2 * len(found) < len(group) else []
+    if 2 * len(found) < len(group):
+        return found, [] if found else why  # a named node explains why the others scatter
+    half = ", ".join(one.name for one in found)
+    return [], [*why, f"{found[0].quantity} of size {found[0].size}: half of the nodes are slow, none is named: {half}"]
 
 
 def _name(reports: Sequence[RunReport], report: int, host: int) -> str:

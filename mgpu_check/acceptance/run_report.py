@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mgpu_check.acceptance.findings import ReportedFinding
-from mgpu_check.devices.observations import Measurement, Number, Observation, Outcome, Part, Work
+from mgpu_check.devices.observations import Measurement, Number, Observation, Outcome, Part, Ruling, Work
 from mgpu_check.devices.telemetry.values import TelemetrySample, Values
 from mgpu_check.option_values import Level
 
@@ -15,9 +15,10 @@ __all__ = ["EXIT_CODES", "INTERRUPTED", "Accusation", "CheckRun", "Gpu", "Host",
 
 _NONE = Work()
 
-Kind = Literal["ACCEPTED", "REJECTED", "INCONCLUSIVE"]
+Kind = Literal["ACCEPTED", "REJECTED", "INCONCLUSIVE", "SUSPECT"]
+"""SUSPECT: only a merge of reports gives this verdict, to a node that is slower than the others of its model."""
 
-EXIT_CODES: Mapping[Kind, int] = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
+EXIT_CODES: Mapping[Kind, int] = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2, "SUSPECT": 5}
 """Exit code for each verdict. A merge of reports ends with the code of its worst verdict."""
 
 INTERRUPTED = 130
@@ -120,8 +121,8 @@ class Verdict:
     """The verdict on a run, or on one of its hosts.
 
     Attributes:
-        accusations: the parts that every smallest explanation of the failures contains; empty unless the verdict is
-            REJECTED.
+        accusations: the parts that every smallest explanation of the failures contains, and in a merge the hosts that
+            are slower than the others; empty unless the verdict is REJECTED or SUSPECT.
         unknown: a line for each thing that could not be checked, with the reason.
         unexplained: indices of failed observations that no accused part explains.
         rivals: for each run, sets of parts that explain its unexplained observations equally well, if several do.
@@ -168,4 +169,4 @@ class RunReport:
     seed: int | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
     findings: tuple[ReportedFinding, ...] = ()
-    policy: Mapping[str, str] = field(default_factory=dict)
+    policy: Mapping[str, Ruling] = field(default_factory=dict)

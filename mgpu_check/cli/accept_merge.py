@@ -19,9 +19,10 @@ from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 __all__ = ["main"]
 
 _EPILOG = """\
-exit codes: the worst verdict counts: 0 all nodes are ACCEPTED; 1 a node is REJECTED; 2 a node is INCONCLUSIVE, none
-REJECTED; 3 internal error; 4 wrong usage.
-The report names nodes that are slower than others with the same GPU model. This does not change their verdicts.
+exit codes: the worst verdict counts: 1 a node is REJECTED; 5 a node is SUSPECT: slower than at least two others with
+the same GPU model and software, which agree; 2 a node is INCONCLUSIVE; 0 all nodes are ACCEPTED; 3 internal error;
+4 wrong usage.
+A GPU that a later report has in another host makes its old node INCONCLUSIVE.
 """
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.acceptance.report import prometheus, syslog, view
 from mgpu_check.acceptance.report.files import write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
-from mgpu_check.acceptance.run_report import RunReport
+from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.accept import main
 from mgpu_check.devices.observations import Part, Subject
 from tests.acceptance import run_reports
@@ -22,7 +23,7 @@ def node(name: str, report: RunReport, factor: float = 1.0) -> RunReport:
     return replace(
         report,
         hosts=(replace(report.hosts[0], name=name),),
-        gpus=tuple(replace(gpu, uuid=f"{gpu.uuid}-{name}") for gpu in report.gpus),
+        gpus=tuple(replace(gpu, uuid=f"{gpu.uuid}-{name}", serial=f"{gpu.serial}-{name}") for gpu in report.gpus),
         measurements=tuple(
             replace(one, value=one.value / factor if one.unit == "s" else one.value * factor)
             for one in report.measurements
@@ -48,28 +49,97 @@ def files(tmp_path: Path) -> list[str]:
 def test_the_worst_verdict_counts_and_outliers_are_named(files, tmp_path, capsys):
     assert main(["merge", *files, f"--report={tmp_path}/all.json", f"--report={tmp_path}/all.md"]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == ("REJECTED: GPU 7 (cuda:3 of n1), link GPU 4 -> GPU 9; 1 failure that no part explains")
-    assert said[1:6] == ["  n0: ACCEPTED", "  n1: REJECTED", "  n2: ACCEPTED", "  n3: ACCEPTED", "  n4: INCONCLUSIVE"]
-    slow = [line for line in said if re.match(r"  n\d: .* slower than", line)]
-    assert slow and all(line.startswith("  n2: ") for line in slow)
+    assert said[0] == (
+        "REJECTED: GPU 7 (cuda:3 of n1), link GPU 4 -> GPU 9 (cuda:0 -> cuda:5 of n1); 1 failure that no part explains; "
+        "SUSPECT: host n2"
+    )
+    assert said[1:6] == ["  n0: ACCEPTED", "  n1: REJECTED", "  n2: SUSPECT", "  n3: ACCEPTED", "  n4: INCONCLUSIVE"]
+    assert not any(re.match(r"  n\d: .* slower than", line) for line in said)
+    about = said[said.index("host n2") :]
+    assert re.match("  seen: performance: copy bandwidth .* 30% slower than .* median of 4 other nodes", about[2])
+    assert "  finding: MGPU-NODE-SLOW; severity isolate, action inspect-node" in about
+    assert next(line for line in about if line.startswith("  do: ")).startswith("  do: compare power limits")
     assert "  seen: by the numbers of n1: compute: GPU 3: 96 of 1048576 elements are wrong" in "\n".join(said)
     assert "  n4: compute: GPU 1: 3 operations of 40" in said and "  n4: only compute, memory ran" in said
     back = read(tmp_path / "all.json")
     assert len(back.hosts) == 5 and [gpu.number for gpu in back.gpus] == list(range(22))
     assert [gpu.host for gpu in back.gpus] == [host for host, count in enumerate((4, 8, 4, 4, 2)) for _ in range(count)]
-    assert "n2: copy bandwidth" in (tmp_path / "all.md").read_text()
+    assert (back.verdicts[2].kind, back.verdicts[2].accusations[0].part) == ("SUSPECT", Part("host", (2,)))
+    assert "## host n2" in (tmp_path / "all.md").read_text()
 
 
 def test_parts_subjects_and_evidence_keep_their_gpu():
     first, second = node("n0", run_reports.good(4, 5.0)), node("n1", run_reports.bad())
-    joined = merge({"a": first, "b": second}, "mgpu-check accept merge a b")
-    gpu, link = joined.verdict.accusations
+    whole = joined(first, second)
+    gpu, link = whole.verdict.accusations
     assert gpu.part == Part("gpu", (7,)) and link.part == Part("link", (4, 9))
-    assert [joined.observations[number].subject for number in gpu.observations] == [Subject("gpu", (7,))] * 5
-    assert [joined.observations[number].subject for number in link.observations] == [Subject("copy", (4, 9))] * 2
-    assert {joined.observations[number].check for number in joined.verdict.unexplained} == {"collectives"}
-    assert joined.verdicts[0].kind == "ACCEPTED" and joined.verdicts[1].accusations == joined.verdict.accusations
-    assert {sample.gpu for sample in joined.samples} == set(range(12))
+    assert [whole.observations[number].subject for number in gpu.observations] == [Subject("gpu", (7,))] * 5
+    assert [whole.observations[number].subject for number in link.observations] == [Subject("copy", (4, 9))] * 2
+    assert {whole.observations[number].check for number in whole.verdict.unexplained} == {"collectives"}
+    assert whole.verdicts[0].kind == "ACCEPTED" and whole.verdicts[1].accusations == whole.verdict.accusations
+    assert {sample.gpu for sample in whole.samples} == set(range(12))
+
+
+def joined(*reports: RunReport) -> RunReport:
+    return merge({f"{number}.json": report for number, report in enumerate(reports)}, "mgpu-check accept merge")
+
+
+def four(*factors: float) -> list[RunReport]:
+    return [node(f"n{number}", run_reports.good(2, 5.0), factor) for number, factor in enumerate(factors)]
+
+
+def test_a_node_is_suspect_only_beside_others_that_agree():
+    suspect = joined(*four(1.0, 1.0, 0.7))
+    assert view.headline(suspect) == "SUSPECT: host n2" and EXIT_CODES[suspect.verdict.kind] == 5
+    assert [one.kind for one in suspect.verdicts.values()] == ["ACCEPTED", "ACCEPTED", "SUSPECT"]
+    assert {run.outcome for run in suspect.checks if run.name == "performance" and run.host == 2} == {"failed"}
+    (found,) = suspect.findings
+    assert (found.id, found.subject, found.times) == ("MGPU-NODE-SLOW", Subject("host", (2,)), 7)
+    assert 'subject="host n2"' in prometheus.render(suspect) and 'verdict="SUSPECT"} 1' in prometheus.render(suspect)
+    assert "verdict=SUSPECT code=5" in syslog.line(suspect, False)
+    for factors, why in (
+        ((1.0, 0.7), "from 3 hosts on"),
+        ((1.0, 1.0, 0.7, 0.7), "half of the nodes are slow, none is named: n2, n3"),
+        ((1.0, 0.4, 0.7), "scatter"),
+    ):
+        undecided = joined(*four(*factors))
+        assert undecided.verdict.kind == "ACCEPTED" and not undecided.findings
+        assert why in "\n".join(view.among_hosts(undecided))
+
+
+def test_a_policy_rules_on_slow_nodes():
+    ruled = [replace(one, policy={"MGPU-NODE-SLOW": "warn"}) for one in four(1.0, 1.0, 0.7)]
+    assert view.headline(joined(*ruled)) == "ACCEPTED: 6 GPUs passed 8 checks; 1 warning"
+
+
+def test_a_gpu_that_moved_to_another_host_is_named():
+    old, new = node("n0", run_reports.good(2, 5.0)), node("n1", run_reports.good(2, 5.0))
+    new = replace(new, gpus=(replace(new.gpus[0], serial=old.gpus[1].serial), new.gpus[1]))
+    later = replace(new, started="2026-11-23T15:00:00+00:00")
+    for order in ((old, later), (later, old)):
+        moved = joined(*order)
+        assert {moved.hosts[n].name: one.kind for n, one in moved.verdicts.items()} == {
+            "n0": "INCONCLUSIVE",
+            "n1": "ACCEPTED",
+        }
+        (line,) = moved.verdict.unknown
+        assert line == (
+            "GPU 165302400001-n0 was in n0 (cuda:1, PCI 0000:2e:00.0), and is in n1 (cuda:0, PCI 0000:1b:00.0) since "
+            "2026-11-23T15:00:00+00:00: accept n0 again"
+        )
+    both = joined(old, new)
+    assert {one.kind for one in both.verdicts.values()} == {"INCONCLUSIVE"}
+    assert "at the same time: compare the labels" in both.verdict.unknown[0]
+
+
+def test_names_have_hosts():
+    both = run_reports.two_hosts()
+    assert [view.name_of(both, part) for part in (Part("link", (1, 5)), Part("link", (4, 6)), Part("host", (1,)))] == [
+        "link GPU 1 -> GPU 5 (cuda:1 of node-a -> cuda:1 of node-b)",
+        "link GPU 4 -> GPU 6 (cuda:0 -> cuda:2 of node-b)",
+        "host node-b",
+    ]
+    assert view.name_of(both, Subject("group", (0, 4))) == "group of GPUs 0, 4 (of node-a, node-b)"
 
 
 def test_rivals_and_shared_evidence_keep_their_gpu():
@@ -77,25 +147,25 @@ def test_rivals_and_shared_evidence_keep_their_gpu():
     rivals = tuple(tuple(Part("gpu", (number,)) for number in pair) for pair in ((0, 2), (1, 3)))
     accused = replace(bad.verdict.accusations[0], shared=(bad.verdict.accusations[0].observations[0],))
     second = node("n1", replace(bad, verdict=replace(bad.verdict, accusations=(accused,), rivals=(rivals,))))
-    joined = merge({"a": node("n0", run_reports.good(4, 5.0)), "b": second}, "mgpu-check accept merge a b")
-    assert joined.verdict.rivals == (
+    whole = joined(node("n0", run_reports.good(4, 5.0)), second)
+    assert whole.verdict.rivals == (
         tuple(tuple(Part("gpu", (number,)) for number in pair) for pair in ((4, 6), (5, 7))),
     )
-    (one,) = joined.verdict.accusations
+    (one,) = whole.verdict.accusations
     assert one.shared == one.observations[:1]
 
 
 def test_every_check_has_its_host():
     first, second = node("n0", run_reports.good(4, 5.0)), node("n1", run_reports.bad())
-    joined = merge({"a": first, "b": second}, "mgpu-check accept merge a b")
-    assert {run.host for run in joined.checks} == {0, 1} and len(joined.checks) == 16
+    whole = joined(first, second)
+    assert {run.host for run in whole.checks} == {0, 1} and len(whole.checks) == 16
 
 
 def test_hosts_of_one_name_are_told_apart(capsys, tmp_path):
     paths = []
     for boot in ("1f0c9a3e-6c1d", "77aa0b1c-0000"):
         one = node("same", run_reports.bad())
-        gpus = tuple(replace(gpu, uuid=f"{gpu.uuid}{boot}") for gpu in one.gpus)
+        gpus = tuple(replace(gpu, uuid=f"{gpu.uuid}{boot}", serial=f"{gpu.serial}{boot}") for gpu in one.gpus)
         paths.append(tmp_path / f"{boot}.json")
         write(paths[-1], replace(one, gpus=gpus, hosts=(replace(one.hosts[0], boot=boot),)))
     assert main(["merge", *map(str, paths)]) == 1

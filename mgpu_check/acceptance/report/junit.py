@@ -67,7 +67,7 @@ def _properties(report: RunReport) -> ET.Element:
         "accused": "\n".join(view.name_of(report, accusation.part) for accusation in verdict.accusations),
         "repeat": view.repeat(report),
         "findings": "\n".join(dict.fromkeys(one.id for one in report.findings if one.ruling == "reject")),
-        "warnings": "\n".join(view.warning_text(one) for one in view.warnings(report)),
+        "warnings": "\n".join(view.warning_text(report, one) for one in view.warnings(report)),
         **{f"verdict of {view.host_name(report, number)}": one.kind for number, one in report.verdicts.items()},
         **{f"GPU {gpu.number}": view.describe_gpu(report, gpu) for gpu in report.gpus},
     }
@@ -79,7 +79,11 @@ def _properties(report: RunReport) -> ET.Element:
 
 def _case(report: RunReport, check: str, subject: Subject, entries: Sequence[Observation]) -> ET.Element:
     seconds = sum(entry.work.seconds for entry in entries)
-    names = {"classname": f"mgpu_check.acceptance.{check}", "name": str(subject), "time": f"{seconds:.3f}"}
+    names = {
+        "classname": f"mgpu_check.acceptance.{check}",
+        "name": view.name_of(report, subject),
+        "time": f"{seconds:.3f}",
+    }
     case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
     tally = view.Tally.of(entry.outcome for entry in entries for _ in range(entry.times))
     telling = [entry for entry in entries if entry.outcome == tally.outcome != "passed"]

@@ -38,9 +38,9 @@ def render(report: RunReport) -> str:
         page.rows("Hosts beside each other", ("what",), [(text(line),) for line in view.among_hosts(report)])
     for accusation in report.verdict.accusations:
         page.add(*_accusation(report, accusation))
-    page.rows("Warnings", ("what",), [(text(view.warning_text(one)),) for one in view.warnings(report)])
+    page.rows("Warnings", ("what",), [(text(view.warning_text(report, one)),) for one in view.warnings(report)])
     unexplained = view.failed_of(report, report.verdict)
-    page.rows(f"Failures {view.unexplained_by(report.verdict)}", _HEAD, [_row(entry) for entry in unexplained])
+    page.rows(f"Failures {view.unexplained_by(report.verdict)}", _HEAD, [_row(report, entry) for entry in unexplained])
     page.add(*(f"- {text(line)}" for line in view.rivals_of(report, report.verdict)), "")
     page.rows("Could not be checked", ("what",), [(text(line),) for line in report.verdict.unknown])
     _checks(page, report)
@@ -68,9 +68,9 @@ def render(report: RunReport) -> str:
 _HEAD = ("check", "what", "seen", "case", "evidence")
 
 
-def _row(entry: Observation) -> tuple[str, ...]:
+def _row(report: RunReport, entry: Observation) -> tuple[str, ...]:
     evidence = code(json.dumps(encoded(entry.evidence))) if entry.evidence else ""
-    return text(entry.check), text(str(entry.subject)), text(entry.seen), text(entry.case), evidence
+    return text(entry.check), text(view.name_of(report, entry.subject)), text(entry.seen), text(entry.case), evidence
 
 
 def _accusation(report: RunReport, accusation: Accusation) -> list[str]:
@@ -86,7 +86,7 @@ def _accusation(report: RunReport, accusation: Accusation) -> list[str]:
         more = f", {_EVIDENCE} of {len(seen)}" if len(seen) > _EVIDENCE else ""
         lines += ["", "<details>", f"<summary>Evidence{more}</summary>", ""]
         lines += ["| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD)]
-        lines += ["| " + " | ".join(_row(entry)) + " |" for entry in seen[:_EVIDENCE]]
+        lines += ["| " + " | ".join(_row(report, entry)) + " |" for entry in seen[:_EVIDENCE]]
         lines += ["", "</details>"]
     return [*lines, ""]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mgpu_check.acceptance.among_nodes import among_nodes
+from mgpu_check.acceptance.findings import judged, listed
+from mgpu_check.acceptance.report.sightings import same_host, sightings
 from mgpu_check.acceptance.run_report import Accusation, Gpu, Kind, RunReport, Verdict
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.option_values import LEVELS
@@ -12,7 +16,7 @@ from mgpu_check.processes.machine import distinct_names
 
 __all__ = ["merge"]
 
-_WORST: tuple[Kind, ...] = ("REJECTED", "INCONCLUSIVE", "ACCEPTED")
+_WORST: tuple[Kind, ...] = ("REJECTED", "SUSPECT", "INCONCLUSIVE", "ACCEPTED")
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,16 @@ class _Numbers:
 def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
     """Join reports into one with all hosts and GPUs, renumbered in the order given. Its verdict is the worst of theirs.
 
-    Times count from the start of each node's own run.
+    A node that is slower than the others of its model becomes SUSPECT, unless it is REJECTED. A node whose GPU a later
+    report has in another host becomes INCONCLUSIVE, unless its verdict is worse. Times count from the start of each
+    node's own run.
 
     Args:
         named: the reports by file name, which error messages use.
         command: command line of the merge.
 
     Raises:
-        ValueError: a real GPU is in two reports, or some reports are simulated and others are not.
+        ValueError: a real GPU is in two reports of one host, or some reports are simulated and others are not.
     """
     reports = list(named.values())
     _refuse_what_does_not_fit(named)
@@ -56,7 +62,7 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         partial=partial.pop() if len(partial) == 1 else (),
         rivals=tuple(choice for report in joined for choice in report.verdict.rivals),
     )
-    return RunReport(
+    whole = RunReport(
         started=min(report.started for report in reports),
         seconds=max(report.seconds for report in reports),
         command=command,
@@ -75,11 +81,89 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         planted=tuple(f"{name}: {one}" for report, name in zip(reports, names, strict=True) for one in report.planted),
         versions={name: report.versions for report, name in zip(reports, names, strict=True) if report.versions},
     )
+    return _with_suspects(_with_moves(whole, _moves(named, numbers)))
 
 
 def worst(kinds: Iterable[Kind]) -> Kind:
-    """Return the worst of the verdicts: REJECTED, then INCONCLUSIVE, then ACCEPTED."""
+    """Return the worst of the verdicts: REJECTED, then SUSPECT, INCONCLUSIVE, ACCEPTED."""
     return min(kinds, key=_WORST.index)
+
+
+def _moves(named: Mapping[str, RunReport], numbers: Sequence[_Numbers]) -> dict[int, list[str]]:
+    """Return for each host whose GPU is in another host, too, a line for each such GPU.
+
+    Raises:
+        ValueError: a GPU is in two reports of one host.
+    """
+    hosts = dict(zip(named, (its.hosts for its in numbers), strict=True))
+    found: dict[int, list[str]] = {}
+    for key, seen in sightings({file: report for file, report in named.items() if not report.simulated}).items():
+        for one, other in itertools.combinations(seen, 2):
+            if same_host(one.host, other.host):
+                raise ValueError(f"GPU {key} is in {one.file} and in {other.file}; give the latest report of each node")
+        for one, later in itertools.pairwise(seen):
+            both = later.began < one.ended
+            line = (
+                f"GPU {key} was in {one.place}, and is in {later.place} since {later.report.started}: accept "
+                f"{one.host.name} again"
+            )
+            if both:
+                line = (
+                    f"GPU {key} is in {one.place} and in {later.place} at the same time: compare the labels of both "
+                    "boards; two report one identity, or one host has two names"
+                )
+            for where in (one, later) if both else (one,):
+                found.setdefault(hosts[where.file][where.host.number], []).append(line)
+    return found
+
+
+def _with_moves(whole: RunReport, moves: Mapping[int, Sequence[str]]) -> RunReport:
+    def verdict(one: Verdict, lines: Iterable[str]) -> Verdict:
+        added = tuple(dict.fromkeys(lines))
+        kind = worst([one.kind, "INCONCLUSIVE"]) if added else one.kind
+        return replace(one, kind=kind, unknown=(*one.unknown, *added))
+
+    return replace(
+        whole,
+        verdict=verdict(whole.verdict, itertools.chain(*moves.values())),
+        verdicts={host: verdict(one, moves.get(host, ())) for host, one in whole.verdicts.items()},
+    )
+
+
+def _with_suspects(whole: RunReport) -> RunReport:
+    """Add an accusation of each host that is slower than the others of its model."""
+    slow = [judged(one.observation, whole.policy) for one in among_nodes([whole]).outliers]
+    numbers: dict[int, list[int]] = {}
+    for number, entry in enumerate(slow, len(whole.observations)):
+        if entry.outcome == "failed":
+            numbers.setdefault(entry.subject.members[0], []).append(number)
+    findings = listed(slow)
+    accused: dict[int, Accusation] = {}
+    for one in findings:
+        if (mine := numbers.get(host := one.subject.members[0])) is not None:
+            because = tuple(f"performance: {slow[number - len(whole.observations)].seen}" for number in mine)
+            part = Part("host", (host,))
+            accused[host] = Accusation(
+                part, because, tuple(mine), "", one.advice, "", (one.id,), one.severity, one.action
+            )
+
+    def verdict(one: Verdict, more: Iterable[Accusation]) -> Verdict:
+        accusations = (*one.accusations, *more)
+        return replace(one, kind=worst([one.kind, "SUSPECT"]), accusations=accusations) if more else one
+
+    return replace(
+        whole,
+        verdict=verdict(whole.verdict, accused.values()),
+        verdicts={
+            host: verdict(one, [accused[host]] if host in accused else []) for host, one in whole.verdicts.items()
+        },
+        checks=tuple(
+            replace(run, outcome="failed") if run.name == "performance" and run.host in accused else run
+            for run in whole.checks
+        ),
+        observations=(*whole.observations, *slow),
+        findings=(*whole.findings, *findings),
+    )
 
 
 def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
@@ -106,14 +190,6 @@ def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
             f"{one} is of a SIMULATED node, and {other} is not; merge only reports of real nodes, or only of "
             "simulated ones"
         )
-    seen: dict[str, str] = {}
-    for name, report in named.items():
-        for gpu in report.gpus if not report.simulated else ():
-            if gpu.uuid and gpu.uuid in seen:
-                raise ValueError(
-                    f"GPU {gpu.uuid} is in {seen[gpu.uuid]} and in {name}; give the latest report of each node"
-                )
-            seen[gpu.uuid] = name
 
 
 def _numbered(reports: Sequence[RunReport]) -> Iterable[_Numbers]:

@@ -23,7 +23,7 @@ __all__ = ["render"]
 _TEMPLATE = Path(__file__).with_name("page.html")
 _EVIDENCE = 20
 """Most observations to show for an accusation."""
-_CLASSES = {"ACCEPTED": "good", "REJECTED": "bad", "INCONCLUSIVE": "open"}
+_CLASSES = {"ACCEPTED": "good", "REJECTED": "bad", "INCONCLUSIVE": "open", "SUSPECT": "open"}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
     )
     yield (
         "exit_code",
-        "Exit code of the verdict: 0 accepted, 1 rejected, 2 inconclusive.",
+        "Exit code of the verdict: 0 accepted, 1 rejected, 2 inconclusive, 5 suspect.",
         [({}, EXIT_CODES[verdict.kind])],
     )
     started = datetime.datetime.fromisoformat(report.started).timestamp()
@@ -74,7 +74,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
                     "severity": one.severity,
                     "action": one.action,
                     "ruling": one.ruling,
-                    "subject": one.subject,
+                    "subject": view.name_of(report, one.subject),
                 },
                 one.times,
             )

@@ -15,6 +15,7 @@ _PRIORITIES: Mapping[Kind, int] = {
     "ACCEPTED": syslog.LOG_NOTICE,
     "INCONCLUSIVE": syslog.LOG_WARNING,
     "REJECTED": syslog.LOG_ERR,
+    "SUSPECT": syslog.LOG_WARNING,
 }
 _MOST = 8
 """Most parts and ids in the line: syslog cuts lines at 1024 or 8192 bytes."""
@@ -32,7 +33,7 @@ def line(report: RunReport, interrupted: bool) -> str:
         "gpus": len(report.gpus),
         "level": report.level,
         "hosts": _some(view.host_name(report, host.number) for host in report.hosts),
-        "parts": _some(str(one.part) for one in verdict.accusations),
+        "parts": _some(view.name_of(report, one.part) for one in verdict.accusations),
         "serials": _some(gpu.serial or gpu.uuid for gpu in report.gpus if gpu.number in accused),
         "findings": _some(rejected),
         "warnings": len(view.warnings(report)),

@@ -32,14 +32,14 @@ def lines(report: RunReport) -> list[str]:
     found += [f"  {line}" for line in _most(view.among_hosts(report))]
     for accusation in report.verdict.accusations:
         found += ["", *_accusation(report, accusation)]
-    warned = [view.warning_text(finding) for finding in view.warnings(report)]
+    warned = [view.warning_text(report, finding) for finding in view.warnings(report)]
     if warned:
         found += ["", "warnings:", *(f"  {line}" for line in _most(warned))]
     loose = view.failed_of(report, report.verdict)
     if loose:
         found += ["", f"failures {view.unexplained_by(report.verdict)}:"]
         found += [f"  {line}" for line in view.rivals_of(report, report.verdict)]
-        found += [f"  {line}" for line in _most([_observation(entry) for entry in loose])]
+        found += [f"  {line}" for line in _most([_observation(report, entry) for entry in loose])]
     if report.verdict.unknown:
         found += ["", "could not be checked:"]
         found += [f"  {line}" for line in _most(list(report.verdict.unknown))]
@@ -70,9 +70,9 @@ def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:
         yield f"  look again: {accusation.repeat}"
 
 
-def _observation(entry: Observation) -> str:
+def _observation(report: RunReport, entry: Observation) -> str:
     case = f" ({entry.case})" if entry.case else ""
-    return f"{entry.check}: {entry.subject}: {entry.seen}{case}"
+    return f"{entry.check}: {view.name_of(report, entry.subject)}: {entry.seen}{case}"
 
 
 def _most(some: list[str]) -> list[str]:

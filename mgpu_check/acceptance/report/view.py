@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mgpu_check.acceptance.among_nodes import among_nodes
+from mgpu_check.acceptance.among_nodes import SLOW_NODE, among_nodes
 from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.findings import ReportedFinding
 from mgpu_check.acceptance.robust import LEAST_PEERS
@@ -38,6 +38,7 @@ __all__ = [
     "identity",
     "in_detail",
     "in_order",
+    "is_suspect",
     "name_of",
     "prefix",
     "repeat",
@@ -171,15 +172,20 @@ def detected_rates(report: RunReport) -> str:
 
 
 def headline(report: RunReport) -> str:
-    """Return the verdict in one line; its first word is ACCEPTED, REJECTED or INCONCLUSIVE."""
+    """Return the verdict in one line; its first word is the kind of the verdict."""
     verdict = report.verdict
     gpus = what(len(report.gpus), "GPU")
     on = f" on {what(len(report.gpus), f'SIMULATED {report.simulated} GPU')}" if report.simulated else ""
-    if verdict.kind == "REJECTED":
-        parts = ", ".join(dict.fromkeys(name_of(report, accusation.part) for accusation in verdict.accusations))
+    suspects = ", ".join(name_of(report, one.part) for one in verdict.accusations if is_suspect(one))
+    if verdict.kind == "SUSPECT":
+        why = suspects
+    elif verdict.kind == "REJECTED":
+        rejected = (name_of(report, one.part) for one in verdict.accusations if not is_suspect(one))
+        parts = ", ".join(dict.fromkeys(rejected))
         loose = len(verdict.unexplained)
         unexplained = f"{what(loose, 'failure')} {unexplained_by(verdict)}" if loose else ""
         why = "; ".join(filter(None, (parts, unexplained))) or "no part is named"
+        why += f"; SUSPECT: {suspects}" if suspects else ""
     elif verdict.kind == "INCONCLUSIVE":
         why = "; ".join(verdict.unknown[:1]) or "something could not be checked"
         more = len(verdict.unknown) - 1
@@ -196,10 +202,15 @@ def warnings(report: RunReport) -> list[ReportedFinding]:
     return [finding for finding in report.findings if finding.ruling == "warn"]
 
 
-def warning_text(finding: ReportedFinding) -> str:
+def is_suspect(accusation: Accusation) -> bool:
+    """Return whether the part is a host that is only slower than the others."""
+    return accusation.findings == (SLOW_NODE,)
+
+
+def warning_text(report: RunReport, finding: ReportedFinding) -> str:
     """Return a warning in one line."""
     times = f" ({finding.times} times)" if finding.times > 1 else ""
-    return f"{finding.id}: {finding.subject}: {finding.seen}{times}; do: {finding.advice}"
+    return f"{finding.id}: {name_of(report, finding.subject)}: {finding.seen}{times}; do: {finding.advice}"
 
 
 def ruled(report: RunReport) -> list[str]:
@@ -228,14 +239,20 @@ def host_name(report: RunReport, number: int) -> str:
     )
 
 
-def name_of(report: RunReport, part: Part) -> str:
-    """Return the short name of a part, with index and host of its GPU if the report has several hosts."""
+def name_of(report: RunReport, part: Part | Subject) -> str:
+    """Return the short name of a part or a subject, with index and host of its GPUs if the report has several hosts."""
     if part.kind == "host":
         return f"host {host_name(report, part.members[0])}"
-    gpu = next((gpu for gpu in report.gpus if gpu.number == part.members[0]), None)
-    if len(report.hosts) > 1 and gpu is not None and part.kind != "link":
-        return f"{part} (cuda:{gpu.index} of {host_name(report, gpu.host)})"
-    return str(part)
+    gpus = [gpu for member in dict.fromkeys(part.members) for gpu in report.gpus if gpu.number == member]
+    if len(report.hosts) < 2 or not gpus:
+        return str(part)
+    hosts = list(dict.fromkeys(host_name(report, gpu.host) for gpu in gpus))
+    if part.kind == "group":
+        return f"{part} (of {', '.join(hosts)})"
+    places = [f"cuda:{gpu.index} of {host_name(report, gpu.host)}" for gpu in gpus]
+    if len(hosts) == 1:
+        places = [*(f"cuda:{gpu.index}" for gpu in gpus[:-1]), places[-1]]
+    return f"{part} ({' -> '.join(places)})"
 
 
 def in_detail(report: RunReport) -> list[Host]:
@@ -326,7 +343,8 @@ def among_hosts(report: RunReport) -> list[str]:
     if len(report.hosts) <= LEAST_PEERS:
         return [f"speeds of hosts are compared with each other from {LEAST_PEERS + 1} hosts on"]
     found = among_nodes([report])
-    return [*map(str, found.outliers), *found.unknown]
+    told = {one.part.members[0] for one in report.verdict.accusations if is_suspect(one)}
+    return [*(str(one) for one in found.outliers if one.host not in told), *found.unknown]
 
 
 def work_text(work: Work) -> str:
