@@ -45,6 +45,7 @@ usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for
                          [--evidence] [--syslog] [--verdict-file=FILE] [--policy=FILE.toml] [-k NAME]
                          [pytest arguments]
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
+       mgpu-check accept history DIR [--json] [--gpu=SERIAL]
        mgpu-check accept lint [FILE ...]
 
 Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and prints one verdict.
@@ -79,6 +80,10 @@ def main(argv: Sequence[str]) -> int:
         from mgpu_check.cli import accept_merge
 
         return accept_merge.main(arguments[1:])
+    if arguments[:1] == ["history"]:
+        from mgpu_check.cli import accept_history
+
+        return accept_history.main(arguments[1:])
     if arguments[:1] == ["lint"]:
         from mgpu_check.cli import lint
 

@@ -12,7 +12,7 @@ import pytest
 
 import mgpu_check
 from mgpu_check import version
-from mgpu_check.cli import compare, simulate
+from mgpu_check.cli import accept_history, compare, simulate
 from mgpu_check.settings import OPTIONS, Settings
 from tests.docs.pages import DOCS, ROOT, all_pages, blocks
 
@@ -52,6 +52,7 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
     known = {
         "accept": of_pytest
         | {f"--{option.name.removeprefix('accept_').replace('_', '-')}" for option in OPTIONS.values()},
+        "accept history": set(accept_history._parser()._option_string_actions),
         "compare": set(compare._parser()._option_string_actions),
         "simulate": set(simulate._parser()._option_string_actions),
     }
@@ -61,7 +62,7 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
             for command in re.findall(r"(?:mgpu-check|mgpu_check|pytest) (.*)", block.text.replace("\\\n", " ")):
                 own, _, _ = command.partition("#")[0].partition(" -- ")
                 words = own.split()
-                options = known.get(words[0], of_pytest) if words else of_pytest
+                options = known.get(" ".join(words[:2]), known.get(words[0], of_pytest)) if words else of_pytest
                 for word in words:
                     if word.startswith("--"):
                         shown += 1
