@@ -51,6 +51,9 @@ def test_the_page_of_a_bad_node():
         **dict.fromkeys("05", "touched"),
         "3": "accused",
     }
+    assert html.count("<dt>serial</dt><dd>165302400003</dd>") == 2, "of the accused part, and on its card"
+    assert html.index("Do: drain the node, reset this GPU") < html.index('class="node"') < html.index("<h2>Checks")
+    assert "<tr><td>power limit</td><td>700 W</td></tr>" in html, "a fact that all GPUs have alike is said once"
     card = html.split("<h3>GPU 3</h3>")[-1].split("</section>")[0]
     assert re.search(r"compute.*?failed.*?3 of 4", card, re.DOTALL)
 
@@ -82,17 +85,20 @@ def shades(grid: Grid) -> list[list[float]]:
 def test_the_shade_of_a_cell_is_its_share_of_the_scale_which_is_stated():
     rows, columns, values = ["a", "b"], ["0", "1"], [[100.0, 50.0], [None, float("inf")]]
     texts = [["100", "50.0"], ["-", "inf"]]
-    much = Grid(rows, columns, values, texts, unit="GB/s")
-    assert shades(much) == [[45.0, 22.5], [0.0, 0.0]]
-    assert much.legend() == "Shade: most colour at 100 GB/s, none at 0."
+    much = Grid(rows, columns, [[100.0, 75.0], [None, float("inf")]], texts, unit="GB/s")
+    assert shades(much) == [[0.0, 22.5], [0.0, 0.0]]
+    assert shades(Grid(rows, columns, values, texts)) == [[0.0, 45.0], [0.0, 0.0]]
+    assert much.legend() == "Shade: no colour at the best value, 100 GB/s; most at half of it."
     little = Grid(rows, columns, values, texts, scale="little", unit="us")
-    assert shades(little) == [[22.5, 45.0], [0.0, 0.0]]
-    assert little.legend() == "Shade: most colour at 50.0 us, half of it at twice that."
+    assert shades(little) == [[45.0, 0.0], [0.0, 0.0]]
+    assert little.legend() == "Shade: no colour at the best value, 50.0 us; most at twice of it."
+    equal = Grid(rows, columns, [[7.0, 7.0]] * 2, texts, scale="much")
+    assert shades(equal) == [[0.0, 0.0]] * 2
     failures = Grid(rows, columns, [[0.0, 0.0], [1.0, 100.0]], texts, scale="failures", unit="failed")
     assert shades(failures)[0] == [0.0, 0.0] and shades(failures)[1][0] > 15 and shades(failures)[1][1] == 45
     assert Grid(rows, columns, [[0.0, None]] * 2, texts, scale="failures").legend() == ""
     each = Grid(rows, columns, [[2.0, 4.0], [8.0, 16.0]], texts, scale=["much", "little"])
-    assert shades(each) == [[22.5, 45.0], [45.0, 22.5]] and "a scale of its own" in each.legend()
+    assert shades(each) == [[45.0, 0.0], [0.0, 45.0]] and "a scale of its own" in each.legend()
 
 
 def luminance(colour: list[float]) -> float:
@@ -107,7 +113,7 @@ def test_numbers_are_readable_on_each_shade_on_light_and_on_dark_ground():
             name: [int(number[place : place + 2], 16) / 255 for place in (0, 2, 4)]
             for name, number in re.findall(r"--(\w+): #(\w{6})", ground)
         }
-        for name in ("series0", "wrong"):
+        for name in ("unsure", "wrong"):
             for share in (0.0, 0.2, 0.45):
                 mixed = [share * a + (1 - share) * b for a, b in zip(colours[name], colours["panel"], strict=True)]
                 bright, dark = sorted((luminance(mixed), luminance(colours["text"])), reverse=True)

@@ -86,17 +86,19 @@ class Grid:
             yield label, cells
 
     def legend(self) -> str:
-        """Return what the shades mean: the value with the most colour, and the scale. "" if no cell has a shade."""
+        """Return what the shades mean: the best value or the most failures, and the scale. "" if there is none."""
         if not isinstance(self.scale, str):
-            return "Shade: each row has a scale of its own, with most colour for its best value."
+            return "Shade: each row has a scale of its own, with no colour at its best value."
         scale, best, text = self._best(0)
         if not best:
             return ""
-        most = f"Shade: most colour at {text} {self.unit}".rstrip()
-        return most + (", half of it at twice that." if scale == "little" else ", none at 0.")
+        at = f"{text} {self.unit}".rstrip()
+        if scale == "failures":
+            return f"Shade: most colour at {at}, none at 0."
+        return f"Shade: no colour at the best value, {at}; most at {'twice' if scale == 'little' else 'half'} of it."
 
     def _best(self, row: int) -> tuple[Scale, float, str]:
-        """Return the scale of a row, and the value with most colour on it with its text; 0 if no value is known."""
+        """Return the scale of a row, and its best value, or its most failures, with the text; 0 if none is known."""
         scale = self.scale if isinstance(self.scale, str) else self.scale[row]
         among = range(len(self.rows)) if isinstance(self.scale, str) else [row]
         known = [
@@ -110,13 +112,14 @@ class Grid:
 
 
 def _shade(value: float | None, best: float, scale: Scale) -> float:
+    """Return the percent of colour: equal values have none, so that a slow one is seen."""
     if value is None or not math.isfinite(value) or not best:
         return 0.0
-    if scale == "little":
-        return round(_DARKEST * best / max(abs(value), best), 1)
     share = abs(value) / best
-    # One failure of a hundred must be seen, too.
-    return round(_DARKEST * (0.4 + 0.6 * share if scale == "failures" and value else share), 1)
+    if scale == "failures":  # one failure of a hundred must be seen, too
+        return round(_DARKEST * (0.4 + 0.6 * share), 1) if value else 0.0
+    lost = share - 1 if scale == "little" else 2 * (1 - share)
+    return round(_DARKEST * min(lost, 1.0), 1)
 
 
 def over_time(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.figures import PANELS, over_time
 from mgpu_check.acceptance.report.health import facts_of, health_of
 from mgpu_check.acceptance.report.matrices import heat_maps, others
+from mgpu_check.acceptance.report.picture import pictures
 from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.acceptance.run_report import Gpu, RunReport
-from mgpu_check.devices.observations import Observation, Outcome
+from mgpu_check.devices.observations import Observation, Outcome, Part
 from mgpu_check.version import __version__
 
 __all__ = ["render"]
@@ -23,6 +25,8 @@ __all__ = ["render"]
 _TEMPLATE = Path(__file__).with_name("page.html")
 _EVIDENCE = 20
 """Most observations to show for an accusation."""
+_LONG = 200
+"""Most characters of a value of the evidence."""
 _CLASSES = {"ACCEPTED": "good", "REJECTED": "bad", "INCONCLUSIVE": "open", "SUSPECT": "open"}
 
 
@@ -35,6 +39,7 @@ class Card:
         accused: names of the accused parts that contain the GPU.
         wrong: the GPU itself is accused.
         identity: names and values that identify the GPU.
+        outcomes: the worst outcome of the GPU alone, and of the GPU with others, in words.
         results: check, outcome, counts in words, and whether the subjects are pairs, groups or the host.
         health: name and value of each telemetry finding, and whether it is a bad sign.
     """
@@ -44,13 +49,14 @@ class Card:
     accused: list[str]
     wrong: bool
     identity: list[tuple[str, str]]
+    outcomes: list[tuple[Outcome, str]]
     results: list[tuple[str, Outcome, str, bool]]
     health: list[tuple[str, str, bool]]
 
 
 def render(report: RunReport) -> str:
     """Render the report as HTML. Needs the extra ``report``; see `pages.require`."""
-    accused = _accused(report)
+    cards = _cards(report, _accused(report))
     return pages.render(
         _TEMPLATE,
         version=__version__,
@@ -63,18 +69,20 @@ def render(report: RunReport) -> str:
             {
                 "name": view.name_of(report, accusation.part),
                 "who": view.describe_part(report, accusation.part),
+                "gpus": list(_identities(report, accusation.part)),
                 "accusation": accusation,
                 "evidence": [_shown(entry) for entry in view.evidence_of(report, accusation)[:_EVIDENCE]],
                 "of": len(accusation.observations),
             }
             for accusation in report.verdict.accusations
         ],
-        facts={gpu.number: facts_of(gpu) for gpu in report.gpus},
+        facts=_facts([card.gpu for card in cards]),
         unexplained=[_shown(entry) for entry in view.failed_of(report, report.verdict)[:_EVIDENCE]],
         loose=len(report.verdict.unexplained),
         checks=view.checks_by_name(report),
         tallies=view.tallies(report),
-        cards=_cards(report, accused),
+        cards=cards,
+        pictures=pictures(report),
         matrices=heat_maps(report),
         others=others(report),
         charts=_charts(report, _wrong(report)),
@@ -84,8 +92,33 @@ def render(report: RunReport) -> str:
 
 
 def _shown(entry: Observation) -> dict[str, Any]:
-    evidence = json.dumps(encoded(entry.evidence), indent=1) if entry.evidence else ""
-    return {"entry": entry, "evidence": evidence}
+    values = ((json.dumps(name), json.dumps(value)) for name, value in encoded(entry.evidence).items())
+    lines = (f"{name}: {value[:_LONG]}{'...' * (len(value) > _LONG)}" for name, value in values)
+    return {"entry": entry, "evidence": "\n".join(lines)}
+
+
+def _facts(gpus: Sequence[Gpu]) -> list[tuple[str, list[tuple[str, list[int]]]]]:
+    """Return for each fact its values, each with the GPUs that have it; without GPUs if all of them do."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for gpu in gpus:
+        for name, value in facts_of(gpu):
+            found.setdefault(name, {}).setdefault(value, []).append(gpu.number)
+    return [
+        (name, [(value, [] if len(mine) == len(gpus) else mine) for value, mine in values.items()])
+        for name, values in found.items()
+    ]
+
+
+def _identities(report: RunReport, part: Part) -> Iterator[list[tuple[str, str]]]:
+    """Yield names and values that find each GPU of a part in the machine; nothing for a host."""
+    known = {gpu.number: gpu for gpu in report.gpus}
+    for member in dict.fromkeys(part.members) if part.kind != "host" else ():
+        if gpu := known.get(member):
+            slot = ("slot", f"PCI {gpu.pci or 'unknown'} of {view.host_name(report, gpu.host)}, cuda:{gpu.index}")
+            uuid, serial, _ = view.identity(gpu)
+            yield [(f"GPU {member}", gpu.name), slot, serial, uuid]
+        else:
+            yield [(f"GPU {member}", "unknown to this run")]
 
 
 def _accused(report: RunReport) -> dict[int, list[str]]:
@@ -120,9 +153,12 @@ def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
     shown = {host.number for host in view.in_detail(report)}
     for gpu in (gpu for gpu in report.gpus if gpu.host in shown or len(report.gpus) <= view.MATRIX):
         results = _results(names, own[gpu.number], shared[gpu.number])
+        ways = ((own[gpu.number], "alone"), (shared[gpu.number], "with others"))
+        outcomes = [(view.Tally.of(itertools.chain(*some.values())).outcome, how) for some, how in ways if some]
         health = health_of(by_gpu[gpu.number])
         host = view.host_name(report, gpu.host)
-        cards.append(Card(gpu, host, accused[gpu.number], gpu.number in wrong, view.identity(gpu), results, health))
+        mine, known = accused[gpu.number], view.identity(gpu)
+        cards.append(Card(gpu, host, mine, gpu.number in wrong, known, outcomes, results, health))
     return cards
 
 
