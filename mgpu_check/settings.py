@@ -224,6 +224,13 @@ class Settings:
         "none",
         {"metavar": "FILE"},
     )
+    accept_dcgm: str | None = _option(
+        None,
+        option_values.file,
+        "acceptance: take the results of DCGM's diagnostic from this file into the verdict: dcgmi diag -r 3 -j > FILE",
+        "none",
+        {"metavar": "FILE.json"},
+    )
     accept_verdict_file: str | None = _option(
         None,
         option_values.file,

@@ -39,8 +39,9 @@ CHECKLIST: Mapping[str, Check] = {
     "training": Check((12, 150, 4000), over_the_host=True, counts="steps of training"),
     "soak": Check(over_the_host=True),
     "performance": Check(alone=True),
+    "dcgm": Check(alone=True, of_driver=True, of_facts=True),
     "health": Check((2, 2, 2), alone=True, of_driver=True),
 }
-"""All checks in the order they run. The soak runs only on request."""
+"""All checks in the order they run. The soak and the results of DCGM run only on request."""
 
 CHECKS = tuple(CHECKLIST)

@@ -118,10 +118,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort the checks by `CHECKS`: the most informative per second first, health last, because it covers all the
     others.
 
-    Deselect the soak unless it was requested.
+    Deselect the soak and the results of DCGM unless they were requested.
     """
-    if soak_of(config.stash[SESSION].settings) is None:
-        left_out = [item for item in _ours(items) if _check_of(item) == "soak"]
+    settings = config.stash[SESSION].settings
+    absent = {"soak": soak_of(settings) is None, "dcgm": settings.accept_dcgm is None}
+    if any(absent.values()):
+        left_out = [item for item in _ours(items) if absent.get(_check_of(item), False)]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     order = {f"test_{check}": place for place, check in enumerate(CHECKS)}

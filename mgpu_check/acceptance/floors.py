@@ -21,12 +21,15 @@ Other programs may have allocated some of it since it was counted.
 _PASSES = (1, 2, 8)
 
 
-def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | None) -> dict[str, dict[Subject, Work]]:
+def floors(
+    gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | None, dcgm: bool = False
+) -> dict[str, dict[Subject, Work]]:
     """Return the least work that passes, by check and subject.
 
     Args:
         memory_share: share of each GPU's memory to be tested.
         soak: requested seconds of load; None without a soak.
+        dcgm: whether results of DCGM's diagnostic were given.
     """
     place = LEVELS.index(level)
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
@@ -40,6 +43,8 @@ def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | N
         for subject, gpu in zip(each, gpus, strict=True)
     }
     found["performance"] = dict.fromkeys(each, Work())
+    if dcgm:
+        found["dcgm"] = dict.fromkeys(each, Work(operations=1))
     if soak:
         found["soak"] = dict.fromkeys(each, Work(seconds=0.9 * soak))
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgpu_check.acceptance.baseline import Baseline, read_baseline
+from mgpu_check.acceptance.dcgm.diagnostic import Diagnostic, read_diagnostic
 from mgpu_check.acceptance.faults import Planted, planted_from
 from mgpu_check.acceptance.policy import read_policy
 from mgpu_check.acceptance.report.files import check_paths, check_place
@@ -37,6 +38,7 @@ class Plan:
         policy: rulings on findings that differ from the defaults, by id.
         evidence: whether JSON reports keep every observation and sample.
         syslog: whether to send the verdict to the system log.
+        dcgm: results of DCGM's diagnostic; None without a file.
     """
 
     level: Level
@@ -51,6 +53,7 @@ class Plan:
     policy: Mapping[str, Ruling] = field(default_factory=dict)
     evidence: bool = False
     syslog: bool = False
+    dcgm: Diagnostic | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Plan:
@@ -79,6 +82,8 @@ class Plan:
                 check_place(Path(settings.accept_verdict_file))
             option = "accept_policy"
             policy = read_policy(Path(settings.accept_policy)) if settings.accept_policy else {}
+            option = "accept_dcgm"
+            dcgm = read_diagnostic(Path(settings.accept_dcgm)) if settings.accept_dcgm else None
             option = "accept_record_baseline"
             record = _new_baseline(settings.accept_record_baseline)
         except ValueError as error:
@@ -96,6 +101,7 @@ class Plan:
             policy,
             settings.accept_evidence,
             settings.accept_syslog,
+            dcgm,
         )
 
 

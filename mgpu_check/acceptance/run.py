@@ -235,7 +235,7 @@ class Run:
         plan = self.plan
         observations = tuple(self.log.observations())
         gpus = self.node.gpus if self.node else ()
-        needed = floors.floors(gpus, plan.level, plan.memory_share, plan.soak)
+        needed = floors.floors(gpus, plan.level, plan.memory_share, plan.soak, plan.dcgm is not None)
         wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
         done = floors.check_runs(observations, wanted, self.log.times)
         verdict = self._verdict(

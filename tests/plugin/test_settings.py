@@ -36,6 +36,7 @@ def test_the_first_place_that_says_something_wins():
         "accept_evidence": "default",
         "accept_syslog": "default",
         "accept_policy": "default",
+        "accept_dcgm": "default",
         "accept_verdict_file": "default",
         "accept_plant": "default",
     }

@@ -1,0 +1,1 @@
+"""Results of DCGM's diagnostic, in the same verdict and reports."""

@@ -1,0 +1,151 @@
+"""Read what ``dcgmi diag -j`` prints, in the layouts of DCGM 2, 3 and 4.
+
+The source of DCGM defines both layouts (``dcgmi/Diag.cpp``): up to DCGM 3, ``gpu_ids`` or ``gpu_id`` name the GPU of a
+result, and ``GPU Device Serials`` its serial number, since 3.3; in DCGM 4 a result names an entity, and
+``entity_groups`` has the serial numbers. No layout has UUIDs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.acceptance.documents import read_document
+
+__all__ = ["Diagnostic", "DiagnosticResult", "read_diagnostic"]
+
+_NAMES = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
+_PASSED, _FAILED, _WARNED, _SKIPPED = "Pass", "Fail", "Warn", "Skip"
+_STATES = (_PASSED, _FAILED, _WARNED, _SKIPPED)
+_GPU = 1
+"""``DCGM_FE_GPU``: the id of the group of GPUs."""
+_ORIGIN = "`dcgmi diag -r 3 -j > FILE.json` writes such a file"
+
+
+@dataclass(frozen=True)
+class DiagnosticResult:
+    """One result of a test.
+
+    Attributes:
+        gpu: index of the GPU for DCGM; None for the host.
+        serial: serial number of the GPU; "" if the file has none.
+        state: "Pass", "Fail", "Warn" or "Skip".
+        told: the messages, in one line.
+        errors: DCGM's numbers of the errors.
+    """
+
+    test: str
+    category: str
+    gpu: int | None
+    serial: str
+    state: str
+    told: str = ""
+    errors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """A run of the diagnostic.
+
+    Attributes:
+        version: of DCGM; "" if the file does not have it.
+        error: why the diagnostic did not run; "" if it ran.
+    """
+
+    file: str
+    version: str
+    results: tuple[DiagnosticResult, ...]
+    error: str = ""
+
+
+def read_diagnostic(path: Path) -> Diagnostic:
+    """Read a file. A run of several iterations has the results of all of them.
+
+    Raises:
+        ValueError: the file cannot be read, or is in no layout of DCGM. The message names the part that is wrong.
+    """
+    document = read_document(path)
+    try:
+        runs = _of(document, "the file", dict).get("iterations", [document])
+        found = [_run(_of(run, "an iteration", dict)) for run in _of(runs, "iterations", list)]
+    except (ValueError, KeyError, TypeError, AttributeError) as wrong:
+        text = str(wrong) if isinstance(wrong, ValueError) else f"it is in no layout of DCGM ({wrong!r})"
+        raise ValueError(f"{path}: {text}. {_ORIGIN}") from wrong
+    results = tuple(result for _, some, _ in found for result in some)
+    error = "; ".join(dict.fromkeys(text for _, _, text in found if text))
+    if not results and not error:
+        raise ValueError(f"{path}: it has no result of a test. {_ORIGIN}")
+    return Diagnostic(str(path), next((version for version, _, _ in found if version), ""), results, error)
+
+
+def _run(document: Mapping[str, Any]) -> tuple[str, list[DiagnosticResult], str]:
+    """Return the version, the results, and the error of one iteration."""
+    name = next((name for name in _NAMES if name in document), None)
+    if name is None:
+        raise ValueError(f"there is no {' or '.join(map(repr, _NAMES))} in {sorted(document)[:8]}")
+    body = _of(document[name], name, dict)
+    metadata = document.get("metadata", {})
+    version = str(document.get("version") or metadata.get("version") or body.get("version") or "")
+    if error := body.get("runtime_error"):
+        return version, [], str(error)
+    serials = {int(key): str(value) for key, value in document.get("GPU Device Serials", {}).items()}
+    for group in document.get("entity_groups", ()):
+        if group.get("entity_group_id") == _GPU:
+            serials |= {entity["entity_id"]: str(entity.get("serial_num", "")) for entity in group["entities"]}
+    found: list[DiagnosticResult] = []
+    for category in _of(body.get("test_categories"), "test_categories", list):
+        for test in _of(_of(category, "a category", dict).get("tests", []), "tests", list):
+            if test is not None:  # a test that did not run leaves a gap
+                found += _test(_of(test, "a test", dict), str(category.get("category", "")), serials)
+    return version, found, ""
+
+
+def _test(test: Mapping[str, Any], category: str, serials: Mapping[int, str]) -> list[DiagnosticResult]:
+    name = str(test.get("name", "a test"))
+    found = [
+        result
+        for entry in _of(test.get("results", []), f"results of {name}", list)
+        if entry is not None  # a GPU that did not run the test
+        for result in _results(name, category, _of(entry, f"a result of {name}", dict), serials)
+    ]
+    summary = test.get("test_summary")
+    if summary is not None and not any(result.state == summary.get("status") for result in found):
+        found += _results(name, category, _of(summary, f"test_summary of {name}", dict), {})
+    return found
+
+
+def _results(
+    test: str, category: str, entry: Mapping[str, Any], serials: Mapping[int, str]
+) -> Iterator[DiagnosticResult]:
+    """Yield the results of an entry: one for each GPU that it names, or one for the host."""
+    state = str(entry.get("status"))
+    if state not in _STATES:
+        raise ValueError(f"status of {test} is {state!r}; DCGM has {', '.join(_STATES)}")
+    warnings = entry.get("warnings") or []
+    texts, errors = [], [entry["error_id"]] if "error_id" in entry else []
+    for one in [warnings] if isinstance(warnings, str) else warnings:
+        if isinstance(one, Mapping):
+            texts.append(str(one.get("warning") or one.get("warnings") or ""))
+            errors += [one["error_id"]] if "error_id" in one else []
+        elif one is not None:
+            texts.append(str(one))
+    gpus: list[int | None] = [None]
+    if "entity_group_id" in entry:
+        if entry["entity_group_id"] == _GPU:
+            gpus = [int(entry["entity_id"])]
+        else:
+            texts.insert(0, f"{entry.get('entity_group')} {entry.get('entity_id')}")
+    elif (named := str(entry.get("gpu_id", entry.get("gpu_ids", "")))) not in ("", "-1"):
+        gpus = [int(word) for word in named.split(",")]
+    told = "; ".join(" ".join(text.split()) for text in dict.fromkeys(texts) if text)
+    for gpu in gpus:
+        serial = "" if gpu is None else serials.get(gpu, "")
+        yield DiagnosticResult(test, category, gpu, serial, state, told, tuple(int(error) for error in errors))
+
+
+def _of(value: Any, what: str, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is {str(value)[:60]!r}, not {'an object' if kind is dict else 'a list'}")
+    return value
