@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,8 @@ __all__ = ["assert_devices_wait", "assert_events_tell", "assert_host_waits"]
 _CYCLES = 2_000_000
 """Cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early."""
 _ELEMENTS = (1 << 16) + 3
+_CLOCKS_APART = 0.02, 0.05
+"""Share, and milliseconds, by which the clocks of host and device may differ: a wrong unit differs by far more."""
 
 Wait = Callable[[torch.cuda.Stream, torch.cuda.Event], object]
 
@@ -118,7 +121,7 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def assert_events_tell(devices: Sequence[torch.device]) -> int:
-    """Assert that events are done only after the work before them, in order, and that they measure its time.
+    """Assert that events are done only after the work before them, in order, and measure its time in milliseconds.
 
     Returns:
         the number of devices.
@@ -130,8 +133,11 @@ def assert_events_tell(devices: Sequence[torch.device]) -> int:
     for device in devices:
         with torch.cuda.device(device):
             stream, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            start, end, behind = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            start, end, behind, late = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+            began = time.perf_counter()
             start.record(stream)
+            start.synchronize()
+            reached = time.perf_counter()
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(40 * _CYCLES)  # long enough for the host to query the events meanwhile
             end.record(stream)
@@ -157,4 +163,19 @@ def assert_events_tell(devices: Sequence[torch.device]) -> int:
                     f"after {longer} ms",
                     ranks=(device.index,),
                 )
+            waited = time.perf_counter() - reached
+            late.record(stream)
+            late.synchronize()
+            _agree_with_host(device, start.elapsed_time(late), waited * 1e3, (time.perf_counter() - began) * 1e3)
     return len(devices)
+
+
+def _agree_with_host(device: torch.device, measured: float, least: float, most: float) -> None:
+    """Raise DeviceMismatch if two events are further apart, or less far, than the host has measured, in ms."""
+    share, constant = _CLOCKS_APART
+    if not least * (1 - share) - constant <= measured <= most * (1 + share) + constant:
+        raise DeviceMismatch(
+            f"{device}: Event.elapsed_time is {measured:.6g} ms, but the host waited {least:.6g} to {most:.6g} ms between "
+            f"the two events",
+            ranks=(device.index,),
+        )

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from mgpu_check.suite.common.faults.breaking import around
+from mgpu_check.suite.common.faults.breaking import around, returned
 from mgpu_check.suite.common.faults.operators import call, first, last
 from mgpu_check.suite.common.faults.registry import caught_by, entered, fault
 from mgpu_check.torch_hooks.patches import replaced
@@ -203,3 +203,9 @@ def events_done_too_early(*_: Any) -> bool:
 def no_time_passes(*_: Any) -> float:
     """As if the clock of the device had stopped."""
     return 0.0
+
+
+@timing("elapsed_time returns seconds", returned(torch.cuda.Event, "elapsed_time"))
+def time_is_in_seconds(milliseconds: float, *_: Any) -> float:
+    """As if the unit of the driver had been converted twice."""
+    return milliseconds / 1000
