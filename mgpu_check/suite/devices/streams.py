@@ -175,7 +175,7 @@ def _agree_with_host(device: torch.device, measured: float, least: float, most: 
     share, constant = _CLOCKS_APART
     if not least * (1 - share) - constant <= measured <= most * (1 + share) + constant:
         raise DeviceMismatch(
-            f"{device}: Event.elapsed_time is {measured:.6g} ms, but the host waited {least:.6g} to {most:.6g} ms between "
-            f"the two events",
+            f"{device}: Event.elapsed_time is {measured:.6g} ms, but the host waited {least:.6g} to {most:.6g} ms "
+            f"between the two events",
             ranks=(device.index,),
         )
