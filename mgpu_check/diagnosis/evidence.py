@@ -221,6 +221,7 @@ class Restored:
         right_on_rank_0: other entries that are wrong at the end, but right on rank 0 -> the wrong ranks.
         at_the_end: all entries that are wrong at the end.
         epochs: a clause on a sampler that continues with the wrong epoch, if nothing but generators was lost.
+        resharded: entries whose saved parts are in wrong places after loading -> a description; in no other field.
     """
 
     seen: bool
@@ -232,8 +233,9 @@ class Restored:
     right_on_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
     at_the_end: Sequence[object] = ()
     epochs: str = ""
+    resharded: Mapping[Any, str] = field(default_factory=dict)
 
     @property
     def lost(self) -> bool:
         """True if loading did not restore some entry."""
-        return bool(self.on_some or self.nowhere or self.of_rank_0)
+        return bool(self.on_some or self.nowhere or self.of_rank_0 or self.resharded)

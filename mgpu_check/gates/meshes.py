@@ -11,10 +11,24 @@ from mgpu_check.numerics.placement.declared import Coordinates
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh", "check_meshes", "coordinates_of", "described", "mesh_of", "place_in", "size_of", "where_is"]
+__all__ = [
+    "Mesh",
+    "Place",
+    "check_meshes",
+    "check_places",
+    "coordinates_of",
+    "described",
+    "mesh_of",
+    "place_in",
+    "size_of",
+    "where_is",
+]
 
 Mesh = tuple[tuple[str, int], ...]
 """Axes in order, the outermost first, with their sizes."""
+
+Place = tuple[int, Mesh]
+"""A number of ranks, and their mesh, which may be empty."""
 
 
 def check_meshes(
@@ -35,27 +49,51 @@ def check_meshes(
         )
     if isinstance(meshes, str | Mapping) or not isinstance(meshes, Iterable):
         raise ValueError(f"{gate}: meshes={meshes!r}; {wanted}")
-    found: list[Mesh] = []
-    for given in meshes:
-        if not isinstance(given, Mapping) or not given:
-            raise ValueError(f"{gate}: meshes has {given!r}; {wanted}")
-        wrong = [
-            axis
-            for axis, size in given.items()
-            if not isinstance(axis, str) or not axis or not isinstance(size, int) or isinstance(size, bool) or size < 1
-        ]
-        if wrong:
-            raise ValueError(f"{gate}: meshes has {dict(given)!r}; {wanted}, each size an int of at least 1")
-        mesh = tuple(given.items())
-        if size_of(mesh) > largest:
-            raise ValueError(
-                f"{gate}: mesh {dict(given)!r} needs {size_of(mesh)} ranks, and this run has {largest} devices; "
-                "give smaller ones, or more devices with --gpus=N"
-            )
-        found.append(mesh)
+    found = [_checked(gate, "meshes", given, largest, wanted) for given in meshes]
     if not found:
         raise ValueError(f"{gate}: meshes is empty; {wanted}")
     return sorted(dict.fromkeys(found), key=size_of)
+
+
+def check_places(gate: str, argument: str, given: object, largest: int) -> list[Place]:
+    """Return the world sizes and meshes that a user gives, one or several, without duplicates, the smallest first.
+
+    Raises:
+        ValueError: one of them is neither an int from 1 to `largest`, nor a mesh of such a size; or `given` is empty.
+    """
+    wanted = f'give ints from 1 to {largest}, or mappings from axes to sizes, such as [2, {{"dp": 2, "tp": 2}}]'
+    several = [given] if isinstance(given, str | Mapping) or not isinstance(given, Iterable) else list(given)
+    found: list[Place] = []
+    for one in several:
+        if isinstance(one, int) and not isinstance(one, bool):
+            if not 1 <= one <= largest:
+                raise ValueError(f"{gate}: {argument} has {one}; {wanted} (more with --gpus=N)")
+            found.append((one, ()))
+        else:
+            mesh = _checked(gate, argument, one, largest, wanted)
+            found.append((size_of(mesh), mesh))
+    if not found:
+        raise ValueError(f"{gate}: {argument} is empty; {wanted}")
+    return sorted(dict.fromkeys(found))
+
+
+def _checked(gate: str, argument: str, given: object, largest: int, wanted: str) -> Mesh:
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(f"{gate}: {argument} has {given!r}; {wanted}")
+    wrong = [
+        axis
+        for axis, size in given.items()
+        if not isinstance(axis, str) or not axis or not isinstance(size, int) or isinstance(size, bool) or size < 1
+    ]
+    if wrong:
+        raise ValueError(f"{gate}: {argument} has {dict(given)!r}; {wanted}, each size an int of at least 1")
+    mesh = tuple(given.items())
+    if size_of(mesh) > largest:
+        raise ValueError(
+            f"{gate}: mesh {dict(given)!r} needs {size_of(mesh)} ranks, and this run has {largest} devices; "
+            "give smaller ones, or more devices with --gpus=N"
+        )
+    return mesh
 
 
 def described(mesh: Mesh) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.attempts import Attempts
@@ -93,7 +94,11 @@ class Entries:
 
 
 def explained(
-    ends: Entries, loaded: Entries | None, attempts: Attempts, epochs: Sequence[Sequence[Sequence[int]]] = ()
+    ends: Entries,
+    loaded: Entries | None,
+    attempts: Attempts,
+    epochs: Sequence[Sequence[Sequence[int]]] = (),
+    resharded: Mapping[StateEntry, str] = MappingProxyType({}),
 ) -> tuple[list[Observable], list[Finding]]:
     """Return the table row of each entry, and the likely causes.
 
@@ -102,6 +107,7 @@ def explained(
         ends: compares the end of the resumed run with the uninterrupted run.
         loaded: compares the states right after loading with the saved ones; None if loading could not be observed.
         epochs: for each rank, the epochs of samplers in the uninterrupted run, before the interruption, and after it.
+        resharded: `Restored.resharded`.
     """
     observables = []
     drawn = [name for name in ends.by_name if name.generator and ends.drawn(name)]
@@ -118,7 +124,7 @@ def explained(
         observables.append(Observable(str(name), relations, detail))
     # Show entries that were lost in loading first: they are the cause, and a report shows only a few rows.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
-    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn, _epochs(epochs))
+    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn, _epochs(epochs), resharded)
     return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts)
 
 
@@ -136,19 +142,27 @@ def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
     return ""
 
 
-def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[StateEntry], epochs: str) -> Restored:
+def _evidence(
+    ends: Entries,
+    loaded: Entries | None,
+    drawn: Sequence[StateEntry],
+    epochs: str,
+    resharded: Mapping[StateEntry, str],
+) -> Restored:
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
     lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _holds(ends, n) is not None}
-    if loaded is not None and (lost or lost_numbers):
+    lost = {name: ranks for name, ranks in lost.items() if name not in resharded}
+    if loaded is not None and (lost or lost_numbers or resharded):
         partly = {name: ranks for name, ranks in {**lost, **lost_numbers}.items() if len(ranks) < loaded.size}
         of_rank_0 = {name: ranks for name, ranks in partly.items() if loaded.is_rank_0s(name)}
         return Restored(
             seen=True,
-            epochs="" if lost else epochs,
+            epochs="" if lost or resharded else epochs,
             on_some={name: ranks for name, ranks in partly.items() if name not in of_rank_0},
             nowhere=[name for name in (*lost, *lost_numbers) if name not in partly],
             of_rank_0=of_rank_0,
             numbers_of_rank_0={name: ranks for name, ranks in of_rank_0.items() if name.generator},
+            resharded=resharded,
         )
     parted = {name: ranks for name, ranks in ends.wrong.items() if ends.parted(name)}
     return Restored(

@@ -1,16 +1,18 @@
-"""The gate for checkpoints: a resumed run continues like an uninterrupted one."""
+"""The gate for checkpoints: a resumed run continues like an uninterrupted one, on as many ranks or on others."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.report import Report
-from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
+from mgpu_check.errors import NotCompared, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.hash_seeds import with_seeds_apart
+from mgpu_check.gates.meshes import Place, check_places, where_is
 from mgpu_check.gates.restored import Entries, explained
 from mgpu_check.gates.worlds import RanksFixture, check_count, check_tolerance, noting, world_sizes_of
 from mgpu_check.processes.rank_lists import named
@@ -18,13 +20,18 @@ from mgpu_check.processes.scratch import Scratch
 
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
+    from mgpu_check.gates.states import StateEntry
 
 __all__ = ["assert_resume_continues"]
 
+_GATE = "assert_resume_continues"
 _SEED, _OTHER_SEED = 20, 2_000_003
 # Size of the added rounding errors in unit roundoffs: among a million random errors, hardly any exceeds 6 standard
 # deviations. They are added in pairs of opposite directions.
 _SPREAD, _PAIRS = 6.0, 2
+
+World = int | Mapping[str, int]
+"""A number of ranks, or the axes of a mesh and their sizes."""
 
 
 def assert_resume_continues(
@@ -34,6 +41,8 @@ def assert_resume_continues(
     steps: int = 3,
     world_sizes: Iterable[int] | None = None,
     tolerance: float | None = None,
+    save_on: World | Iterable[World] | None = None,
+    load_on: World | Iterable[World] | None = None,
 ) -> None:
     """Assert that a run of `steps` steps, saved and resumed for `steps` more, equals one run of 2 * `steps` steps.
 
@@ -59,6 +68,12 @@ def assert_resume_continues(
     of conftests. Globals of modules that ranks import, as of an installed package, stay: `train` must not keep state
     there.
 
+    With `save_on` or `load_on`, some ranks save and others resume, for each pair of world sizes or meshes. The resumed
+    run is compared with an uninterrupted run on the ranks that load. So the steps of `train` must be the same at any
+    world size, as `assert_step_scales` checks, and random numbers must not differ between ranks. After a failure the
+    gate compares uninterrupted runs on the ranks that save and that load. If these differ, the checkpoint is not at
+    fault, and the gate raises ValueError.
+
     Generators alone are not judged, since many a loader draws a seed that it does not use. If results differ, the
     report names the generators that the steps draw from. Return their states from `train` to have them compared.
 
@@ -76,53 +91,139 @@ def assert_resume_continues(
         world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
         tolerance: largest error of an element, as a fraction of the largest magnitude in its tensor, from 0 to below 1.
             It replaces the measured tolerance.
+        save_on, load_on: world sizes or meshes, one or several: ``save_on=[1, 2], load_on=[4, {"dp": 2, "tp": 2}]``.
+            In a mesh, ``rank.mesh`` is the `DeviceMesh`. They replace `world_sizes`. If only one of them is given, the
+            other is the default of `world_sizes`.
 
     Raises:
         ScalingMismatch: the resumed run ends with another state; raised at the smallest world size where it does.
             ``.ranks`` are the ranks where the state differs.
+        NotCompared: a run that is resumed on other ranks ends with another state, and no entry of the state shows
+            whether `train` itself is the same on those ranks.
         ValueError: an argument is not valid; `train` returns no mapping, or a value that cannot be compared; the later
             steps change nothing; or two uninterrupted runs differ.
     """
     __tracebackhide__ = True
-    check_count("assert_resume_continues", "steps", steps)
-    check_tolerance("assert_resume_continues", tolerance, by_name=False)
-    sizes = world_sizes_of(ranks, world_sizes)
-    for size in sizes:
+    check_count(_GATE, "steps", steps)
+    check_tolerance(_GATE, tolerance, by_name=False)
+    if save_on is None and load_on is None:
+        groups: list[list[tuple[Place, Place]]] = [
+            [((size, ()), (size, ()))] for size in world_sizes_of(ranks, world_sizes)
+        ]
+    elif world_sizes is not None:
+        raise ValueError(f"{_GATE}: world_sizes and save_on or load_on are both given; leave world_sizes out")
+    else:
+        saving, loading = (
+            [(size, ()) for size in world_sizes_of(ranks, None)]
+            if given is None
+            else check_places(_GATE, name, given, ranks.size)
+            for name, given in (("save_on", save_on), ("load_on", load_on))
+        )
+        groups = [[(saved, loaded) for loaded in loading for saved in saving]]
+    for group in groups:
         with Scratch.new("resume") as root:
-            _check(ranks, train, steps, size, tolerance, root)
-    smallest = min((size for size in sizes if size > 1), default=None)
+            training = _TrainingRuns(ranks, train, steps, root)
+            for saved, loaded in group:
+                _check(training, saved, loaded, tolerance)
+    smallest = next((pair for group in groups for pair in group if max(pair)[0] > 1), None)
     if smallest is not None:
 
-        def judge(by: RanksFixture, size: int = smallest) -> None:
+        def judge(by: RanksFixture, pair: tuple[Place, Place] = smallest) -> None:
             with Scratch.new("resume") as root:
-                _check(by, train, steps, size, tolerance, root)
+                _check(_TrainingRuns(by, train, steps, root), *pair, tolerance)
 
-        case: dict[str, object] = {"world size": smallest, "steps": f"{steps} + {steps}"}
-        with_seeds_apart(ranks, "assert_resume_continues", (train,), case, judge)
+        with_seeds_apart(ranks, _GATE, (train,), _case(*smallest, steps), judge)
 
 
-def _check(
-    ranks: RanksFixture, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path
-) -> None:
-    __tracebackhide__ = True
-    from mgpu_check.gates.states import TrainingPart, compare, epochs_of, train_and_keep
+class _TrainingRuns:
+    """The runs of one training. Uninterrupted runs are made once for each number of ranks.
 
-    def run(start: int, stop: int, name: str, directory: str, seed: int, **how: Any) -> Path:
-        (root / directory).mkdir(exist_ok=True)
-        part = TrainingPart(start, stop, root / directory, seed, **how)
-        with noting(f"steps {start} to {stop} at world size {size}"):
-            problems = ranks.run(train_and_keep, train, part, root / name, size=size)
+    Attributes:
+        root: directory of all checkpoints and kept states.
+    """
+
+    def __init__(self, ranks: RanksFixture, train: Callable[..., Any], steps: int, root: Path) -> None:
+        self.ranks, self.train, self.steps, self.root = ranks, train, steps, root
+        self.half, self.whole, self.perturbed = cache(self._half), cache(self._whole), cache(self._perturbed)
+
+    def checkpoint(self, place: Place, copy: str = "checkpoint") -> Path:
+        """Return the directory of a checkpoint, or of a copy of it."""
+        return self._of(place) / copy
+
+    def restored(self, place: Place) -> Path:
+        """Return the directory of a checkpoint with the files that the interrupted run has saved there."""
+        self.half(place)
+        directory = self.checkpoint(place)
+        shutil.rmtree(directory)
+        shutil.copytree(self.checkpoint(place, "saved"), directory)
+        return directory
+
+    def resumed(self, saved: Place, loaded: Place) -> Path:
+        """Continue the interrupted run on other ranks; return the directory of its state."""
+        end = 2 * self.steps
+        return self.run(loaded, self.steps, end, "resumed", self.restored(saved), _OTHER_SEED)
+
+    def loaded(self, saved: Place, loaded: Place) -> Path:
+        """Load the checkpoint on other ranks, without a step.
+
+        Without steps in between, one rank may save while another still loads. So each rank gets its own copy.
+        """
+        apart = self._of(loaded) / "apart"
+        shutil.rmtree(apart, ignore_errors=True)
+        for rank in range(loaded[0]):
+            shutil.copytree(self.checkpoint(saved, "saved"), apart / str(rank))
+        return self.run(loaded, self.steps, self.steps, "loaded", apart, _OTHER_SEED, apart=True)
+
+    def run(self, place: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
+        """Run a part of the training; return the directory of the states at its end."""
+        from mgpu_check.gates.states import TrainingPart, train_and_keep
+
+        directory.mkdir(parents=True, exist_ok=True)
+        part = TrainingPart(start, stop, directory, seed, place[1], **how)
+        kept = self._of(place) / name
+        kept.mkdir(parents=True, exist_ok=True)
+        with noting(f"steps {start} to {stop} at {where_is(*place)}"):
+            problems = self.ranks.run(train_and_keep, self.train, part, kept, size=place[0])
         for problem in filter(None, problems):
             raise ValueError(problem)
-        return root / name
+        return kept
 
-    def compared(got: Path, runs: list[Path], perturbed: Sequence[Path] = ()) -> Entries:
-        return Entries(ranks.run(compare, got, runs, half, list(perturbed), tolerance, size=size))
+    def _half(self, place: Place) -> Path:
+        kept = self.run(place, 0, self.steps, "half", self.checkpoint(place), _SEED)
+        shutil.copytree(self.checkpoint(place), self.checkpoint(place, "saved"))
+        return kept
 
-    half = run(0, steps, "half", "checkpoint", _SEED)
-    shutil.copytree(root / "checkpoint", root / "saved")
-    resumed = run(steps, 2 * steps, "resumed", "checkpoint", _OTHER_SEED)
-    whole = [run(0, 2 * steps, name, f"of {name}", _SEED) for name in ("whole", "again")]
+    def _whole(self, place: Place) -> list[Path]:
+        return [self._uninterrupted(place, name) for name in ("whole", "again")]
+
+    def _perturbed(self, place: Place) -> list[Path]:
+        return [
+            self._uninterrupted(place, f"perturbed {signs}{sign}", spread=spread, signs=signs)
+            for signs in range(_PAIRS)
+            for sign, spread in (("+", _SPREAD), ("-", -_SPREAD))
+        ]
+
+    def _uninterrupted(self, place: Place, name: str, **how: Any) -> Path:
+        return self.run(place, 0, 2 * self.steps, name, self._of(place) / f"of {name}", _SEED, **how)
+
+    def _of(self, place: Place) -> Path:
+        return self.root / where_is(*place)
+
+
+def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None) -> None:
+    __tracebackhide__ = True
+    from mgpu_check.gates.resharding import resharded, same_training
+    from mgpu_check.gates.states import compare, epochs_of
+
+    ranks, steps, size = training.ranks, training.steps, loaded[0]
+    across = saved != loaded
+
+    def compared(got: Path, runs: list[Path], perturbed: Sequence[Path] = (), rounded: bool = False) -> Entries:
+        return Entries(
+            ranks.run(compare, got, runs, training.half(loaded), list(perturbed), tolerance, rounded, size=size)
+        )
+
+    resumed, whole = training.resumed(saved, loaded), training.whole(loaded)
     ends = compared(resumed, whole)
     if ends.irreproducible:
         raise ValueError(
@@ -139,43 +240,72 @@ def _check(
     remarks = []
     if ends.wrong and tolerance is None:
         # Correct code may round differently after a start: DistributedDataParallel uses other buckets in its first
-        # step.
+        # step. Other ranks add in another order.
         try:
-            perturbed = [
-                run(0, 2 * steps, name := f"perturbed {signs}{sign}", f"of {name}", _SEED, spread=spread, signs=signs)
-                for signs in range(_PAIRS)
-                for sign, spread in (("+", _SPREAD), ("-", -_SPREAD))
-            ]
-            ends = compared(resumed, whole, perturbed)
+            ends = compared(resumed, whole, training.perturbed(loaded))
         except (RankFailure, RankHang, ValueError) as error:
+            how = "bit for bit"
+            if across:
+                how, ends = "up to what rounding could explain at most", compared(resumed, whole, rounded=True)
             remarks.append(
-                f"compared bit for bit, because the size of rounding errors could not be measured: {_first(error)}"
+                f"compared {how}, because the size of rounding errors could not be measured: {_first(error)}"
             )
     if not ends.wrong:
         return
-    loaded = None
+    entry, detail, wrong = ends.first_wrong
+    if across:
+        halves = (training.half(saved), saved[0], training.half(loaded), loaded[0])
+        alike = ranks.run(same_training, *halves, tolerance, size=1)[0]
+        if alike.differing:
+            raise ValueError(
+                f"{_GATE}: train depends on the number of ranks: after steps 0 to {steps}, without any checkpoint, "
+                f"{alike.differing} at {where_is(*saved)} and at {where_is(*loaded)} differ by more than rounding; so "
+                "a run that is resumed on other ranks cannot be judged. Make the step the same at any world size "
+                "(assert_step_scales tells where it differs), without random numbers that differ between ranks"
+            )
+        if not alike.agreeing:
+            raise NotCompared(
+                f"{_GATE}: a run saved at {where_is(*saved)} and resumed at {where_is(*loaded)} ends with another "
+                f"{entry} than an uninterrupted run, and no entry of the state could be compared between these "
+                "numbers of ranks; so either the checkpoint or train itself differs. Return whole parameters from "
+                "train, too, such as full_tensor() or a full state dict"
+            )
+        remarks.append(
+            f"uninterrupted runs at {where_is(*saved)} and at {where_is(*loaded)} agree, so train is the same there"
+        )
+    state: Entries | None = None
+    moved: dict[StateEntry, str] = {}
     try:
-        # Without steps in between, one rank may save while another still loads: each gets its own copy.
-        for rank in range(size):
-            shutil.copytree(root / "saved", root / "apart" / str(rank))
-        loaded = compared(run(steps, steps, "loaded", "apart", _OTHER_SEED, apart=True), [half])
+        parts = training.loaded(saved, loaded)
+        state = compared(parts, [training.half(loaded)], rounded=across)
+        if across:
+            moved = ranks.run(resharded, *halves, parts, size=1)[0]
     except (RankFailure, RankHang, ValueError) as error:
         # The failure is already proven; this run only explains it.
         call = f"train(rank, directory, {steps}, {steps})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     attempts = Attempts()
-    epochs = ranks.run(epochs_of, [whole[0], half, resumed], size=size)
-    observables, findings = explained(ends, loaded, attempts, epochs)
-    entry, detail, wrong = ends.first_wrong
+    epochs = ranks.run(epochs_of, [whole[0], training.half(loaded), resumed], size=size)
+    observables, findings = explained(ends, state, attempts, epochs, moved)
+    said = (
+        f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)} does not continue"
+        if across
+        else f"resumed at step {steps} does not continue at {where_is(*loaded)}"
+    )
     report = Report(
-        f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {entry} on "
-        f"{named(wrong)}: {detail}",
-        {"world size": size, "steps": f"{steps} + {steps}"},
+        f"training {said}: after step {2 * steps}, {entry} on {named(wrong)}: {detail}",
+        _case(saved, loaded, steps),
         observables,
         findings,
         [*remarks, *attempts.remarks],
     )
     raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes)
+
+
+def _case(saved: Place, loaded: Place, steps: int) -> dict[str, object]:
+    """Return the description of the case for a report, as name -> value."""
+    worlds: dict[str, object] = {"saved at": where_is(*saved), "resumed at": where_is(*loaded)}
+    return {**(worlds if saved != loaded else {"world size": loaded[0]}), "steps": f"{steps} + {steps}"}
 
 
 def _first(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.flattening import Opaque, flattened
+from mgpu_check.gates.meshes import Mesh, mesh_of
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.envelopes import envelopes
@@ -34,9 +35,11 @@ __all__ = [
     "compare",
     "digest_of_value",
     "epochs_of",
+    "explained_by_rounding",
     "is_real",
     "kept",
     "load",
+    "load_of",
     "train_and_keep",
 ]
 
@@ -91,6 +94,7 @@ class TrainingPart:
 
     Attributes:
         directory: directory of the checkpoint.
+        mesh: the mesh of the ranks; empty for none.
         apart: whether each rank has its own checkpoint, in `directory` under its index.
         spread: size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
         signs: seed of the signs of the errors.
@@ -100,6 +104,7 @@ class TrainingPart:
     stop: int
     directory: Path
     seed: int
+    mesh: Mesh = ()
     apart: bool = False
     spread: float = 0.0
     signs: int = 0
@@ -110,6 +115,8 @@ def train_and_keep(train: Train, part: TrainingPart, file: Path, rank: Rank) -> 
 
     Returns why that state cannot be used, or "" if it can.
     """
+    if part.mesh:
+        rank = replace(rank, mesh=mesh_of(rank, part.mesh))
     seed_everything(part.seed)
     generator = torch.Generator().manual_seed(part.signs)
     # Training runs in its own dtypes, so float64 is perturbed by its own roundoff.
@@ -160,8 +167,13 @@ def kept(directory: Path, rank: Rank) -> Path:
 
 
 def load(directory: Path, rank: Rank) -> dict[StateEntry, Any]:
-    """Load the saved state of a rank."""
-    state: dict[str, dict[str, Any]] = torch.load(kept(directory, rank), weights_only=False)
+    """Load the saved state of this rank."""
+    return load_of(directory, rank.index)
+
+
+def load_of(directory: Path, index: int) -> dict[StateEntry, Any]:
+    """Load the saved state of any rank."""
+    state: dict[str, dict[str, Any]] = torch.load(directory / f"{index}.pt", weights_only=False)
     return {
         StateEntry(name, kind == _GENERATORS): value
         for kind in (_ENTRIES, _GENERATORS)
@@ -187,7 +199,13 @@ def _digest(text: str) -> str:
 
 
 def compare(
-    got: Path, runs: list[Path], earlier: Path, perturbed: list[Path], tolerance: float | None, rank: Rank
+    got: Path,
+    runs: list[Path],
+    earlier: Path,
+    perturbed: list[Path],
+    tolerance: float | None,
+    rounded: bool,
+    rank: Rank,
 ) -> list[StateRow]:
     """Compare the state saved in `got` with the states of `runs`, which should all be equal, entry by entry.
 
@@ -196,6 +214,7 @@ def compare(
         earlier: the state at an earlier step; an entry that equals it has not changed since.
         perturbed: runs with added rounding errors, which show how far rounding moves each entry.
         tolerance: see `assert_resume_continues`.
+        rounded: whether the runs add in different orders, so that all differences that rounding explains are granted.
     """
     new, old = load(got, rank), load(earlier, rank)
     first, second = load(runs[0], rank), load(runs[-1], rank)
@@ -205,7 +224,9 @@ def compare(
     rows = []
     for entry in dict.fromkeys([*first, *second, *new]):
         noise = _noise(first.get(entry), second.get(entry)) if (entry in first) == (entry in second) else None
-        repeats = entry.generator or (noise is not None and noise <= _explained(first.get(entry), tolerance or 0.0))
+        repeats = entry.generator or (
+            noise is not None and noise <= explained_by_rounding(first.get(entry), tolerance or 0.0)
+        )
         if noise is None or not repeats:
             same: bool | None = None
             detail = _difference(second.get(entry), first.get(entry), 0.0, None)
@@ -213,6 +234,7 @@ def compare(
             same, detail = False, "is missing" if entry in first else "is there, but not in an uninterrupted run"
         else:
             granted = _ROOM * noise + _BOTH * moves.get(entry, 0.0)
+            granted += explained_by_rounding(first[entry]) if rounded else 0.0
             detail = _difference(new[entry], first[entry], granted, tolerance)
             same = not detail
         moved = entry not in old or bool(_difference(first.get(entry), old[entry], 0.0, None))
@@ -245,7 +267,7 @@ def _noise(one: Any, other: Any) -> float | None:
     return float(torch.where(same, 0.0, (one.double() - other.double()).abs().nan_to_num(torch.inf)).max())
 
 
-def _explained(value: Any, tolerance: float) -> float:
+def explained_by_rounding(value: Any, tolerance: float = 0.0) -> float:
     """Return the largest difference of two runs in this entry that rounding or the user's tolerance explains."""
     if (
         not isinstance(value, torch.Tensor)

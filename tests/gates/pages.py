@@ -25,7 +25,7 @@ from tests.docs.pages import MISTAKES, first_files
 # arguments.
 GATES: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "make_loader": (assert_loader_covers, "make_loader", ()),
-    "train": (assert_resume_continues, "train", ()),
+    "train": (assert_resume_continues, "train", ("save_on", "load_on")),
     "evaluate": (assert_evaluation_agrees, "step", ("build", "batch", "evaluate")),
     "step": (assert_step_scales, "step", ("build", "batch", "reference", "sizes", "single_process")),
 }

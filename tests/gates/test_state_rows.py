@@ -38,7 +38,7 @@ def row(tmp_path, got, first=END, second=None, earlier=START, perturbed=(), tole
         for name, value in zip(names, (got, first, second, earlier), strict=True)
     ]
     moves = [kept(tmp_path / f"perturbed {number}", value) for number, value in enumerate(perturbed)]
-    (found,) = compare(paths[0], paths[1:3], paths[3], moves, tolerance, RANK)
+    (found,) = compare(paths[0], paths[1:3], paths[3], moves, tolerance, False, RANK)
     assert found.entry == StateEntry("w", generator)
     return found
 

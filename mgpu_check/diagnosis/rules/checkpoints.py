@@ -15,6 +15,7 @@ __all__ = [
     "not_in_the_state",
     "numbers_of_rank_0",
     "ranks_part_ways",
+    "resharded_wrongly",
     "state_of_rank_0",
 ]
 
@@ -32,9 +33,21 @@ mistake(
     "load on every rank (map_location to its own device), or broadcast what one rank has loaded, the optimizer "
     "included",
 )
+mistake(
+    "resharded-wrongly",
+    "parts of a checkpoint go to the wrong ranks when another number of ranks loads it",
+    "join the parts of all ranks in order, without their padding, and divide the whole for the new number of ranks",
+)
 
 
 # State that is lost right after loading comes before its consequences.
+@on_checkpoint(5)  # before lost entries: the values are there, and in the wrong places
+def resharded_wrongly(restored: Restored) -> Finding | None:
+    """Detect saved parts that other ranks hold in wrong places after loading."""
+    told = next(iter(restored.resharded.values()), "")
+    return Finding("resharded-wrongly", told) if told else None
+
+
 @on_checkpoint(10)  # before lost entries: after a load on some ranks, the same entries are lost on the others
 def loaded_on_some(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded: entries are right after loading on those ranks only."""
