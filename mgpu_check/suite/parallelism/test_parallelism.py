@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from mgpu_check import strategies
 from mgpu_check.suite.common.budget import examples
 from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exact_trainings
+from mgpu_check.suite.parallelism.cases import MechanismCase
+from mgpu_check.suite.parallelism.strategies import mechanism_cases
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +149,14 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
             most,
             size=size,
         )
+
+
+@examples(8, quick=3)
+@given(size=strategies.large_worlds(), cases=mechanism_cases())
+def test_mechanisms(ranks: Ranks, size: int, cases: list[MechanismCase]) -> None:
+    """Experts, context, sequence and vocabulary parallelism, and fused attention by heads give the results of one
+    device."""
+    ranks.run(f"{CHECKS}.mechanisms.driver:assert_mechanisms_agree", cases, size=size)
 
 
 def _deep(training: ExactTraining, layers: int) -> ExactTraining:
