@@ -146,7 +146,8 @@ class Stream(Waiting):
     def _follow(self, other: Waiting) -> None:
         if not isinstance(other, Event) or other._recorded:  # an event that was never recorded holds no work
             self.follow(other)
-        self._late.extend(late for late in other._late if not late.done)
+        # Each once: streams that follow each other in turn would double the list each time.
+        self._late = list(dict.fromkeys(late for late in (*self._late, *other._late) if not late.done))
         self._reached = max(self._reached, other._reached)
 
     def record_event(self, event: Event | None = None) -> Event:

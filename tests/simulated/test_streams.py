@@ -157,3 +157,14 @@ def test_the_host_waits_for_a_copy_to_a_device_unless_it_is_told_not_to(copy, la
 def test_a_copy_to_the_host_that_nobody_waits_for_is_pinned():
     t = torch.ones(3, device="cuda")
     assert t.to("cpu", non_blocking=True).is_pinned() and not t.to("cpu").is_pinned()
+
+
+def test_streams_that_wait_for_each_other_in_turn_hold_each_copy_once():
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(one):
+        there = torch.ones(3, device="cuda").to("cpu", non_blocking=True)
+    for _ in range(200):
+        other.wait_stream(one)
+        one.wait_stream(other)
+    one.synchronize()
+    assert there.tolist() == [1.0, 1.0, 1.0]
