@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mgpu_check.suite.common.pairs import in_pairs
+from mgpu_check.suite.common.pairs import drawn_rows, in_pairs, words_of
 
 OPTIONS = {"a": (1, 2), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 0, 1)}
 
@@ -36,3 +36,20 @@ def test_what_is_not_allowed_together_is_left_out():
     rows = in_pairs(OPTIONS, allowed)
     assert all(map(allowed, rows))
     assert pairs(in_pairs(OPTIONS)) - pairs(rows) == {frozenset({("b", True), ("c", "x")})}
+
+
+def test_few_examples_take_a_share_of_the_rows_and_over_seeds_all():
+    rows = in_pairs(OPTIONS)
+    assert drawn_rows(OPTIONS, seed=5, more=True) == rows
+    shares = [drawn_rows(OPTIONS, seed=seed, more=False) for seed in range(4)]
+    assert sorted(map(str, sum(shares, []))) == sorted(map(str, rows))
+    assert max(map(len, shares)) <= len(rows) // 4 + 1
+
+
+def test_more_shares_than_rows_still_leave_one_row():
+    assert [len(drawn_rows({"a": (1, 2)}, seed=seed, more=False, share=9)) for seed in range(4)] == [1] * 4
+
+
+def test_a_row_is_named_by_what_differs_from_the_first_values():
+    assert words_of({"a": 1, "b": True, "c": "x", "d": 0}, OPTIONS) == "b=True, d=0"
+    assert words_of({"a": 1, "b": False}, OPTIONS) == "the first value of each option"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 from mgpu_check.settings import active
 
-__all__ = ["at_level", "examples"]
+__all__ = ["MORE", "at_level", "examples"]
+
+MORE = st.builds(lambda: active().gpu_level != "quick")
+"""True above the level "quick". Drawn, because the options are known when examples are drawn, but not on ranks."""
 
 _FEWEST = 12
 _LEVELS = {"quick": 0.25, "standard": 1.0, "long": 10.0}

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["in_pairs"]
+__all__ = ["drawn_rows", "in_pairs", "words_of"]
 
 _Row = dict[str, Any]
 _Place = tuple[str, int]
@@ -39,6 +39,29 @@ def in_pairs(options: Mapping[str, Sequence[Any]], allowed: Callable[[_Row], boo
             left.pop(pair, None)
         rows.append(_row_of(options, [(name, chosen[name]) for name in options]))
     return rows
+
+
+def drawn_rows(
+    options: Mapping[str, Sequence[Any]],
+    allowed: Callable[[_Row], bool] = lambda row: True,
+    *,
+    seed: int,
+    more: bool,
+    share: int = 4,
+) -> list[_Row]:
+    """Return the rows of `in_pairs`, or every `share`-th of them, from one that the seed selects.
+
+    Args:
+        more: whether to return all rows.
+    """
+    rows = in_pairs(options, allowed)
+    return rows if more else rows[seed % min(share, len(rows)) :: share]
+
+
+def words_of(row: Mapping[str, Any], options: Mapping[str, Sequence[Any]]) -> str:
+    """Return the values of a row that are not the first ones of their options, such as "a=2, b=True"."""
+    chosen = [f"{name}={value}" for name, value in row.items() if value is not options[name][0]]
+    return ", ".join(chosen) or "the first value of each option"
 
 
 def _pairs(options: Mapping[str, Sequence[Any]]) -> Iterator[tuple[_Place, _Place]]:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hypothesis import given
-from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.settings import active
-from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:
     import torch
 
     from mgpu_check import Ranks
-
-
-MORE = st.builds(lambda: active().gpu_level != "quick")
-"""True above the level "quick". Drawn, because the options are known when examples are drawn, but not on the
-devices."""
 
 
 @examples(3, quick=1)
@@ -77,7 +70,7 @@ def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: b
 def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Steps of optimizers with each pair of options are as close to float64 as their dtype allows."""
     from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.optimizing import option_cases
+    from mgpu_check.suite.devices.operators.optimizer_options import option_cases
 
     assert_devices_agree(gpus, option_cases(seed, more=more))
 

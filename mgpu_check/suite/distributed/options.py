@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.common.pairs import in_pairs
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import freeze_first, judged
 from mgpu_check.suite.distributed.replica import Place, Replica, train, under_ddp
@@ -34,7 +34,6 @@ __all__ = [
     "assert_static_graph_trains",
     "assert_unused_parameters_reduced",
     "own_group",
-    "rows_of_options",
 ]
 
 _LARGE = (1 << 18) + 4099
@@ -96,12 +95,6 @@ def _together(row: Mapping[str, Any]) -> bool:
     return not (row.get("static_graph") and unused) and not (row.get("skip_all_reduce_unused_params") and not unused)
 
 
-def rows_of_options() -> list[dict[str, Any]]:
-    """Return rows of the options of this version of torch with each pair of values of two options."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return in_pairs({name: values for name, values in _OPTIONS.items() if name in known}, _together)
-
-
 def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
     """Assert that a run under DDP trains as on one device with each pair of options.
 
@@ -112,12 +105,12 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
         GradientMismatch: as in `assert_models_train`.
     """
     __tracebackhide__ = True
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    options = {name: values for name, values in _OPTIONS.items() if name in known}
     with judged() as findings:
-        for number, row in enumerate(rows_of_options()):
-            if more or (number + run.seed) % 4 == 0:
-                given = {name: value for name, value in row.items() if value not in ("own", _OPTIONS[name][0])}
-                what = f"options {', '.join(f'{name}={value}' for name, value in given.items()) or 'of the default'}"
-                train(run, rank, findings, what=what, **given)
+        for row in drawn_rows(options, _together, seed=run.seed, more=more):
+            given = {name: value for name, value in row.items() if value not in ("own", _OPTIONS[name][0])}
+            train(run, rank, findings, what=f"options {words_of(row, _OPTIONS)}", **given)
 
 
 class _Weighted(nn.Module):

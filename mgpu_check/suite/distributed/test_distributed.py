@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.settings import active
-from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.budget import MORE, examples
 from mgpu_check.suite.common.strategies.tensors import seeds
 from mgpu_check.suite.common.whole_numbers.strategies import PLAIN, WholeRun, mostly_all, whole_runs
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 Runs = tuple[WholeRun, ...]
 SEEDS = seeds()
-MORE = st.builds(lambda: active().gpu_level != "quick")
-"""True above the level "quick"; drawn, because the options are known when examples are drawn, but not on ranks."""
 
 
 @examples(8, quick=1)

@@ -3,17 +3,16 @@ infinite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from mgpu_check.suite.common.agreement import Case
-from mgpu_check.suite.common.pairs import in_pairs
 from mgpu_check.suite.common.values import small
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["optimizer_cases", "option_cases"]
+__all__ = ["FUSED", "optimizer_cases"]
 
 _OPTIMIZERS: tuple[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]], ...] = (
     ("SGD", torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "weight_decay": 0.25}),
@@ -30,71 +29,8 @@ _OPTIMIZERS: tuple[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, An
     ("Rprop", torch.optim.Rprop, {}),
 )
 _DTYPES = (torch.float32, torch.float64)
-_DECAY, _WAYS = (0.0, 0.25), (False, True)
-_AVERAGES: dict[str, Sequence[Any]] = {
-    "betas": ((0.9, 0.999), (0.5, 0.5)),
-    "eps": (1e-8, 0.25),
-    "weight_decay": _DECAY,
-    "maximize": _WAYS,
-}
-_VALUES: tuple[tuple[Callable[..., torch.optim.Optimizer], dict[str, Sequence[Any]]], ...] = (
-    (
-        torch.optim.SGD,
-        {
-            "momentum": (0.0, 0.5),
-            "dampening": (0.0, 0.25),
-            "nesterov": _WAYS,
-            "weight_decay": _DECAY,
-            "maximize": _WAYS,
-        },
-    ),
-    (torch.optim.Adam, {**_AVERAGES, "amsgrad": _WAYS}),
-    (torch.optim.AdamW, {**_AVERAGES, "amsgrad": _WAYS}),
-    (
-        torch.optim.RMSprop,
-        {
-            "alpha": (0.99, 0.5),
-            "eps": (1e-8, 0.5),
-            "momentum": (0.0, 0.5),
-            "centered": _WAYS,
-            "weight_decay": _DECAY,
-            "maximize": _WAYS,
-        },
-    ),
-    (
-        torch.optim.Adagrad,
-        {
-            "lr_decay": (0.0, 0.25),
-            "initial_accumulator_value": (0.0, 0.5),
-            "eps": (1e-10, 0.5),
-            "weight_decay": _DECAY,
-            "maximize": _WAYS,
-        },
-    ),
-    (torch.optim.Adadelta, {"rho": (0.9, 0.5), "eps": (1e-6, 0.5), "weight_decay": _DECAY, "maximize": _WAYS}),
-    (torch.optim.Adamax, _AVERAGES),
-    (torch.optim.NAdam, {**_AVERAGES, "momentum_decay": (0.004, 0.25), "decoupled_weight_decay": _WAYS}),
-    (torch.optim.RAdam, {**_AVERAGES, "decoupled_weight_decay": _WAYS}),
-    (
-        torch.optim.ASGD,
-        {"lambd": (0.0001, 0.5), "alpha": (0.75, 0.5), "t0": (1e6, 1), "weight_decay": _DECAY, "maximize": _WAYS},
-    ),
-    (
-        torch.optim.Rprop,
-        {"etas": ((0.5, 1.2), (0.25, 2.0)), "step_sizes": ((1e-6, 50), (0.0625, 4.0)), "maximize": _WAYS},
-    ),
-)
-"""Optimizers with the values of their options, the default first."""
-_FUSED = frozenset({"SGD", "Adam", "AdamW"})
-_SHARE = 4
-"""Of the rows of options, a run of few examples takes every fourth."""
-
-
-def _together(row: dict[str, Any]) -> bool:
-    """Return whether an optimizer takes these options, and rounding stays small with them."""
-    if row.get("nesterov") and (row.get("momentum") == 0 or row.get("dampening")):
-        return False
-    return not (row.get("centered") and row.get("eps") == 1e-8)  # a difference of two near numbers is the divisor
+FUSED = frozenset({"SGD", "Adam", "AdamW"})
+"""Optimizers with a fused form on CUDA."""
 
 
 def optimizer_cases(seed: int = 0) -> Iterator[Case]:
@@ -106,30 +42,8 @@ def optimizer_cases(seed: int = 0) -> Iterator[Case]:
         x = small((5, 13), dtype, seed)
         yield Case(f"GradScaler from the state of another of {name_of(dtype)}", _continued, (x,), "close")
         for name, kind, options in _OPTIMIZERS:
-            for form in _forms(kind)[1:]:
+            for form in ({"foreach": True}, {"fused": True})[: 1 + (name in FUSED)]:
                 yield _case(name, kind, {**options, **form}, dtype, seed)
-
-
-def option_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
-    """Yield three steps of each optimizer with other options: each pair of values of two options occurs.
-
-    The form is one of the options. Without `more`, a quarter of the cases is left, by seed.
-    """
-    rows = [
-        (kind, {**options, **form})
-        for kind, values in _VALUES
-        for row in in_pairs({**values, "form": _forms(kind)}, _together)
-        for form, options in [(row["form"], {name: value for name, value in row.items() if name != "form"})]
-    ]
-    for number, (kind, options) in enumerate(rows):
-        if more or (number + seed) % _SHARE == 0:
-            name = f"{getattr(kind, '__name__', kind)} of row {number}"
-            yield _case(name, kind, options, _DTYPES[(number // _SHARE + seed) % 2], seed)
-
-
-def _forms(kind: Callable[..., torch.optim.Optimizer]) -> list[dict[str, bool]]:
-    fused = [{"fused": True}] if getattr(kind, "__name__", "") in _FUSED else []
-    return [{"foreach": False}, {"foreach": True}, *fused]
 
 
 def _case(

@@ -1,0 +1,124 @@
+"""Yield averages of models, hooks of optimizers, and exchanged states, next to float64 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+from mgpu_check.suite.common.agreement import Case
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.values import shaped, small
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = ["averaging_cases"]
+
+_RULES: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "mean": dict,
+    "mean by parameter": lambda: {"avg_fn": swa_utils.get_swa_avg_fn()},
+    "mean by lists": lambda: {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+    "decay by parameter": lambda: {"avg_fn": swa_utils.get_ema_avg_fn(0.5)},
+    "decay by lists": lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.75)},
+    "default decay": lambda: {"avg_fn": swa_utils.get_ema_avg_fn()},
+    "default decay by lists": lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn()},
+}
+_AVERAGES: Mapping[str, Sequence[Any]] = {
+    "rule": tuple(_RULES),
+    "use_buffers": (False, True),
+    "device": (None, "own"),
+    "updates": (1, 2, 3),
+}
+"""Options of AveragedModel, and the number of its updates."""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether torch averages the buffers: in lists it cannot divide whole numbers on CUDA."""
+    return not row.get("use_buffers") or str(row.get("rule", "by parameter")).endswith("by parameter")
+
+
+def averaging_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
+    """Yield averages with each pair of options; without `more`, some of them. Also yield hooks of an optimizer."""
+    for row in drawn_rows(_AVERAGES, _together, seed=seed, more=more, share=8):
+        x = small((4, 6), torch.float32, seed)
+        yield Case(
+            f"AveragedModel with {words_of(row, _AVERAGES)}", lambda x, row=row: _averaged(row, x), (x,), "close"
+        )
+    for dtype in (torch.float32, torch.float64):
+        x = small((3, 5), dtype, seed)
+        yield Case(f"hooks of an optimizer of {name_of(dtype)}", _hooked, (x,), "close")
+        if hasattr(torch.optim, "swap_in_optimizer_params_and_state"):
+            yield Case(f"exchanged state of an optimizer of {name_of(dtype)}", _exchanged, (x,), "close")
+
+
+def _averaged(row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
+    """Return the parameters, buffers and outputs of an average, and its statistics by `update_bn`."""
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).to(x.device, x.dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(shaped(x, *parameter.shape))
+    device = x.device if row["device"] else None
+    average = swa_utils.AveragedModel(model, device, use_buffers=row["use_buffers"], **_RULES[row["rule"]]())
+    for number in range(row["updates"]):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(number + 0.5)
+        model(x * (number + 1))
+        average.update_parameters(model)
+    found = [value.detach().to(x.device, copy=True) for value in (*average.parameters(), *average.buffers())]
+    swa_utils.update_bn([x, (x * 2, None)], average, device=device)
+    average.eval()
+    return [*found, *(value.to(x.device, copy=True) for value in average.buffers()), average(x).detach()]
+
+
+def _hooked(x: Tensor) -> list[Tensor]:
+    """Return the parameter after steps, loads and saves whose hooks change it, and the count of their calls."""
+    parameter = x.detach().clone().requires_grad_()
+    optimizer = torch.optim.Adagrad([parameter], lr=0.125)
+    optimizer.share_memory()
+    calls: list[int] = []
+
+    def noted(number: int, result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+        def hook(*args: Any) -> Any:
+            calls.append(number)
+            return result(*args)
+
+        return hook
+
+    optimizer.register_step_pre_hook(noted(1, _halve))
+    optimizer.register_step_post_hook(noted(2, _raise_by_one))
+    optimizer.register_state_dict_pre_hook(noted(3))
+    optimizer.register_state_dict_post_hook(noted(4, lambda own, state: {**state, "extra": 1}))
+    optimizer.register_load_state_dict_pre_hook(noted(5, lambda own, state: {**state, "extra": 2}))
+    optimizer.register_load_state_dict_post_hook(noted(6))
+    for _ in range(2):
+        parameter.grad = parameter.detach().abs() + 0.5
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return [parameter.detach(), x.new_tensor(calls)]
+
+
+def _halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(0.5)
+
+
+def _raise_by_one(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.detach().add_(1)
+
+
+def _exchanged(x: Tensor) -> list[Tensor]:
+    """Return two parameters, of which an optimizer has stepped each with its own state."""
+    own, other = (part.detach().clone().requires_grad_() for part in (x, x * 2))
+    optimizer, second = (torch.optim.SGD([part], lr=0.125, momentum=0.5) for part in (own, other))
+    for part in (own, other):
+        part.grad = part.detach() + 1
+    optimizer.step()
+    second.step()
+    with torch.optim.swap_in_optimizer_params_and_state(optimizer, {"other": other}, second.state_dict()):
+        optimizer.step()
+    optimizer.step()
+    return [own.detach(), other.detach()]
