@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from mgpu_check.asserts.findings import Findings, on_any_rank
+from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
@@ -22,10 +22,12 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, sgd
 from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.sharded.chunks import by_columns, chunks_are_right, fetch_ahead
 from mgpu_check.suite.sharded.meshes import near_square
 from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = [
+    "add_up",
     "assert_clipping_agrees",
     "assert_fully_sharded_agrees",
     "assert_mixed_precision_agrees",
@@ -70,11 +72,11 @@ def sharded(
     if memory_later:
         model.to_empty(device=rank.device)
     if scale_of(rank.size) == 1.0:
-        _add_up(model)
+        add_up(model)
     return model
 
 
-def _add_up(model: nn.Module) -> None:
+def add_up(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, FSDPModule):
             layer.set_gradient_divide_factor(1.0)
@@ -114,41 +116,27 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
         for how, until_last, options in _WAYS:
             what = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
             freed = options.get("reshard_after_forward")
-            placed: dict[str, Any] = {"shard_placement_fn": _by_columns(mesh.size(-1))} if freed is False else {}
+            placed: dict[str, Any] = {"shard_placement_fn": by_columns(mesh.size(-1))} if freed is False else {}
             if freed and mesh.size(-1) > 2 and mesh.size(-1) % 2 == 0:
                 placed = {"reshard_after_forward": 2}
             model = sharded(training, rank, mesh, together=freed is False, **(options | placed))
             if freed:
-                _fetch_ahead(model)
+                fetch_ahead(model)
             optimizer = sgd(training, model)
             place = torch.device("cpu") if "offload_policy" in options else rank.device
             got: dict[str, torch.Tensor] = {}
-            if not _chunks_are_right(model, mesh, rank, place, what, findings):
+            if not chunks_are_right(model, mesh, rank, place, what, findings):
                 return
             for step, batch in enumerate(training.batches(), 1):
                 windows = 2 if step == 1 else 1
                 outputs = _step_of_windows(
                     model, optimizer, *own_part(batch, rank), windows=windows, until_last=until_last
                 )
-                if not _chunks_are_right(model, mesh, rank, place, what, findings):
+                if not chunks_are_right(model, mesh, rank, place, what, findings):
                     return
                 got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
             with findings.collected():
                 assert_same(got, wanted, what, rank.index)
-
-
-def _by_columns(parts: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a placement function: by columns if they divide evenly, as torch requires, else None for the first
-    dimension."""
-    return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % parts == 0 else None
-
-
-def _fetch_ahead(model: nn.Sequential) -> None:
-    """Make each sharded layer prefetch the parameters of the next one, and in the backward pass of the previous one."""
-    layers = [layer for layer in model if isinstance(layer, FSDPModule)]
-    for before, after in itertools.pairwise(layers):
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
 
 
 def _step_of_windows(
@@ -176,39 +164,6 @@ def _step_of_windows(
             recipe.weighted(outputs[-1], y[start:end]).backward()
         optimizer.step()
     return torch.cat(outputs)
-
-
-def _chunks_are_right(
-    model: nn.Module, mesh: DeviceMesh, rank: Rank, place: torch.device, what: str, findings: Findings
-) -> bool:
-    """Return whether all ranks hold their chunks. A collective.
-
-    If one rank does not, all must stop, because others could wait for its parts.
-    """
-    wrong = _wrong_chunks(model, mesh, place)
-    with findings.collected():
-        if wrong:
-            raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
-    return not on_any_rank(rank, bool(wrong))
-
-
-def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: torch.device) -> str:
-    """Describe the first parameter whose local part is not this rank's chunk; "" if all are right."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "all ranks are in the mesh"
-    for name, value in model.named_parameters():
-        assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
-        divided = value.placements[-1]
-        dim = divided.dim if isinstance(divided, Shard) else 0
-        size = -(-value.shape[dim] // mesh.size(-1))
-        part = max(0, min(size, value.shape[dim] - size * coordinate[-1]))
-        wanted = (*value.shape[:dim], part, *value.shape[dim + 1 :])
-        local = value.to_local()
-        if local.shape != wanted:
-            return f"{name} has a part of {tuple(local.shape)} here, expected {wanted}"
-        if local.device != place:
-            return f"the part of {name} is on {local.device}"
-    return ""
 
 
 def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
@@ -255,7 +210,7 @@ def _compare_precision(
     if low is None:
         training = replace(training, fine=0.0)
     model = sharded(training, rank, mp_policy=policy)
-    _add_up(model)
+    add_up(model)
     optimizer = sgd(training, model)
     single = training.model()
     kept = {name: value.detach().clone() for name, value in single.named_parameters()}
@@ -316,7 +271,7 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     model, exact = (_InContainers(training.layers()[0]) for _ in range(2))
     fully_shard(model.to(rank.device), mesh=init_device_mesh("cuda", (rank.size,)), mp_policy=policy)
-    _add_up(model)
+    add_up(model)
     exact.to(torch.bfloat16).double()
     (inputs, _), (x, _) = training.batches()[0], own_part(training.batches()[0], rank)
     got = model(given={"x": [x, torch.arange(len(x))]})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from mgpu_check import strategies
-from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.budget import MORE, examples
 from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exact_trainings
 
 if TYPE_CHECKING:
@@ -115,6 +115,13 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
         ranks.run(
             "mgpu_check.suite.sharded.fully_sharded:assert_fully_sharded_agrees", training, dimensions=2, size=size
         )
+
+
+@examples(2, quick=1)
+@given(size=WORLDS, training=TRAININGS, more=MORE)
+def test_options_of_fully_shard(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
+    """A model under `fully_shard` trains like on one device with each pair of its options."""
+    ranks.run("mgpu_check.suite.sharded.fsdp_options:assert_options_agree", training, more=more, size=size)
 
 
 @examples(6, quick=1)

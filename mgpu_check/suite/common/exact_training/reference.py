@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -52,15 +52,17 @@ def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def gathered(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+def gathered(model: nn.Module, step: int, but: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Gather sharded gradients and parameters, by the names that `seen` gives. A collective.
 
-    A gradient that this rank lacks is left out.
+    A gradient that this rank lacks is left out, and so are the parameters `but`.
     """
     from torch.distributed.tensor import DTensor
 
     found = {}
     for name, value in model.named_parameters():
+        if name in but:
+            continue
         assert isinstance(value, DTensor), "a parameter that is divided is a DTensor"
         # A rank without a gradient takes part with zeros, because the others would wait for it.
         gradient = torch.zeros_like(value) if value.grad is None else value.grad

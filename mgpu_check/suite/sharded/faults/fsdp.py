@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp import _runtime_utils as runtime
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
@@ -312,6 +312,9 @@ register(
     FaultRow("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
         given(FSDPParam, "to_sharded_dtensor"),
         lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()), _COLUMNS),
+    FaultRow("hook-of-a-copy", "a hook after the reduction gets a copy of gradients", "test_options_of_fully_shard",
+        given(FSDPModule, "set_all_reduce_hook"),
+        lambda self, hook, **_: (self, lambda reduced: hook(reduced.clone())), "set_all_reduce_hook"),
     FaultRow("containers-not-cast", "outputs in containers keep the dtype of the arithmetic", "test_mixed_precision",
         around(FSDPState, "_cast_output_dtype"), lambda real, self, output: output, _CONTAINERS),
     FaultRow("norm-of-own-parts", "each rank clips by the norm of its own parts", "test_clipping",
