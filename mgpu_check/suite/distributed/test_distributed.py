@@ -40,7 +40,7 @@ def test_buckets(ranks: Ranks, size: int, runs: Runs) -> None:
 
 
 @examples(2, quick=1)
-@given(size=mostly_all(), runs=whole_runs(("deep",), least=2), more=MORE)
+@given(size=mostly_all(), runs=whole_runs(("deep",), least=3), more=MORE)
 def test_pairs_of_options(ranks: Ranks, size: int, runs: Runs, more: bool) -> None:
     """Models train like on one device with each pair of options of DistributedDataParallel."""
     ranks.run("mgpu_check.suite.distributed.options:assert_options_agree", runs[0], more=more, size=size)
@@ -55,7 +55,7 @@ def test_unused_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
 
 
 @examples(8, quick=2)
-@given(size=mostly_all(), runs=whole_runs(("reused",), least=2))
+@given(size=mostly_all(), runs=whole_runs(("reused",), least=3))
 def test_static_graph(ranks: Ranks, size: int, runs: Runs) -> None:
     """static_graph: models train like on one device, with a layer used twice and recomputed, and an unused one."""
     ranks.run("mgpu_check.suite.distributed.options:assert_static_graph_trains", runs, size=size)

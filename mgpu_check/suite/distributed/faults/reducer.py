@@ -176,6 +176,25 @@ def static_graph_too_early(buffer: torch.Tensor, bucket: Any, model: DDP) -> Non
             part *= 0.5
 
 
+@static_graph(
+    "static_graph reduces the first parameter twice once its buckets are final",
+    communicating(_STATIC),
+    _STATIC & later("from the third step on", than=2),
+)
+def static_graph_settles_wrongly(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    _, part = next(slices(buffer, bucket))
+    part *= 2
+
+
+@pairs(
+    "views of rebuilt buckets lose their first element",
+    communicating(_VIEWS),
+    _VIEWS & later("from the third step on", than=2),
+)
+def rebuilt_views_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[:1] = 0
+
+
 @frozen_parameters(
     "frozen parameters are not broadcast at the start",
     around(distributed_module, "_sync_module_states"),
