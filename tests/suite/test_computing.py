@@ -111,6 +111,18 @@ def test_products_of_many_shapes_have_each_length_and_layout(dtype):
     assert all(found == shapes.shapes_of(ComputeCase(SHAPES, dtype, 64, seed)) for seed, found in enumerate(drawn, 1))
 
 
+def test_products_of_many_shapes_fit_a_small_memory_and_use_a_large_one():
+    """A GPU of 16 MiB has products of size 64 at the level quick. Without a limit, some seeds filled it."""
+    for seed in range(100):
+        found = shapes.shapes_of(ComputeCase(SHAPES, "float64", 64, seed))
+        kept = sum((s.k * (s.m + s.n) + 8 * s.m * s.n) * (3 if s.layout == "batched" else 1) for s in found)
+        assert 8 * kept <= 16 << 19, seed
+    largest = [
+        max(min(s.m, s.n) for s in shapes.shapes_of(ComputeCase(SHAPES, "float64", size, 1))) for size in (64, 1024)
+    ]
+    assert largest[0] < 31 < largest[1]
+
+
 @pytest.mark.parametrize("dtype", OPERATIONS_OF_SHAPES)
 def test_a_wrong_product_is_named_by_its_shape(dtype):
     case = ComputeCase(SHAPES, dtype, 32, 3)

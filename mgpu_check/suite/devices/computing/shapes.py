@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ _LAYOUTS_OF = {"int8": ("nn", "nt"), "float8_e4m3fn": ("nt",), "float8_e5m2": ("
 _SMALL = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33)
 _LONG = 8  # products with a long first, and with a long last dimension
 _BATCH = 3
+_RESULTS = 8  # results of a product in memory at a time
+_ELEMENTS = 128
+"""Most elements of all products, for each element of a matrix of the case: half of the memory in float64."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +60,41 @@ def _multiples(lengths: Iterable[int], step: int) -> list[int]:
 
 
 def shapes_of(case: ComputeCase) -> list[ProductShape]:
-    """Return the products of a case: every length of k, and some of m and n, with small other dimensions."""
-    drawn = random.Random(seeded(case, 1))
+    """Return the products of a case: every length of k, and some of m and n, with small other dimensions.
+
+    The other dimensions are smaller where the memory of the device is: operands and results stay in memory together.
+    """
     step = _STEP.get(case.dtype, 1)
-    layouts = _LAYOUTS_OF.get(case.dtype, LAYOUTS)
-    most = min(max(16 * case.size, 1024), _MOST_OF.get(case.dtype, _MOST))
-    lengths = _lengths(most, step)
     small = [length for length in _multiples(_SMALL, step) if step == 1 or length > step]
+    for most in range(len(small), 0, -1):
+        shapes = _drawn(case, small[:most], max(small))
+        if sum(map(_elements, shapes)) <= _ELEMENTS * case.size**2:
+            break
+    return shapes
+
+
+def _drawn(case: ComputeCase, small: Sequence[int], below: int) -> list[ProductShape]:
+    """Draw the products of a case, with other dimensions from `small`, and long ones above `below`."""
+    drawn = random.Random(seeded(case, 1))
+    layouts = _LAYOUTS_OF.get(case.dtype, LAYOUTS)
+    lengths = _lengths(min(max(16 * case.size, 1024), _MOST_OF.get(case.dtype, _MOST)), _STEP.get(case.dtype, 1))
 
     def other() -> int:
         return drawn.choice(small)
 
-    longs = [length for length in lengths if length > max(small)]
+    longs = [length for length in lengths if length > below]
     sides = [(other(), k, other()) for k in lengths]
     sides += [(m, other(), other()) for m in drawn.sample(longs, min(_LONG, len(longs)))]
     sides += [(other(), other(), n) for n in drawn.sample(longs, min(_LONG, len(longs)))]
     return [
         ProductShape(m, k, n, layouts[(number + case.seed) % len(layouts)]) for number, (m, k, n) in enumerate(sides)
     ]
+
+
+def _elements(shape: ProductShape) -> int:
+    """Return the elements that a product keeps in memory: its operands, and results to compare with each other."""
+    one = shape.k * (shape.m + shape.n) + _RESULTS * shape.m * shape.n
+    return one * (_BATCH if shape.layout == "batched" else 1)
 
 
 def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
