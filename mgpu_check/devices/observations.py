@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 __all__ = [
+    "EXCHANGED",
     "Measurement",
     "Number",
     "Observation",
@@ -44,6 +45,9 @@ SubjectKind = Literal["gpu", "copy", "upload", "download", "group", "host"]
 Unit = Literal["B/s", "FLOP/s", "s"]
 PartKind = Literal["gpu", "link", "host-link", "host"]
 
+
+EXCHANGED = "exchanged"
+"""Evidence of a failed group: false if its GPUs exchanged no data, so that no link between them is at fault."""
 
 _NAMES: Mapping[SubjectKind | PartKind, str] = {
     "gpu": "GPU {first}",

@@ -9,7 +9,8 @@ import pytest
 
 import mgpu_check
 from mgpu_check.acceptance.compute import arithmetic
-from mgpu_check.devices.observations import Subject
+from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import bits
 from mgpu_check.suite.devices.computing.operations import OPERATIONS
@@ -60,12 +61,16 @@ def test_the_odd_one_is_named_and_its_elements_are_found(monkeypatch):
     assert one ^ other == 3
 
 
-def test_two_that_differ_are_both_named(monkeypatch):
+def test_of_two_that_differ_none_is_accused(monkeypatch):
     spoil(monkeypatch, "softmax of random numbers", 1)
     node: Any = Node("AABB")
     arithmetic.compute(node, CASES)
-    assert [entry.subject.members for entry in node.failed] == [(0,), (1,)]
-    assert node.failed[0].seen == "no majority among 2 GPUs of its model, which give different bits"
+    (entry,) = node.failed
+    assert entry.subject == Subject("group", (0, 1))
+    assert entry.seen == "no majority among 2 GPUs of one model, which give different bits"
+    assert set(entry.evidence["digests"]) == {"0", "1"}
+    found = explain(node.results, (0, 0, 0, 0))
+    assert not found.parts and set(found.rivals) == {(Part("gpu", (0,)),), (Part("gpu", (1,)),)}
 
 
 def test_where_there_is_no_majority_an_oracle_decides(monkeypatch):

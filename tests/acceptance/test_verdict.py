@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.verdict.evidence import evidence_lines
 from mgpu_check.acceptance.verdict.verdict import explain
-from mgpu_check.devices.observations import Observation, Part, Subject, SubjectKind
+from mgpu_check.devices.observations import EXCHANGED, Observation, Part, Subject, SubjectKind
 
 UP: SubjectKind = "upload"
 DOWN: SubjectKind = "download"
 ONE_HOST = (0,) * 16
+
+
+def drawing(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Draw arguments, without a limit of time, which a busy machine exceeds."""
+    return lambda test: settings(deadline=None)(given(**strategies)(test))
 
 
 def subjects(count: int) -> Iterator[tuple[str, Subject]]:
@@ -49,14 +55,14 @@ def parts(observations: list[Observation], hosts: Sequence[int] = ONE_HOST) -> s
     return set(found.parts)
 
 
-@given(count=st.integers(1, 8), data=st.data())
+@drawing(count=st.integers(1, 8), data=st.data())
 def test_a_gpu_that_fails_alone_is_named(count: int, data: st.DataObject) -> None:
     bad = data.draw(st.integers(0, count - 1))
     check = data.draw(st.sampled_from(["memory", "compute", "training", "health"]))
     assert parts(run(count, (check, Subject("gpu", (bad,))))) == {Part("gpu", (bad,))}
 
 
-@given(count=st.integers(2, 8), data=st.data())
+@drawing(count=st.integers(2, 8), data=st.data())
 def test_one_direction_of_a_link_is_named(count: int, data: st.DataObject) -> None:
     pair = tuple(data.draw(st.permutations(range(count)))[:2])
     assert parts(run(count, ("links", Subject("copy", pair)))) == {Part("link", pair)}
@@ -69,7 +75,7 @@ def test_a_copy_that_fails_says_the_direction_where_nobody_has_looked_at_the_oth
     assert parts(failed) == {Part("link", copy)}
 
 
-@given(count=st.integers(3, 8), data=st.data())
+@drawing(count=st.integers(3, 8), data=st.data())
 def test_both_directions_of_a_link_are_named_and_no_gpu(count: int, data: st.DataObject) -> None:
     one, other = data.draw(st.permutations(range(count)))[:2]
     broken = [("links", Subject("copy", pair)) for pair in ((one, other), (other, one))]
@@ -77,7 +83,7 @@ def test_both_directions_of_a_link_are_named_and_no_gpu(count: int, data: st.Dat
     assert parts(run(count, *broken)) == {Part("link", (one, other)), Part("link", (other, one))}
 
 
-@given(count=st.integers(3, 8), data=st.data(), out=st.booleans())
+@drawing(count=st.integers(3, 8), data=st.data(), out=st.booleans())
 def test_all_copies_of_one_gpu_are_that_gpu(count: int, data: st.DataObject, out: bool) -> None:
     bad = data.draw(st.integers(0, count - 1))
     pairs = [(bad, other) if out else (other, bad) for other in range(count) if other != bad]
@@ -85,7 +91,7 @@ def test_all_copies_of_one_gpu_are_that_gpu(count: int, data: st.DataObject, out
     assert found == {Part("gpu", (bad,))}
 
 
-@given(count=st.integers(1, 8), data=st.data(), kinds=st.sampled_from([(UP,), (DOWN,), (UP, DOWN)]))
+@drawing(count=st.integers(1, 8), data=st.data(), kinds=st.sampled_from([(UP,), (DOWN,), (UP, DOWN)]))
 def test_a_link_to_the_host_is_named_also_where_training_fails_for_it(
     count: int, data: st.DataObject, kinds: tuple[SubjectKind, ...]
 ) -> None:
@@ -96,21 +102,21 @@ def test_a_link_to_the_host_is_named_also_where_training_fails_for_it(
     assert parts([*run(count, *broken), everybody]) == {Part("host-link", (bad,))}
 
 
-@given(count=st.integers(3, 8), data=st.data())
+@drawing(count=st.integers(3, 8), data=st.data())
 def test_collectives_that_fail_wherever_one_gpu_takes_part_are_that_gpu(count: int, data: st.DataObject) -> None:
     bad = data.draw(st.integers(0, count - 1))
     groups = [subject for check, subject in subjects(count) if subject.kind == "group" and bad in subject.members]
     assert parts(run(count, *(("collectives", group) for group in groups))) == {Part("gpu", (bad,))}
 
 
-@given(count=st.integers(3, 8), data=st.data())
+@drawing(count=st.integers(3, 8), data=st.data())
 def test_data_that_point_at_a_gpu_are_believed(count: int, data: st.DataObject) -> None:
     bad = data.draw(st.integers(0, count - 1))
     everybody = Subject("group", tuple(range(count)))
     assert parts(run(count, ("collectives", everybody), suspects=(bad,))) == {Part("gpu", (bad,))}
 
 
-@given(count=st.integers(4, 8), data=st.data())
+@drawing(count=st.integers(4, 8), data=st.data())
 def test_two_parts_are_two(count: int, data: st.DataObject) -> None:
     bad, one, other = data.draw(st.permutations(range(count)))[:3]
     broken = ("memory", Subject("gpu", (bad,))), ("links", Subject("copy", (one, other)))
@@ -126,7 +132,7 @@ def test_what_fails_everywhere_is_the_host(count: int) -> None:
     assert parts(run(count, *subjects(count))) == {Part("host", (0,)), *gpus}
 
 
-@given(count=st.integers(1, 16))
+@drawing(count=st.integers(1, 16))
 def test_nothing_is_accused_where_nothing_failed(count: int) -> None:
     assert explain(run(count), ONE_HOST).parts == {}
 
@@ -178,7 +184,7 @@ def test_what_the_driver_says_of_a_gpu_is_of_that_gpu(bad: list[int]) -> None:
     assert parts(run(8, *broken)) == {Part("gpu", (gpu,)) for gpu in bad}
 
 
-@given(data=st.data())
+@drawing(data=st.data())
 def test_failures_of_a_link_are_not_charged_to_a_sick_gpu(data: st.DataObject) -> None:
     sick, one, other = (data.draw(st.integers(0, 3)), *data.draw(st.permutations(range(4)))[:2])
     broken = [("health", Subject("gpu", (sick,))), ("links", Subject("copy", (one, other)))]
@@ -219,7 +225,7 @@ def test_a_failure_that_two_accused_parts_explain_is_shared() -> None:
 SINGLE = [subject for check, subject in subjects(8) if check in ("memory", "links") and subject.kind in ("gpu", "copy")]
 
 
-@given(count=st.integers(2, 8), data=st.data())
+@drawing(count=st.integers(2, 8), data=st.data())
 def test_the_named_parts_are_in_every_smallest_explanation(count: int, data: st.DataObject) -> None:
     """Brute force: try all sets of GPUs, of directions and of links, and the host, at their prices."""
     of_node = [subject for subject in SINGLE if max(subject.members) < count]
@@ -272,3 +278,16 @@ def test_facts_of_the_host_explain_no_failure_of_another_check() -> None:
     assert set(found.parts) == {Part("host", (0,)), Part("gpu", (1,))} and not found.shared
     every = [("memory", Subject("gpu", (gpu,))) for gpu in range(8)]
     assert parts([*run(8, *every), facts]) == {Part("host", (0,))}, "eight GPUs at once are the host"
+
+
+@pytest.mark.parametrize("check", ["compute", "training", "soak"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_link_is_accused_of_a_disagreement_of_gpus_that_exchanged_nothing(check: str, whole: bool) -> None:
+    """A link is cheaper than a GPU, and its copies passed, or nobody has looked at them."""
+    apart = Observation(check, Subject("group", (0, 1)), "failed", evidence={EXCHANGED: False})
+    passed = run(2) if whole else [Observation(check, Subject("gpu", (gpu,)), "passed") for gpu in (0, 1)]
+    found = explain([*passed, apart], ONE_HOST)
+    assert not found.parts and found.unexplained
+    assert {part for some in found.rivals for part in some} == {Part("gpu", (0,)), Part("gpu", (1,))}
+    wrong = Observation(check, Subject("gpu", (1,)), "failed")
+    assert parts([*passed, apart, wrong]) == {Part("gpu", (1,))}

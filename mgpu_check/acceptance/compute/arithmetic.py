@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.verdict.voting import Vote, vote
-from mgpu_check.devices.observations import Observation, Subject, SubjectResult
+from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
 from mgpu_check.suite.devices.computing.cases import Ballot, ComputeCase
 
 if TYPE_CHECKING:
@@ -63,21 +63,24 @@ def _outvoted(
     """Return failed observations for the outvoted GPUs that no oracle has found wrong.
 
     Without a majority, a GPU that an oracle has found wrong explains the disagreement, and nothing more is returned.
-    If no oracle has found one, any of the voters may be wrong, and all are returned.
+    If no oracle has found one, any of the voters may be wrong: the failure is of their group, and accuses none alone.
     """
-    if not result.decided and known & set(result.odd):
-        return []
+    if not result.decided:
+        if known & set(result.odd):
+            return []
+        seen = f"no majority among {len(result.voters)} GPUs of one model, which give different bits"
+        evidence: dict[str, Any] = {"digests": {str(gpu): f"{digests[gpu]:016x}" for gpu in result.odd}}
+        group = Subject("group", result.odd)
+        return [Observation("compute", group, "failed", seen, str(case), evidence=evidence | {EXCHANGED: False})]
     found = []
     for gpu in result.odd:
         if gpu in known:
             continue
-        evidence: dict[str, Any] = {"digest": f"{digests[gpu]:016x}", "voters": list(result.voters)}
+        others = [other for other in result.voters if other not in result.odd]
+        evidence = {"digest": f"{digests[gpu]:016x}", "voters": list(result.voters)}
         if isinstance(result.usual, int):
-            others = [other for other in result.voters if other not in result.odd]
             evidence |= {"usual digest": f"{result.usual:016x}"} | _located(node, case, gpu, others[0], result.usual)
-            seen = f"other bits than {len(others)} of {len(result.voters)} GPUs of its model, which agree"
-        else:
-            seen = f"no majority among {len(result.voters)} GPUs of its model, which give different bits"
+        seen = f"other bits than {len(others)} of {len(result.voters)} GPUs of its model, which agree"
         found.append(Observation("compute", Subject("gpu", (gpu,)), "failed", seen, str(case), evidence=evidence))
     return found
 

@@ -15,7 +15,15 @@ from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.acceptance.training.checks import DETERMINISTIC, largest
 from mgpu_check.acceptance.training.departures import departures
-from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work, median_and_spread
+from mgpu_check.devices.observations import (
+    EXCHANGED,
+    Measurement,
+    Observation,
+    Outcome,
+    Subject,
+    Work,
+    median_and_spread,
+)
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
@@ -223,7 +231,8 @@ def _voted(alike: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
             found.append(_noted(gpu, one, case))
     if divided is not None:
         seen = f"do not train alike, without a majority: step {divided.step * case.every}, {divided.names[0]}"
-        found.append(Observation("soak", Subject("group", undecided), "failed", seen, str(case)))
+        group, evidence = Subject("group", undecided), {EXCHANGED: False}
+        found.append(Observation("soak", group, "failed", seen, str(case), evidence=evidence))
     return found
 
 

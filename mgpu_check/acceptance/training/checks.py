@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.acceptance.comparison import models
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.acceptance.training.departures import Divided, departures, judge, passed
-from mgpu_check.devices.observations import Observation, Subject
+from mgpu_check.devices.observations import EXCHANGED, Observation, Subject
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
@@ -94,7 +94,7 @@ def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) ->
         return
     names = ", ".join(divided.names[:3])
     seen = f"do not train alike, without a majority: step {divided.step}, {names}"
-    evidence = {"step": divided.step, "names": list(divided.names)}
+    evidence = {"step": divided.step, "names": list(divided.names), EXCHANGED: False}
     node.record([_failed(Subject("group", tuple(left)), seen, case, evidence)])
 
 

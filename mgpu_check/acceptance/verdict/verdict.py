@@ -22,7 +22,7 @@ from functools import cached_property
 
 from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.verdict.search import smallest_sets
-from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
+from mgpu_check.devices.observations import EXCHANGED, Observation, Part, PartKind, Subject
 
 __all__ = ["Explanation", "Suspect", "explain"]
 
@@ -34,8 +34,9 @@ _SPOILED = 0.3  # largest surcharge, for a part whose other observations all pas
 _ALIKE = 0.05
 """Prices up to this difference count as equal: GPUs take part in slightly different numbers of observations."""
 
-Key = tuple[str, Subject, tuple[int, ...]]
-"""Check, subject and suspects. Observations with the same key have the same explanation."""
+Key = tuple[str, Subject, tuple[int, ...], bool]
+"""Check, subject, suspects, and whether its GPUs exchanged data. Observations with the same key have the same
+explanation."""
 
 
 @dataclass(frozen=True, order=True)
@@ -122,7 +123,8 @@ def _of_driver(entry: Observation) -> bool:
 
 
 def _key(entry: Observation) -> Key:
-    return entry.check, entry.subject.in_any_order, tuple(sorted(entry.suspects))
+    exchanged = bool(entry.evidence.get(EXCHANGED, True))
+    return entry.check, entry.subject.in_any_order, tuple(sorted(entry.suspects)), exchanged
 
 
 def _hosts_of(subject: Subject, hosts: Sequence[int]) -> set[Part]:
@@ -130,7 +132,9 @@ def _hosts_of(subject: Subject, hosts: Sequence[int]) -> set[Part]:
     return {Part("host", (number,)) for number in numbers}
 
 
-def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...], hosts: Sequence[int]) -> bool:
+def _explains(
+    part: Part, check: str, subject: Subject, suspects: tuple[int, ...], exchanged: bool, hosts: Sequence[int]
+) -> bool:
     members = subject.members
     if part.kind == "host":
         return part in _hosts_of(subject, hosts)
@@ -145,7 +149,7 @@ def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...
     if subject.kind == "copy":
         return members == part.members
     both = set(part.members) <= set(members)
-    return subject.kind == "group" and both and (not suspects or bool(set(suspects) & set(part.members)))
+    return subject.kind == "group" and exchanged and both and (not suspects or bool(set(suspects) & set(part.members)))
 
 
 class _Candidates:
@@ -166,7 +170,7 @@ class _Candidates:
         parts: set[Part] = set()
         copies: set[tuple[int, ...]] = set()
         groups: dict[tuple[int, ...], float] = {}
-        for _, subject, suspects in self.failed:
+        for _, subject, suspects, exchanged in self.failed:
             parts |= _hosts_of(subject, self.hosts)
             if subject.kind == "host":
                 continue
@@ -176,7 +180,7 @@ class _Candidates:
             elif subject.kind == "copy":
                 parts.add(Part("link", subject.members))
                 copies.add(subject.members)
-            elif subject.kind == "group" and len(subject.members) == 2:
+            elif subject.kind == "group" and exchanged and len(subject.members) == 2:
                 pair = tuple(sorted(subject.members))
                 groups[pair] = min(groups.get(pair, _AGAINST_DATA), _AGAINST_DATA if suspects else _COST["link"])
         alone = [Suspect((part,), _COST[part.kind]) for part in parts]
