@@ -21,7 +21,7 @@ from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.session import FirstFailure
 from mgpu_check.settings import active
-from mgpu_check.suite.common.faults.registry import PLANTER, PROPERTIES, Fault, all_faults
+from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
 
 __all__ = ["Selftest", "main"]
 
@@ -182,7 +182,11 @@ class Selftest:
                 name, check = _check_of(item)
                 self.matrices[name].deselected.add((tried.fault, check))
 
+    @pytest.hookimpl(tryfirst=True)  # before the fork server starts
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        from mgpu_check.plugin.stash import SESSION
+
+        session.config.stash[SESSION].preload += FAULTS
         for item in session.items:
             name, check = _check_of(item)
             if check not in self.matrices[name].checks:

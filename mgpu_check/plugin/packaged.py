@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import pytest
 
-__all__ = ["SUITE", "command_of", "package_of"]
+__all__ = ["SUITE", "command_of", "package_of", "used_by_ranks"]
 
 SUITE = "mgpu_check.suite"
 
 _COMMANDS = {SUITE: (), "mgpu_check.acceptance": ("accept",)}
 """Packages of tests, with the words after `mgpu-check` that run them."""
+
+_NOT_OF_RANKS = re.compile(r"test_.*|.*strategies|faults")
+"""Names of modules and folders of a property that only the pytest process imports, or only a rank with a fault."""
 
 
 def package_of(item: pytest.Item) -> str:
@@ -21,3 +27,15 @@ def package_of(item: pytest.Item) -> str:
 def command_of(package: str) -> tuple[str, ...]:
     """Return the words after `mgpu-check` that run a packaged suite."""
     return _COMMANDS[package]
+
+
+def used_by_ranks(items: Iterable[pytest.Item]) -> list[str]:
+    """Return the modules of the suite that ranks import for these tests: those in the folders of their properties."""
+    tests = {item.path for item in items if package_of(item) == SUITE}
+    found = []
+    for folder in sorted({path.parent for path in tests}):
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            if not any(map(_NOT_OF_RANKS.fullmatch, parts)) and parts[-1] != "__init__":
+                found.append(".".join((SUITE, folder.name, *parts)))
+    return found

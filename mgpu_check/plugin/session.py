@@ -54,6 +54,8 @@ class GpuSession:
         first_failure: end a test at its first failing example, by `FirstFailure`.
         shared: directory where the workers of one run lease simulated devices; None in a run of one process.
         on_wait: called with a line about each long wait.
+        preload: modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an
+            import touches no real device.
         on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
         replacements: pickles the replacements of fixtures for a function; see `Replacements.pickled`.
         until_end: contexts that end with the current test.
@@ -70,6 +72,7 @@ class GpuSession:
         self.on_example: Callable[[], None] = lambda: None
         self.shared: Path | None = None
         self.on_wait: Callable[[str], None] = lambda line: None
+        self.preload: list[str] = []
         self.on_ranks: Callable[[], None] = lambda: None
         self.replacements: Callable[[Callable[..., Any]], bytes] = lambda function: b""
         self.until_end = contextlib.ExitStack()
@@ -101,8 +104,9 @@ class GpuSession:
         from mgpu_check.plugin.serialization import Shipped, warning_filters
 
         self._agents = launched.launcher_of_this_run(self.settings)
+        preload = (*PRELOAD, *(self.preload if self.settings.simulate == "cpu" else ()))
         return RankPool(
-            self._agents or LocalLauncher(PRELOAD, self.settings.simulate, FIRST),
+            self._agents or LocalLauncher(preload, self.settings.simulate, FIRST),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from mgpu_check.suite.common.faults.when import When
 
 __all__ = [
+    "FAULTS",
     "PLANTER",
     "PROPERTIES",
     "Fault",
@@ -40,7 +41,10 @@ PROPERTIES = (
     "distributed",
     "data_parallel",
 )
-"""The properties of the packaged suite; `mgpu_check.suite.<property>.faults` holds the faults of each."""
+"""The properties of the packaged suite."""
+
+FAULTS = tuple(f"mgpu_check.suite.{name}.faults" for name in PROPERTIES)
+"""The modules that hold the faults of each property."""
 
 PLANTER = f"{__name__}:planted"
 """The function below, by its name: ranks plant faults with it."""
@@ -173,8 +177,8 @@ def caught_by(*checks: str, least_gpus: int = 1) -> Callable[..., Callable[[_Fun
 
 def all_faults() -> dict[str, Fault]:
     """Return all faults by name, in the order of the properties. Imports torch."""
-    for name in PROPERTIES:
-        importlib.import_module(f"mgpu_check.suite.{name}.faults")
+    for module in FAULTS:
+        importlib.import_module(module)
     return dict(sorted(_faults.items(), key=lambda entry: PROPERTIES.index(entry[1].property)))
 
 

@@ -1,0 +1,47 @@
+"""Of the packaged suite, the fork server of a simulated node imports what ranks would import one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mgpu_check.suite
+from mgpu_check.plugin.packaged import used_by_ranks
+from mgpu_check.plugin.session import GpuSession
+from mgpu_check.settings import Settings
+from mgpu_check.suite.common.faults.registry import FAULTS
+from tests.test_structure import first_to_import
+
+SUITE = Path(mgpu_check.suite.__path__[0])
+
+
+def check(file: str, package: str = "mgpu_check.suite"):
+    """A test of the package, as far as its modules are looked up."""
+    path = SUITE / file
+    name = ".".join((package, *path.relative_to(SUITE).with_suffix("").parts))
+    return SimpleNamespace(path=path, module=SimpleNamespace(__name__=name))
+
+
+def test_the_modules_are_those_of_the_properties_that_run():
+    found = used_by_ranks([check("sharded/test_sharded.py"), check("devices/test_devices.py")])
+    assert {"mgpu_check.suite.sharded.meshes", "mgpu_check.suite.devices.operators.products"} <= set(found)
+    assert {name.split(".")[2] for name in found} == {"sharded", "devices"}
+    assert not [name for name in found if ".faults" in name or "test_" in name]
+    assert used_by_ranks([check("sharded/test_sharded.py", package="their.suite")]) == []
+
+
+def test_the_modules_come_without_hypothesis():
+    modules = used_by_ranks([check(str(path.relative_to(SUITE))) for path in SUITE.glob("*/test_*.py")])
+    assert first_to_import("hypothesis", *modules, *FAULTS) == ""
+
+
+@pytest.mark.parametrize(("simulate", "preloaded"), [("cpu", True), (None, False)])
+def test_only_a_simulated_node_imports_in_advance(simulate, preloaded):
+    session = GpuSession(Settings(gpus=2, simulate=simulate))
+    session.preload += ["json.tool"]
+    launcher: Any = session.pool._launcher
+    session.close()
+    assert ("json.tool" in launcher._preload) == preloaded
