@@ -30,14 +30,16 @@ __all__ = [
 LEAST_REPEATS = 3
 """With at least 3 repeats, the median ignores one repeat that was slowed down by something else."""
 
-LEAST_SHORTFALL: Mapping[str, float] = {"FLOP/s": 0.20, "B/s": 0.15, "host B/s": 0.25, "s": 0.50}
+LEAST_SHORTFALL: Mapping[str, float] = {
+    "FLOP/s": 0.20, "B/s": 0.15, "host B/s": 0.25, "pageable B/s": 0.40, "s": 0.40
+}  # fmt: skip
 """The least share of the speed, by unit, that a value must miss before it can fail.
 
 FLOP/s: GPUs of one SKU differ by 8 % on average. The slowest of a cluster is at most 22 % behind the fastest, because
 chips differ in their speed within the power limit. Outliers were slower by a third (Sinha et al., "Not All GPUs Are
 Created Equal", SC 2022). B/s: three times the noise of burn-in tools (SuperBench accuses from 5 % on). Host links: host
-memory is nearer to some GPUs than to others; a link at half its width or one generation below loses half. s: latencies
-contain the driver.
+memory is nearer to some GPUs than to others; a link at half its width or one generation below loses half. Pageable
+memory is copied by the host's processor. s: latencies contain the driver; a part at half its speed fails.
 """
 
 UNUSABLE = 0.50
@@ -88,8 +90,10 @@ def models(gpus: Iterable[Gpu]) -> dict[int, tuple[str, int]]:
 
 def least_shortfall(measurement: Measurement) -> float:
     """Return the entry of `LEAST_SHORTFALL` for `measurement`."""
-    host = measurement.unit == "B/s" and measurement.subject.kind in ("upload", "download")
-    return LEAST_SHORTFALL["host B/s" if host else measurement.unit]
+    unit: str = measurement.unit
+    if unit == "B/s" and measurement.subject.kind in ("upload", "download"):
+        unit = "pageable B/s" if measurement.quantity.startswith("pageable") else "host B/s"
+    return LEAST_SHORTFALL[unit]
 
 
 def amount(value: float, unit: str) -> str:

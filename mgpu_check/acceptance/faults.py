@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.devices.observations import Part
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.simulated import Override
-from mgpu_check.simulated.defects.parameters import PATTERNS, Parameters, Value
+from mgpu_check.simulated.defects.parameters import PATTERNS, UNITS, Parameters, Value
 from mgpu_check.torch_hooks.table import TRANSFERS
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "memory": ("any", "pinned", "pageable"),
     "operation": ("any", *TRANSFERS),
     "pattern": PATTERNS,
+    "unit": ("any", *UNITS),
+    "way": ("any", "upload", "download"),
     "dtype": (
         *("any", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         *("int64", "int32", "int16", "int8", "uint8", "bool"),

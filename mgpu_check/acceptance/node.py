@@ -79,6 +79,7 @@ class Node:
         self._hung: set[str] = set()
         self._pool = pool
         self._log = log
+        self._measuring: dict[tuple[Any, ...], Callable[[], object]] = {}
 
     @property
     def level(self) -> str:
@@ -143,9 +144,11 @@ class Node:
             )
 
         again = RepeatableCall(check, fn, args, tuple(chosen), timeout, environment or {})
-        return self._looked(
+        results = self._looked(
             check, fn, chosen, call, lambda index: self._translated(chosen, self.gpus[chosen[index]].host), again
         )
+        self._measured(results, lambda: self.repeat(again, chosen[::-1]))
+        return results
 
     def repeat(
         self, call: RepeatableCall, gpus: Sequence[int], environment: Mapping[str, str] | None = None
@@ -157,16 +160,20 @@ class Node:
         return self._log.sections[-1].observations[before:]
 
     def in_node_process(
-        self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None
+        self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None, backwards: bool = False
     ) -> list[Any]:
         """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the returned
         results.
+
+        Args:
+            backwards: whether the last GPU of each host is the first of `devices`.
 
         Returns:
             The results of all hosts, joined. A host that did not return contributes none; its failure is recorded.
         """
         results = []
-        for host, chosen in self.hosts.items():
+        for host, numbers in self.hosts.items():
+            chosen = numbers[::-1] if backwards else numbers
 
             def call(host: int = host, chosen: Sequence[int] = chosen) -> list[Any]:
                 indices = [self.gpus[number].index for number in chosen]
@@ -175,11 +182,36 @@ class Node:
                 )
 
             results += self._looked(check, fn, chosen, call, lambda _, h=host, c=chosen: self._translated(c, h))  # type: ignore[misc]  # of a lambda with defaults
+        self._measured(
+            results, lambda: self.in_node_process(check, fn, *args, timeout=timeout, backwards=not backwards)
+        )
         return results
 
     def measurements(self) -> list[Measurement]:
         """Return the measurements so far."""
         return list(self._log.measurements())
+
+    def measure_again(self, slow: Iterable[Measurement], until: Callable[[], bool]) -> list[Measurement]:
+        """Repeat the calls that made these measurements, with the GPUs in reverse order, until the time is over.
+
+        Args:
+            until: returns whether the time is over.
+
+        Returns:
+            The new measurements. They are in the log, too.
+        """
+        calls = dict.fromkeys(self._measuring[one.kind] for one in slow if one.kind in self._measuring)
+        before = len(self.measurements())
+        for call in calls:
+            if not until():
+                call()
+        return self.measurements()[before:]
+
+    def _measured(self, results: Any, again: Callable[[], object]) -> None:
+        """Keep the call that measures a quantity again; of several calls the last."""
+        for result in results:
+            measured = [one for one in _subject_results(result) if isinstance(one, Measurement)]
+            self._measuring.update({one.kind: again for one in measured})
 
     def mark(self, check: str = "", test: str = "") -> None:
         """Take a telemetry snapshot after a test has ended."""

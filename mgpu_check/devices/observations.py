@@ -199,6 +199,11 @@ class Measurement(SubjectResult):
     size: int
     spread: Number | None = None
 
+    @property
+    def kind(self) -> tuple[str, Unit, int, SubjectKind, int]:
+        """The key that two measurements must share to be compared, apart from the hardware."""
+        return (self.quantity, self.unit, self.size, self.subject.kind, len(self.subject.members))
+
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Return the median of `values` and the median of their absolute deviations from it. `values` must not be empty."""

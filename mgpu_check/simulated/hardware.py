@@ -129,7 +129,7 @@ class Defect:
     def remembered(self, *memory: torch.Tensor) -> None:
         """Spoil memory that was written or will be read: the bytes of each of `places`, uint8, each in one storage."""
 
-    def factor(self, event: Operation | Copy) -> float:
+    def factor(self, event: Operation | Copy | EndedCollective) -> float:
         """Return the duration as a multiple of the duration on healthy hardware."""
         return 1.0
 

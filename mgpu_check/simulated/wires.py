@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from itertools import permutations
 
 import torch
 
@@ -59,8 +60,19 @@ def _arrive(below: Hardware, group: NcclGroup, call: TransferCall, number: int) 
     largest = max(_bytes(call.both), _bytes(call.ins), _bytes(outputs))
     done = EndedCollective(call.name, number, tuple(devices.values()), outputs, largest, call.tensors()[0].dtype)
     below.reduced(done)
-    pace = max((below.pace(*link) for link in permutations(devices.values(), 2)), default=1.0)
-    return below.rates.collective + largest * share_of_link(call.name, size) / below.rates.link * pace
+    links = {(rank, call.root)} if call.peer else _links(call.name, size, call.root)
+    if call.name == "recv":
+        links = {(call.root, rank)}
+    paces = (below.pace(devices[a], devices[b]) for a, b in links if below.defects and {a, b} <= set(devices))
+    pace = max(paces, default=1.0)
+    slow = math.prod(defect.factor(done) for defect in below.defects)
+    return (below.rates.collective + largest * share_of_link(call.name, size) / below.rates.link * pace) * slow
+
+
+@functools.cache
+def _links(name: str, size: int, root: int) -> frozenset[tuple[int, int]]:
+    """Return the links that a collective crosses, as pairs of ranks."""
+    return frozenset((hop.source, hop.target) for rank in range(size) for hop in hops_to(name, rank, size, root))
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -212,6 +212,13 @@ LOOKS = {
     "slow-gpu": fast(torch.exp, 6e-6),
     "slow-when-hot:heat=0.0001": sustained,
     "slow-dtype": fast(torch.exp, 1e-5, torch.float16),
+    "slow-unit": fast(torch.sort, 1e-5),
+    "slow-launches": fast(lambda given: given[:1].add(1), 6e-6),
+    "slow-way": fast(lambda given: torch.zeros(MIB // 4).to(given.device), 1e-4),
+    "slow-pageable": fast(lambda given: given.cpu(), 1e-4),
+    "slow-peer-kernel": fast(lambda given: given.to("cuda:2", torch.float16), 3e-5, source="cuda:0"),
+    "slow-small-copies": fast(lambda given: given[:16].to("cuda:2"), 1e-5, source="cuda:0"),
+    "slow-port": fast(lambda given: given.to("cuda:2"), 1.5e-5),
     "slow-link": fast(lambda given: given.to("cuda:2"), 2e-5, source="cuda:0"),
     "slow-host-link": fast(lambda given: given.cpu(), 1e-4),
     "lost": alive,
@@ -230,7 +237,9 @@ def test_what_is_right_on_a_healthy_node_is_wrong_with_the_fault(text):
 
 def test_each_fault_has_been_seen_to_make_something_wrong():
     on_ranks = {"hangs"} | {
-        name for name, fault in all_hardware_faults().items() if fault.caught_by == ("collectives",)
+        name
+        for name, fault in all_hardware_faults().items()
+        if fault.caught_by == ("collectives",) or "operation" in fault.defaults
     }
     shown = {text.partition(":")[0] for text in LOOKS} | on_ranks
     silent = {name for name, fault in all_hardware_faults().items() if not fault.telemetry(fault.defaults)}

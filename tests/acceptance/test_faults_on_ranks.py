@@ -123,6 +123,32 @@ def test_a_gpu_that_is_lost_refuses_and_one_that_hangs_never_returns(ranks, plan
     assert ranks.run(use, size=2) == [2.0, 2.0]
 
 
+def seconds_of_pairs(rank):
+    """The seconds of broadcasts from the first rank of each pair, small and large."""
+    from mgpu_check.acceptance.collectives.speed import time_collectives
+    from mgpu_check.suite.collectives.exact import RepeatedCollective
+
+    pairs = ((0, 1), (0, 2), (1, 2))
+    cases = [RepeatedCollective("broadcast", "int8", size, pair) for size in (64, MIB) for pair in pairs]
+    return [times[0] if times else 0 for times in time_collectives(rank, cases, 1)]
+
+
+@pytest.mark.gpus(3)
+def test_a_slow_part_makes_the_collectives_slow_that_use_it(ranks, plant):
+    def found(name):
+        plant(name)
+        return [max(times) for times in zip(*ranks.run(seconds_of_pairs, size=3), strict=True)]
+
+    healthy = found("lost:after=3600")
+    for name, ratios in (
+        ("slow-collective:operation=any", [2, 1, 2] * 2),  # those with GPU 1
+        ("slow-small-collectives", [2, 1, 2, 1, 1, 1]),
+        ("slow-link:device=0,peer=2,factor=3", [1, 1, 1, 1, 1.7, 1]),  # some time is that of the launch
+        ("slow-link:device=2,peer=0", [1] * 6),  # the other direction
+    ):
+        assert found(name) == pytest.approx([a * b for a, b in zip(healthy, ratios, strict=True)], rel=0.1), name
+
+
 def gradients_of_ddp(rank, hook=False):
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 2).to(rank.device)

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,18 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
-from mgpu_check.acceptance.performance.checks import judge, link_classes, unmeasured
+from mgpu_check.acceptance.findings import identify, judged
+from mgpu_check.acceptance.performance.checks import judge, unmeasured
+from mgpu_check.acceptance.performance.peers import link_classes
+from mgpu_check.acceptance.report.text import lines
+from mgpu_check.acceptance.report.view import detected_slowness
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.skus import Floors, packaged_floors
-from mgpu_check.devices.observations import Measurement, Observation, Subject
+from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.devices.observations import Measurement, Observation, Part, Subject, median_and_spread
 from mgpu_check.simulated.rates import Rates
 
 NONE = Floors("none.json", ())
@@ -67,7 +73,11 @@ def failed(observations: Iterable[Observation]) -> set[tuple[int, ...]]:
 
 
 def of_measurements(observations: Iterable[Observation]) -> list[Observation]:
-    return [o for o in observations if o.case != "absolute speed"]
+    return [o for o in observations if "comparisons" in o.evidence]
+
+
+def differing(observations: Iterable[Observation]) -> list[Observation]:
+    return [o for o in observations if {"differ", "differ to the host"} & set(o.evidence)]
 
 
 # --- healthy nodes, and one that is not ---
@@ -168,23 +178,98 @@ def test_of_three_gpus_a_slow_one_is_told_from_a_bridge_by_topology_only(known, 
 # --- what is not known ---
 
 
-def test_of_two_gpus_nobody_knows_which_is_right():
-    for kind in KINDS:
-        found = of_measurements(judge(node(kind, 2, lambda m: 0.5 if m[0] else 1.0), gpus(2), floors=NONE))
-        assert {o.outcome for o in found} == {"unknown"} and (
-            "two values do not show which is right" in found[0].seen or "no other of its kind" in found[0].seen
-        )
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_gpus_that_differ_nobody_is_accused(kind):
+    found = judge(node(kind, 2, lambda m: 0.5 if m[0] else 1.0), gpus(2), floors=NONE)
+    single = of_measurements(found)
+    assert {o.outcome for o in single} == {"unknown"} and "two values do not show which is right" in single[0].seen
+    (both,) = differing(found)
+    assert (both.outcome, both.subject, both.suspects) == ("failed", Subject("group", (0, 1)), (0, 1))
+    assert "no majority shows which is right" in both.seen and str(single[0].subject) in both.seen
+    of_host = kind in ("upload", "download")
+    assert identify(both).id == ("MGPU-HOST-LINK-DIFFERS" if of_host else "MGPU-SPEED-DIFFERS")
+    assert explain([judged(both, {})], [0, 0]).parts == {}
+    alike = judge(node(kind, 2, lambda m: 0.9 if m[0] else 1.0), gpus(2), floors=NONE)
+    assert not differing(alike) and not failed(alike)
 
 
 def test_half_of_all_is_no_minority():
     """Memory of the host lies nearer to half of the GPUs."""
-    found = of_measurements(judge(node("upload", 8, lambda m: 0.6 if m[0] < 4 else 1.0), gpus(8), floors=NONE))
-    assert {o.subject.members[0] for o in found if o.outcome == "unknown"} == {0, 1, 2, 3}
+    halves = judge(node("upload", 8, lambda m: 0.6 if m[0] < 4 else 1.0), gpus(8), floors=NONE)
+    assert {o.subject.members[0] for o in of_measurements(halves) if o.outcome == "unknown"} == {0, 1, 2, 3}
+    assert [judged(o, {}).ruling for o in differing(halves)] == ["warn"]
     assert failed(judge(node("upload", 8, lambda m: 0.6 if m[0] < 3 else 1.0), gpus(8), floors=NONE)) == {
         (0,),
         (1,),
         (2,),
     }
+
+
+# --- a second look ---
+
+
+def test_a_slow_gpu_is_named_if_both_looks_show_it():
+    one, healthy = node("gpu", 4, lambda m: 0.5 if m[0] == 2 else 1.0), node("gpu", 4, lambda m: 1.0)
+    both = judge(one, gpus(4), floors=NONE, again=one[::-1])
+    assert failed(both) == {(2,)} and "again when measured in another order" in both[2].seen
+    for first, again in ((one, healthy), (healthy, one)):
+        found = [judged(o, {}) for o in judge(first, gpus(4), floors=NONE, again=again)]
+        assert not failed(found)
+        ((warned,), rest) = ([o for o in found if o.finding], [o for o in found if not o.finding])
+        assert (warned.finding, warned.ruling) == ("MGPU-SPEED-ONCE", "warn") and "in one of two looks" in warned.seen
+        assert {o.outcome for o in of_measurements(rest)} == {"passed"}
+
+
+def test_what_was_not_measured_again_keeps_its_failure():
+    slow = node("gpu", 4, lambda m: 0.5 if m[0] == 2 else 1.0)
+    found = judge(slow, gpus(4), floors=NONE, again=node("copy", 4, lambda m: 1.0))
+    assert failed(found) == {(2,)}
+
+
+def test_a_report_says_how_slow_a_part_must_be_to_be_found():
+    made = [*node("gpu", 4, lambda m: 1.0), *node("copy", 2, lambda m: 1.0)]
+    found = replace(report("a", 1.0), observations=tuple(judge(made, gpus(4), floors=NONE)))
+    told = detected_slowness(found)
+    assert told == "a part slower than its peers by 20% (x) is found; 4 of 6 speeds have peers"
+    assert told in "\n".join(lines(found)) and detected_slowness(report("a", 1.0)) == ""
+
+
+# --- pairs in collectives ---
+
+
+def in_pairs(count, speed):
+    return [
+        Measurement("x", Subject("group", pair), "all_reduce of a pair", "B/s", 1e11 * speed(pair), 5, SIZE)
+        for pair in itertools.combinations(range(count), 2)
+    ]
+
+
+@pytest.mark.parametrize("count", [4, 5, 8])
+def test_a_gpu_or_a_pair_that_is_slow_in_collectives_of_pairs_is_found(count):
+    for wrong in ({p for p in itertools.combinations(range(count), 2) if 1 in p}, {(0, 2)}):
+        found = judge(in_pairs(count, lambda p, w=wrong: 0.5 if p in w else 1.0), gpus(count), floors=NONE)
+        assert failed(found) == wrong
+        named = set(explain([judged(o, {}) for o in found], [0] * count).parts)
+        assert named == ({Part("gpu", (1,))} if len(wrong) > 1 else {Part("link", (0, 2)), Part("link", (2, 0))})
+    assert not failed(judge(in_pairs(count, lambda p: 1.0), gpus(count), floors=NONE))
+
+
+# --- noise ---
+
+
+def test_noise_of_healthy_repeats_accuses_nobody():
+    """Each repeat scatters by 4 %."""
+    drawn, found = random.Random(5), 0
+    for _ in range(40):
+        for kind in KINDS:
+            made = []
+            for members in all_of(kind, 8):
+                value, spread = median_and_spread([KINDS[kind][2] * drawn.gauss(1, 0.04) for _ in range(3)])
+                made.append(measurement(kind, members, value, 3, spread=spread))
+            seen = judge(made, gpus(8), floors=NONE)
+            assert not failed(seen)
+            found += len(of_measurements(seen))
+    assert found == 40 * (8 + 56 + 8 + 8 + 56)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

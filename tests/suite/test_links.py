@@ -173,12 +173,16 @@ def test_bandwidth_and_latency_are_measured_for_each_way_and_a_slow_link_shows()
         found: list[Any] = [*measure_copies([torch.device("cuda", index) for index in range(4)], 64 * MIB, 3)]
     assert Counter(entry.quantity for entry in found) == {
         f"{kind} {what}": count
-        for kind, count in (("copy", 12), ("upload", 4), ("download", 4))
+        for kinds, count in (
+            (("copy", "copy by kernel"), 12),
+            (("upload", "download", "pageable upload", "pageable download"), 4),
+        )
+        for kind in kinds
         for what in ("bandwidth", "latency")
     }
     speed = {entry.subject.members: entry.value for entry in found if entry.quantity == "copy bandwidth"}
     assert speed[pair] < 0.8 * min(value for key, value in speed.items() if key != pair)
-    assert {entry.size for entry in found} == {2 * MIB, 16} and {entry.repeats for entry in found} == {3}
+    assert {entry.size for entry in found} == {2 * MIB, 16, 32} and {entry.repeats for entry in found} == {3}
     assert slow.parts == (Part("link", pair),)
 
 

@@ -4,20 +4,68 @@ The algorithm bandwidth is S / t, where S is the size in bytes of the largest te
 call. The bus bandwidth multiplies it by a factor that depends on the number n of ranks, so that it is the same for each
 n if links are the bottleneck. `Transfer.share_of_link` returns the factor: 2 (n - 1) / n for all_reduce, 1 for
 broadcast and reduce, and (n - 1) / n for the others.
+
+In a collective of all GPUs each rank waits for the slowest, so its time does not show which one that is. Therefore
+pairs are measured, too. Each GPU is in one pair at a time, so all pairs have the same load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
+from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.exact import RepeatedCollective, groups_of
+from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, groups_of
 from mgpu_check.suite.collectives.runner import runner
 from mgpu_check.suite.common.timing import seconds_of
+from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = ["time_collectives"]
+__all__ = ["LATENCY_BYTES", "measure_collectives", "time_collectives"]
+
+LATENCY_BYTES = 64
+"""A collective of this size or less is measured by its time."""
+
+
+def measure_collectives(rank: Rank, cases: Cases, repeats: int) -> list[Measurement]:
+    """Measure `cases` on all ranks; rank 0 returns the measurements, others none.
+
+    The subject of a pair with a root is the copy from the root to the other rank, else the group. Like in nccl-tests, a
+    time is the mean over ranks.
+    """
+    results: list[list[list[float]]] = [[] for _ in range(rank.size)]
+    dist.all_gather_object(results, time_collectives(rank, cases.all, repeats))  # over the host
+    if rank.index:
+        return []
+    found: list[Measurement] = []
+    for number, case in enumerate(cases.all):
+        members = case.members or tuple(range(rank.size))
+        times = [statistics.fmean(one) for one in zip(*(results[member][number] for member in members), strict=True)]
+        if times and min(times) > 0:
+            found += _speeds(case, members, times)
+    return found
+
+
+def _speeds(case: RepeatedCollective, members: Sequence[int], times: Sequence[float]) -> Iterator[Measurement]:
+    row, pair = TRANSFERS[case.operation], len(members) == 2
+    subject = Subject("group", tuple(members))
+    if pair and row.root:
+        subject = Subject("copy", (members[case.root], members[1 - case.root]))
+    name = f"{case.operation} of a pair" if pair else case.operation
+    if case.bytes <= LATENCY_BYTES:
+        value, spread = median_and_spread(times)
+        yield Measurement("collectives", subject, f"{name}, latency", "s", value, len(times), case.bytes, spread)
+        return
+    value, spread = median_and_spread([case.bytes / time for time in times])
+    ways = [("bus", row.share_of_link(len(members)))]
+    for way, factor in ways if pair else [("algorithm", 1.0), *ways]:
+        yield Measurement(
+            "collectives", subject, f"{name} {way} bandwidth", "B/s", value * factor, len(times), case.bytes,
+            spread * factor,
+        )  # fmt: skip
 
 
 def time_collectives(rank: Rank, cases: Sequence[RepeatedCollective], repeats: int) -> list[list[float]]:

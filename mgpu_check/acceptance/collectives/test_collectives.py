@@ -4,7 +4,6 @@ bit."""
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.levels import drawn
-from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
 from mgpu_check.settings import active
 from mgpu_check.torch_hooks.table import TRANSFERS
 
@@ -42,6 +40,8 @@ _MANY = {"quick": 400, "standard": 1200, "long": 10_000}
 """Iterations at 1 MiB: a fault that shows once in 300 is seen at the level "standard" with a probability of 0.98."""
 _MANY_SIMULATED = {"quick": 20, "standard": 400, "long": 1200}
 _MEASURED = {"quick": 5, "standard": 15, "long": 51}
+_MOST_ROUNDS = {"quick": 7, "standard": 15, "long": 31}
+"""Rounds of pairs that are measured: all pairs of up to 8, 16 or 32 GPUs."""
 _MOST_PAIRS = {"quick": 28, "standard": 496, "long": 2016}
 
 
@@ -142,33 +142,36 @@ def test_many_iterations_at_1_mib(node: Node, seed: int, burst: int) -> None:
 
 
 def test_speed_of_collectives(node: Node) -> None:
-    """Measure algorithm and bus bandwidth of each collective; the check of performance judges them."""
-    from mgpu_check.acceptance.collectives.speed import time_collectives
-    from mgpu_check.suite.collectives.exact import RepeatedCollective
+    """Measure bandwidth and latency of each collective over all GPUs and over pairs; the check of performance judges
+    them."""
+    from mgpu_check.acceptance.collectives.speed import LATENCY_BYTES, measure_collectives
+    from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective
 
     numbers = node.numbers
     # Simulated time has no noise, so few repeats are enough.
     repeats, inner = (3, 1) if node.simulated else (_MEASURED[node.level], 4)
     if len(numbers) < 2:
         return
-    sizes = [size for size in (1 << 20, _LARGEST[node.level]) if fits(node, size)]
+    sizes = [size for size in (LATENCY_BYTES, 1 << 20, _LARGEST[node.level]) if fits(node, size)]
     cases = [
-        RepeatedCollective(operation, "float32", size, iterations=inner) for operation in MEASURED for size in sizes
+        RepeatedCollective(operation, "float32", size, pair, root=root, iterations=inner)
+        for operation in MEASURED
+        for size in (sizes[0], sizes[-1])
+        for pair in itertools.chain(*rounds_of(len(numbers))[: _MOST_ROUNDS[node.level]])
+        for root in range(2 if TRANSFERS[operation].root else 1)
     ]
-    results = node.on_ranks("collectives", time_collectives, cases, repeats)
-    group = Subject("group", tuple(numbers))
-    for number, case in enumerate(cases):
-        # The mean over ranks, like nccl-tests.
-        times = [statistics.fmean(times) for times in zip(*(seen[number] for seen in results), strict=True)]
-        if not times or min(times) <= 0:
-            continue
-        speed, spread = median_and_spread([case.bytes / time for time in times])
-        factor = TRANSFERS[case.operation].share_of_link(len(numbers))
-        for name, times_faster in (("algorithm", 1.0), ("bus", factor)):
-            quantity = f"{case.operation} {name} bandwidth"
-            node.record([
-                Measurement(
-                    "collectives", group, quantity, "B/s", speed * times_faster, repeats, case.bytes,
-                    spread * times_faster,
-                )
-            ])  # fmt: skip
+    if len(numbers) > 2:
+        every = itertools.product(MEASURED, sizes)
+        cases += [RepeatedCollective(operation, "float32", size, iterations=inner) for operation, size in every]
+    node.on_ranks("collectives", measure_collectives, Cases(tuple(cases)), repeats)
+
+
+def rounds_of(count: int) -> list[list[tuple[int, int]]]:
+    """Divide the pairs of `count` ranks into rounds in which each rank is in one pair at most, as in a tournament."""
+    ring = [*range(count), -1][: count + count % 2]
+    found = []
+    for _ in ring[1:]:
+        pairs = zip(ring, ring[::-1], strict=True)
+        found.append([(min(pair), max(pair)) for pair in itertools.islice(pairs, len(ring) // 2) if min(pair) >= 0])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return found

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["compute"]
+__all__ = ["compute", "measure_launches"]
 
 _LISTED = 16
+_LAUNCHES = 20
 
 
 def _examine(rank: Rank, cases: Sequence[ComputeCase]) -> list[SubjectResult | Ballot]:
@@ -35,6 +36,17 @@ def _elements(rank: Rank, piece: int) -> tuple[int, list[int]]:
     from mgpu_check.suite.devices.computing.examine import elements_of_piece
 
     return elements_of_piece(rank, piece)
+
+
+def measure_launches(rank: Rank, repeats: int) -> list[SubjectResult]:
+    """Measure the seconds from one small kernel to the next, of kernels that are launched at once."""
+    import torch
+
+    from mgpu_check.suite.common.timing import measured, seconds_of
+
+    one = torch.zeros(1, device=rank.device)
+    laps = seconds_of(lambda: one.add_(1), rank.device, repeats, inner=_LAUNCHES)
+    return [*measured("compute", Subject("gpu", (rank.index,)), "launch of a small kernel", "s", 0, laps, one.nbytes)]
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from mgpu_check.acceptance.compute.arithmetic import compute
+from mgpu_check.acceptance.compute.arithmetic import compute, measure_launches
 from mgpu_check.acceptance.levels import SEEDS, drawn
 from mgpu_check.settings import active
 from mgpu_check.suite.devices.computing.cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
@@ -60,6 +60,11 @@ def test_results_are_right(node: Node, family: str, seed: int) -> None:
         for dtype in (_every_other(dtypes, seed + number) if quick and not dense else dtypes)
     ]
     compute(node, cases)
+
+
+def test_speed_of_launches(node: Node) -> None:
+    """Measure the time of small kernels; the check of performance judges it."""
+    node.on_ranks("compute", measure_launches, {"quick": 5, "standard": 15, "long": 51}[node.level])
 
 
 def _every_other(dtypes: Sequence[str], start: int) -> Sequence[str]:

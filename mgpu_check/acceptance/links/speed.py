@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,41 +17,61 @@ __all__ = ["measure_copies"]
 _LATENCY_BYTES = 16
 
 
+@dataclass(frozen=True)
+class _MeasuredCopy:
+    """A path of copies.
+
+    Attributes:
+        name: begins the names of its quantities.
+        clock: the device whose clock is used.
+        ends: source and destination; None is the host.
+        pinned: whether the memory of the host is pinned.
+        kernel: whether a kernel copies, because the dtype changes; else a copy engine does.
+    """
+
+    subject: Subject
+    name: str
+    clock: torch.device
+    ends: tuple[torch.device | None, torch.device | None]
+    pinned: bool = True
+    kernel: bool = False
+
+
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[SubjectResult]:
     """Measure the bandwidth of copies of `size` bytes, or of what fits, and the latency of small ones, on every
     path."""
     found: list[SubjectResult] = []
     torch.cuda.empty_cache()
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))
-    for subject, clock, ends, kind in _ways(devices):
-        source, target = (_memory(size, end) for end in ends)
-        of_both: list[tuple[str, Unit, int]] = [
-            (f"{kind} bandwidth", "B/s", size),
-            (f"{kind} latency", "s", _LATENCY_BYTES),
-        ]
+    for way in _ways(devices):
+        source, target = (_memory(size, end, way.pinned) for end in way.ends)
+        if way.kernel:
+            target = target.view(torch.int16)
+        of_both: list[tuple[str, Unit, int]] = [("bandwidth", "B/s", target.numel()), ("latency", "s", _LATENCY_BYTES)]
         for quantity, unit, count in of_both:
             into, out = target[:count], source[:count]
-            times = seconds_of(functools.partial(into.copy_, out, non_blocking=True), clock, repeats)
+            times = seconds_of(functools.partial(into.copy_, out, non_blocking=way.pinned), way.clock, repeats)
             if min(times) <= 0:
                 continue  # below the resolution of the clock
-            value, spread = median_and_spread([count / time for time in times] if unit == "B/s" else times)
-            found.append(Measurement("links", subject, quantity, unit, value, repeats, count, spread))
+            value, spread = median_and_spread([into.nbytes / time for time in times] if unit == "B/s" else times)
+            name = f"{way.name} {quantity}"
+            found.append(Measurement("links", way.subject, name, unit, value, repeats, into.nbytes, spread))
     return found
 
 
-def _ways(
-    devices: Sequence[torch.device],
-) -> Iterator[tuple[Subject, torch.device, tuple[torch.device | None, torch.device | None], str]]:
-    """Yield subject, device whose clock is used, both ends (None: pinned memory of the host), and name of each path."""
+def _ways(devices: Sequence[torch.device]) -> Iterator[_MeasuredCopy]:
     for index, device in enumerate(devices):
-        yield Subject("upload", (index,)), device, (None, device), "upload"
-        yield Subject("download", (index,)), device, (device, None), "download"
+        for pinned, memory in ((True, ""), (False, "pageable ")):
+            yield _MeasuredCopy(Subject("upload", (index,)), f"{memory}upload", device, (None, device), pinned)
+            yield _MeasuredCopy(Subject("download", (index,)), f"{memory}download", device, (device, None), pinned)
     for one, other in itertools.permutations(range(len(devices)), 2):
         # A copy between devices runs on a stream of the source.
-        yield Subject("copy", (one, other)), devices[one], (devices[one], devices[other]), "copy"
+        for kernel in (False, True):
+            pair, name = Subject("copy", (one, other)), "copy by kernel" if kernel else "copy"
+            yield _MeasuredCopy(pair, name, devices[one], (devices[one], devices[other]), kernel=kernel)
 
 
-def _memory(size: int, device: torch.device | None) -> torch.Tensor:
+def _memory(size: int, device: torch.device | None, pinned: bool) -> torch.Tensor:
     if device is None:
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
     return torch.zeros(size, dtype=torch.uint8, device=device)

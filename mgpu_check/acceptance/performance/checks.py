@@ -2,37 +2,26 @@
 SKU.
 
 Each comparison is passed, failed, or unknown. An observation fails if one of its comparisons fails, and is unknown if
-all of them are unknown. See `mgpu_check.acceptance.robust` for the statistics and the origin of the limits.
+all of them are unknown. If no majority shows which values are right, the GPUs *differ*: all of them are suspects. See
+`mgpu_check.acceptance.robust` for the statistics and the origin of the limits.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import permutations
-from statistics import median
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mgpu_check.acceptance.baseline import Baseline
-from mgpu_check.acceptance.comparison import (
-    UNUSABLE,
-    Against,
-    Comparison,
-    amount,
-    beside_peers,
-    least_shortfall,
-    models,
-    useless,
-    wrong,
-)
-from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, modes, noise_of_median, shortfall
+from mgpu_check.acceptance.comparison import Against, Comparison, amount, least_shortfall, useless, wrong
+from mgpu_check.acceptance.performance.peers import Group, among_peers, gpus_of, link_classes
+from mgpu_check.acceptance.robust import shortfall
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
-from mgpu_check.devices.telemetry.fields import pair_field
 
-__all__ = ["CHECK", "judge", "link_classes", "unmeasured"]
+__all__ = ["CHECK", "judge", "unmeasured"]
 
 CHECK = "performance"
 
@@ -55,6 +44,7 @@ def judge(
     floors: Floors | None = None,
     software: Mapping[int, Mapping[str, str]] | None = None,
     links: Mapping[tuple[int, int], str] | None = None,
+    again: Sequence[Measurement] = (),
 ) -> list[Observation]:
     """Compare each measurement with its references.
 
@@ -68,25 +58,31 @@ def judge(
         links: class of the link from the first GPU to the second. Only links of one class are compared. For a pair
             without a class, the classes are derived from the speeds. Default the classes that the facts of the GPUs
             give.
+        again: measurements of a second look, in another order. What was measured again is slow only if both looks show
+            it; if one does, the observation has the evidence "once".
 
     Returns:
         One observation for each measurement. A measurement without any comparison is unknown. It is skipped instead if
         the subject has another measurement with a comparison, or is a group, because its GPUs and links are judged by
         themselves.
 
-        In addition one unknown observation for each GPU without a comparison with `floors` or `baseline`: if all GPUs
-        of a node are too slow, a comparison between them does not show it. The same if `baseline` is given and does not
-        apply.
+        In addition a failed observation of the group of GPUs that differ without a majority. Its evidence has the key
+        "differ", or "differ to the host" for copies from and to the host.
+
+        And one unknown observation for each GPU without a comparison with `floors` or `baseline`: if all GPUs of a node
+        are too slow, a comparison between them does not show it. The same if `baseline` is given and does not apply.
 
     Raises:
         ValueError: a measurement names a GPU that is not in `gpus`.
     """
     floors = packaged_floors() if floors is None else floors
     by_number = {gpu.number: gpu for gpu in gpus}
-    unknown = sorted({gpu for m in measurements for gpu in _gpus_of(m.subject)} - set(by_number))
+    first_look = len(measurements)
+    measurements = [replace(one, subject=one.subject.in_any_order) for one in (*measurements, *again)]
+    unknown = sorted({gpu for m in measurements for gpu in gpus_of(m.subject)} - set(by_number))
     if unknown:
         raise ValueError(f"judge: measurements are of GPUs {unknown}, but gpus has {sorted(by_number)}")
-    beside = _beside_peers(measurements, by_number, link_classes(gpus) if links is None else links)
+    beside, split = among_peers(measurements, by_number, link_classes(gpus) if links is None else links)
     judged: list[tuple[Measurement, list[Comparison]]] = []
     firsts: dict[tuple[Any, ...], Measurement] = {}
     for number, measurement in enumerate(measurements):
@@ -94,7 +90,7 @@ def judge(
         judged.append((measurement, comparisons))
         if useless(measurement):
             continue
-        first = firsts.setdefault((measurement.subject, *_kind(measurement)), measurement)
+        first = firsts.setdefault((measurement.subject, *measurement.kind), measurement)
         if first is not measurement:
             comparisons.append(_beside_itself(measurement, first))
         if baseline is not None:
@@ -104,13 +100,47 @@ def judge(
         measurement.subject for measurement, comparisons in judged if _outcome(comparisons) in ("passed", "failed")
     }
     found = [_observation(measurement, comparisons, known) for measurement, comparisons in judged]
-    return found + list(_without_reference(judged, by_number, baseline, floors, software or {}))
+    looks = [
+        _JudgedSpeed(number >= first_look, one.kind, entry)
+        for number, (one, entry) in enumerate(zip(measurements, found, strict=True))
+    ]
+    looks += [_differ(group, min(group) >= first_look) for group in split]
+    return _confirmed(looks) + list(_without_reference(judged, by_number, baseline, floors, software or {}))
+
+
+@dataclass(frozen=True)
+class _JudgedSpeed:
+    """An observation, the kind of its measurement, and whether it is of the second look."""
+
+    second: bool
+    kind: tuple[Any, ...]
+    entry: Observation
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.entry.subject, self.kind)
+
+
+def _confirmed(looks: Sequence[_JudgedSpeed]) -> list[Observation]:
+    """Return the observations of both looks; failures that one of two looks shows have the evidence "once"."""
+    again = {look.kind for look in looks if look.second}
+    one, other = ({k.key for k in looks if k.second == second and k.entry.outcome == "failed"} for second in (0, 1))
+    found = []
+    for look in looks:
+        entry = look.entry
+        if entry.outcome == "failed" and look.kind in again:
+            once = look.key not in one & other
+            said = "in one of two looks only" if once else "again when measured in another order"
+            evidence = {**entry.evidence, "once": True} if once else entry.evidence
+            entry = replace(entry, seen=f"{entry.seen}; {said}", evidence=evidence)
+        found.append(entry)
+    return found
 
 
 def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list[Observation]:
     """Return an observation for each GPU whose own speed was not measured: skipped if its links were, else unknown."""
     measured = {m.subject.members[0] for m in measurements if m.subject.kind == "gpu"}
-    linked = {member for m in measurements for member in _gpus_of(m.subject)}
+    linked = {member for m in measurements for member in gpus_of(m.subject)}
     found = []
     for gpu in gpus:
         subject = Subject("gpu", (gpu.number,))
@@ -122,105 +152,20 @@ def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list
     return found
 
 
-def link_classes(gpus: Sequence[Gpu]) -> dict[tuple[int, int], str]:
-    """Return the class of each link over PCIe between two GPUs, as (source, destination) -> class.
-
-    Pairs with NVLink have no class, because the number of links between two GPUs depends on the board.
-    """
-    found = {}
-    for gpu, peer in permutations(gpus, 2):
-        path, ability = (gpu.facts.get(pair_field(name, peer.number)) for name in ("topology", "p2p"))
-        if path is not None and ability is not None and "nvlink" not in str(ability).lower():
-            found[gpu.number, peer.number] = f"{path}, {ability}"
-    return found
-
-
-def _gpus_of(subject: Subject) -> tuple[int, ...]:
-    return () if subject.kind == "host" else subject.members
-
-
-def _kind(measurement: Measurement) -> tuple[Any, ...]:
-    """Return the key that two measurements must share to be compared, apart from the hardware."""
-    subject = measurement.subject
-    return (measurement.quantity, measurement.unit, measurement.size, subject.kind, len(subject.members))
-
-
-def _beside_peers(
-    measurements: Sequence[Measurement], gpus: Mapping[int, Gpu], links: Mapping[tuple[int, int], str]
-) -> dict[int, Comparison]:
-    found: dict[int, Comparison] = {}
-    groups: defaultdict[tuple[Any, ...], dict[int, Measurement]] = defaultdict(dict)
-    turns: Counter[tuple[Any, ...]] = Counter()
-    model = models(gpus.values())
-    for number, measurement in enumerate(measurements):
-        why = useless(measurement)
-        if why:
-            found[number] = Comparison("peers", "unknown", why=why)
-            continue
-        kind = _kind(measurement)
-        turn = turns[(measurement.subject, *kind)]
-        turns[(measurement.subject, *kind)] += 1
-        members = [gpus[gpu] for gpu in _gpus_of(measurement.subject)]
-        kinds = tuple(sorted(model[gpu.number] for gpu in members))
-        link = links.get((members[0].number, members[-1].number), "") if measurement.subject.kind == "copy" else ""
-        hosts = tuple(sorted({gpu.host for gpu in members}))
-        # GPUs are compared over all hosts, links within a host with each other, links between hosts with each other.
-        where = hosts if measurement.subject.kind == "copy" and len(hosts) == 1 else len(hosts)
-        groups[(turn, *kind, kinds, where, link)][number] = measurement
-    for key, group in groups.items():
-        divide = _pairs if key[4] == "copy" else _majority
-        found.update(divide(group, bool(key[-1])))
-    return found
-
-
-def _noise(group: Mapping[int, Measurement]) -> float:
-    return noise_of_median([(m.spread, m.repeats) for m in group.values() if m.spread is not None])
-
-
-def _majority(group: Mapping[int, Measurement], known: bool) -> dict[int, Comparison]:
-    """Compare each measurement with all others. If half of them or more fail, the slow ones are unknown."""
-    found = {}
-    for number, mine in group.items():
-        others = [other.value for other_number, other in group.items() if other_number != number]
-        found[number] = beside_peers(mine.value, others, mine.unit, least_shortfall(mine), _noise(group))
-    slow = [number for number, comparison in found.items() if comparison.outcome == "failed"]
-    if 2 * len(slow) >= len(group):
-        why = f"{len(slow)} of {len(group)} are slower than the others: no majority shows which are right"
-        found.update(
-            (number, Comparison("peers", "unknown", why=why, reference=found[number].reference)) for number in slow
-        )
-    return found
-
-
-def _pairs(group: Mapping[int, Measurement], topology_known: bool) -> dict[int, Comparison]:
-    """Compare each link with links of its class, preferably with those that share no GPU with it."""
-    first = next(iter(group.values()))
-    least, noise = least_shortfall(first), _noise(group)
-    pairs = {number: (m.subject.members[0], m.subject.members[-1]) for number, m in group.items()}
-    values = {pairs[number]: m.value for number, m in group.items()}
-    speeds = {pair: 1 / value if first.unit == "s" else value for pair, value in values.items()}
-    gap = max(least, min(DEVIATIONS * noise / median(values.values()), UNUSABLE))
-    three = len({gpu for pair in values for gpu in pair}) == 3
-    found = {}
-    for link_class in modes(speeds, gap, topology_known):
-        others = link_class.pairs - link_class.reference
-        slowest = min(speeds[pair] for pair in link_class.reference)
-        star = three and not topology_known and any(speeds[pair] > slowest for pair in others)
-        for number in (number for number, pair in pairs.items() if pair in link_class.pairs):
-            mine = pairs[number]
-            if star and mine in link_class.reference:
-                why = (
-                    "two of three GPUs have a faster link between them: the topology may be like that, or the third "
-                    "is slow"
-                )
-                found[number] = Comparison("peers", "unknown", why=why)
-                continue
-            peers = [pair for pair in link_class.reference if pair != mine]
-            apart = [pair for pair in peers if not set(pair) & set(mine)]
-            everyone = [pair for pair in link_class.pairs if pair != mine]
-            chosen = next((several for several in (apart, peers) if len(several) >= LEAST_PEERS), everyone)
-            found[number] = beside_peers(values[mine], [values[pair] for pair in chosen], first.unit, least, noise)
-    return found
+def _differ(group: Group, second: bool) -> _JudgedSpeed:
+    """Return the observation of GPUs that differ; none of them is accused."""
+    several = list(group.values())
+    first, values = several[0], {str(m.subject): amount(m.value, m.unit) for m in several}
+    members = tuple(sorted({gpu for m in several for gpu in gpus_of(m.subject)}))
+    key = "differ to the host" if first.subject.kind in ("upload", "download") else "differ"
+    evidence = {
+        "measured_by": first.check, "quantity": first.quantity, "unit": first.unit, "size": first.size,
+        key: {str(m.subject): m.value for m in several},
+    }  # fmt: skip
+    seen = f"{first.quantity} differs: {', '.join(map(': '.join, values.items()))}; no majority shows which is right"
+    subject, work = Subject("group", members), Work(operations=min(m.repeats for m in several))
+    entry = Observation(CHECK, subject, "failed", seen, _size(first), work, evidence, members)
+    return _JudgedSpeed(second, first.kind, entry)
 
 
 def _beside_itself(measurement: Measurement, first: Measurement) -> Comparison:
@@ -245,6 +190,7 @@ def _observation(
         outcome = "skipped"
     evidence = {
         "measured_by": measurement.check,
+        **({"collective": True} if measurement.check == "collectives" else {}),
         "quantity": measurement.quantity,
         "unit": measurement.unit,
         "size": measurement.size,
@@ -289,7 +235,7 @@ def _without_reference(
 ) -> Iterator[Observation]:
     measured: dict[int, set[Against]] = {}
     for measurement, comparisons in judged:
-        for number in _gpus_of(measurement.subject):
+        for number in gpus_of(measurement.subject):
             made = measured.setdefault(number, set())
             made.update(c.against for c in comparisons if c.outcome in ("passed", "failed"))
     for number, made in sorted(measured.items()):

@@ -25,7 +25,11 @@ def _fault(
     hardware_fault(HardwareFault(name, summary, defaults, parts, caught_by, defect=made_by("speed", cls)))
 
 
-_fault("slow-gpu", "a GPU computes slowly", {"device": 1, "factor": 2.0}, "SlowDevice")
+_SLOW: Parameters = {"device": 1, "factor": 2.0}
+
+_fault("slow-gpu", "a GPU computes slowly", _SLOW, "SlowDevice")
+_fault("slow-unit", "a GPU runs one kind of kernels slowly", {**_SLOW, "factor": 4.0, "unit": "sorting"}, "SlowDevice")
+_fault("slow-launches", "a GPU runs small kernels slowly", {**_SLOW, "below": 4096}, "SlowDevice")
 _fault(
     "slow-when-hot",
     "a GPU that has been busy for some time slows down",
@@ -45,6 +49,42 @@ _fault(
     {"device": 1, "factor": 4.0},
     "SlowHostLink",
     host_link,
+)
+_fault(
+    "slow-way",
+    "copies from the host to a GPU are slow, but not those back",
+    {**_SLOW, "way": "upload", "memory": "any"},
+    "SlowHostLink",
+    host_link,
+)
+_fault(
+    "slow-pageable",
+    "copies of pageable memory to a GPU and back are slow",
+    {**_SLOW, "factor": 4.0, "memory": "pageable"},
+    "SlowHostLink",
+    host_link,
+)
+_fault(
+    "slow-peer-kernel",
+    "kernels that write to the memory of a peer are slow on a link",
+    {"device": 0, "peer": 2, "factor": 4.0, "path": "kernel"},
+    "SlowLink",
+    link,
+)
+_fault(
+    "slow-small-copies",
+    "small copies over a link are slow",
+    {"device": 0, "peer": 2, "factor": 4.0, "below": 4096},
+    "SlowLink",
+    link,
+)
+_fault("slow-port", "copies between a GPU and each other one are slow", _SLOW, "SlowPort")
+_fault("slow-collective", "collectives with a GPU are slow", {**_SLOW, "operation": "all_reduce"}, "SlowCollective")
+_fault(
+    "slow-small-collectives",
+    "small collectives with a GPU are slow",
+    {**_SLOW, "operation": "any", "below": 4096},
+    "SlowCollective",
 )
 _fault(
     "lost",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.performance.checks import CHECK, judge, unmeasured
+from mgpu_check.acceptance.verdict.localisation import SECONDS
 from mgpu_check.devices.observations import Observation, Subject
 
 if TYPE_CHECKING:
@@ -17,7 +19,17 @@ def test_gpus_and_links_are_fast_enough(node: Node) -> None:
         why = "simulated GPUs share a real one, so their speed depends on each other"
         node.record(Observation(CHECK, Subject("gpu", (number,)), "skipped", why) for number in node.numbers)
         return
-    software = {host.number: host.software for host in node.hosts_of_run}
-    measurements = node.measurements()
-    node.record(judge(measurements, node.gpus, node.plan.baseline, software=software))
-    node.record(unmeasured(measurements, node.gpus))
+    measurements, gpus = node.measurements(), node.gpus
+    given: Any = {
+        "baseline": node.plan.baseline,
+        "software": {host.number: host.software for host in node.hosts_of_run},
+    }
+    found = judge(measurements, gpus, **given)
+    keys = ("quantity", "unit", "size")
+    slow = {tuple(entry.evidence[key] for key in keys) for entry in found if entry.outcome == "failed"}
+    if slow:
+        until = time.monotonic() + SECONDS[node.level]
+        again = node.measure_again([m for m in measurements if m.kind[:3] in slow], lambda: time.monotonic() > until)
+        found = judge(measurements, gpus, again=again, **given)
+    node.record(found)
+    node.record(unmeasured(measurements, gpus))

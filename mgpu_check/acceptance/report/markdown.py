@@ -102,5 +102,5 @@ def _checks(page: Page, report: RunReport) -> None:
         rows.append((text(run.name), mark, *numbers, view.seconds_text(run.seconds), text(done)))
     head = ("check", "outcome", "passed", "failed", "skipped", "unknown", "time", "least work of a subject")
     page.rows("Checks", head, rows)
-    if told := view.detected_rates(report):
+    for told in filter(None, (view.detected_rates(report), view.detected_slowness(report))):
         page.add(f"{told[0].upper()}{told[1:]}.", "")

@@ -100,6 +100,5 @@ def _checks(report: RunReport) -> Iterator[str]:
         ]
         yield "  ".join([*cells, row[-1]]).rstrip()
     yield f"checks: {view.counts_of_checks(runs)}"
-    if told := view.detected_rates(report):
-        yield told
+    yield from filter(None, (view.detected_rates(report), view.detected_slowness(report)))
     yield f"took {view.seconds_text(report.seconds)} at the level {report.level}"

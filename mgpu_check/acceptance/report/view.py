@@ -29,6 +29,7 @@ __all__ = [
     "describe_gpu",
     "describe_part",
     "detected_rates",
+    "detected_slowness",
     "evidence_of",
     "failed_of",
     "finding_text",
@@ -169,6 +170,25 @@ def detected_rates(report: RunReport) -> str:
         if unit and done > 1 and run.outcome == "passed":
             found.append(f"1 in {math.floor(1 / (1 - _MISSED ** (1 / done)))} {unit}")
     return f"faults as rare as {', '.join(found)} are found with a probability of 95 %" if found else ""
+
+
+def detected_slowness(report: RunReport) -> str:
+    """Return how much slower than its peers a part must be to be found, by the kind of speed; "" if none has peers."""
+    limits: dict[str, float] = {}
+    speeds = [entry.evidence for entry in report.observations if "comparisons" in entry.evidence]
+    compared = 0
+    for entry in speeds:
+        for one in entry["comparisons"]:
+            if one["against"] == "peers" and one["outcome"] in ("passed", "failed"):
+                compared += 1
+                name = f"{entry['measured_by']}{', times' if entry['unit'] == 's' else ''}"
+                limits[name] = max(limits.get(name, 0.0), one["limit"])
+    found = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
+    return (
+        f"a part slower than its peers by {found} is found; {compared} of {len(speeds)} speeds have peers"
+        if found
+        else ""
+    )
 
 
 def headline(report: RunReport) -> str:

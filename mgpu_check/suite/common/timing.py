@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
-from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
+from mgpu_check.devices.observations import Measurement, Subject, Unit, median_and_spread
 
 __all__ = ["Stopwatch", "measured", "seconds_of"]
 
@@ -61,17 +60,18 @@ def measured(
     check: str,
     subject: Subject,
     quantity: str,
-    unit: Literal["B/s", "FLOP/s"],
+    unit: Unit,
     amount: float,
     laps: Sequence[float],
     size: int,
 ) -> list[Measurement]:
-    """Return the rate of `subject`, which did `amount` bytes or operations in each of `laps` seconds.
+    """Return the rate of `subject`, which did `amount` bytes or operations in each of `laps` seconds; in the unit "s",
+    the time of a lap.
 
     Empty if there are no laps, or if one was too short for the clock of the device.
     """
     if not laps or min(laps) <= 0:
         return []
-    rates = [amount / lap for lap in laps]
+    rates = laps if unit == "s" else [amount / lap for lap in laps]
     value, spread = median_and_spread(rates)
     return [Measurement(check, subject, quantity, unit, value, len(rates), size, spread)]

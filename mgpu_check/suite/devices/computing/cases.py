@@ -82,8 +82,14 @@ FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
 })  # fmt: skip
 """Family -> operation -> dtypes."""
 
-TIMED = ("product known by algebra", "convolution known by algebra", "attention known by algebra")
-"""Operations that measure the speed of a GPU. Their shapes depend on the size only, so rates are comparable."""
+TIMED = (
+    *("product known by algebra", "batched product known by algebra"),
+    *("convolution known by algebra", "attention known by algebra"),
+    *("layer norm of random numbers", "softmax of random numbers", "sum of two", "conversion", "exp", "sum"),
+    *("sort", "gather", "scatter", "transpose", "normal numbers"),
+)
+"""Operations that measure the speed of a GPU: one for each kind of kernel. Their shapes depend on the size only, so
+speeds are comparable."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,7 @@ class ComputeCase:
         seed: of the data and of all other random choices.
         repeats: number of repeats; each result is checked.
         seconds: time limit; no repeat starts after it.
-        timed: whether to measure the rate; only for operations in `TIMED`, whose number of floating-point operations is
-            known.
+        timed: whether to measure the speed; only for operations in `TIMED`.
     """
 
     operation: str

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.devices.observations import Observation, Outcome, Subject, SubjectResult, Work
+from mgpu_check.devices.observations import Observation, Outcome, Subject, SubjectResult, Unit, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.digests import digest
 from mgpu_check.suite.common.timing import Stopwatch, measured
@@ -108,8 +108,10 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)
     rate: list[SubjectResult] = []
     if len(seen.laps) >= _LEAST_LAPS:
-        name = f"{case.operation}, {case.dtype}"
-        rate += measured("compute", subject, name, "FLOP/s", prepared.operations, seen.laps, case.size)
+        name, counted = f"{case.operation}, {case.dtype}", prepared.operations
+        unit: Unit = "FLOP/s" if counted else "s"
+        size = case.size if counted else first.nbytes
+        rate += measured("compute", subject, name, unit, counted, seen.laps, size)
     return [entry, *rate, Ballot(case, digest(first))]
 
 
