@@ -24,7 +24,7 @@ def drawn(given: RunReport) -> dict[str, str]:
 
 
 def of(picture: Picture) -> dict[str, str]:
-    found = {box.lines[0]: box.state for box in picture.boxes if box.state != "good"}
+    found: dict[str, str] = {box.lines[0]: box.state for box in picture.boxes if box.state != "good"}
     return found | {wire.words: wire.state for wire in picture.wires if wire.state != "good"}
 
 
