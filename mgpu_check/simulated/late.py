@@ -31,6 +31,7 @@ class Staging:
     late: bool
     device: torch.device | None = None
     results: list[torch.Tensor] = field(default_factory=list)
+    joined: bool = False  # whether the future has the results in one tensor, as NCCL gathers lists
     _deliveries: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
         """Wait for the result."""
         self._work.wait()
         if not super().done():
-            self.set_result(self._work.results)
+            self.set_result(self._work.values())
 
     def wait(self) -> object:
         self.finish()
@@ -150,6 +151,10 @@ class LateWork(dist.Work):
     @property
     def results(self) -> list[torch.Tensor]:
         return self._staging.results
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the value of the future."""
+        return [torch.stack(self.results)] if self._staging.joined else self.results
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None:
