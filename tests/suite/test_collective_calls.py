@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mgpu_check.acceptance.collectives import test_collectives as acceptance
 from mgpu_check.suite.collectives import call_strategies as calls
-from mgpu_check.suite.collectives import functional
+from mgpu_check.suite.collectives import differentiable, functional
 from mgpu_check.suite.collectives.cases import COPYING, FUNCTIONS, NOT_CALLED, REDUCING, form_of, left_out
 from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.program_cases import STEPS
@@ -46,7 +46,8 @@ def test_every_collective_of_tensors_is_called_or_left_out_for_a_reason():
     of_tensors = {name for name, row in COLLECTIVES.items() if row.transfer is not None}
     ours = {name for name in of_tensors if "distributed_c10d" in COLLECTIVES[name].homes}
     assert set(FUNCTIONS) | set(NOT_CALLED) >= ours and not set(FUNCTIONS) & set(NOT_CALLED)
-    called = set(re.findall(r"\bfunctional\.(\w+)", Path(functional.__file__).read_text()))
+    texts = [Path(str(module.__file__)).read_text() for module in (functional, differentiable)]
+    called = set(re.findall(r"\bfunctional\.(\w+)", "".join(texts)))
     newer = {name.replace("tensor", "single").replace("into_", "") for name in called}
     assert {name for name in of_tensors if "_functional_collectives" in COLLECTIVES[name].homes} <= called | newer
 

@@ -1,28 +1,22 @@
-"""Check functional, differentiable and coalesced collectives, on small whole numbers whose sums are exact."""
+"""Check functional and coalesced collectives, on small whole numbers whose sums are exact."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional  # they have no public name yet
-from torch.distributed.nn import functional as differentiable
 
-from mgpu_check.asserts.bits import same_bits
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.numerics.bounds import significand_bits
-from mgpu_check.suite.collectives.exact import groups_of
-from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.runner import newest
-from mgpu_check.torch_hooks.tensors import name_of
+from mgpu_check.suite.collectives.teams import CallTally, Team, judged_by, numbers_of
 
-__all__ = ["assert_coalesced_match", "assert_differentiable_match", "assert_functional_match"]
+__all__ = ["assert_coalesced_match", "assert_functional_match"]
 
-_ROWS, _COLUMNS = 3, 4
+_COLUMNS = 4
 _SEVERAL = 6
 """The number of tensors in a coalesced call."""
 _Parts = Sequence[torch.Tensor]
@@ -33,73 +27,20 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _given(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROWS) -> torch.Tensor:
-    """Return a member's input, (rows * size, columns * size): whole numbers so small that `dtype` sums them exactly."""
-    count = rows * size * _COLUMNS * size
-    span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
-    values = (torch.arange(count) * 7 + place * 3 + seed) % span
-    given: torch.Tensor = values.view(rows * size, -1).to(dtype)
-    return given
+def _reductions(parts: _Parts, seed: int) -> dict[str, tuple[_Parts, torch.Tensor]]:
+    """Return the inputs and the result of "sum" and of two other reductions, which the seed selects.
 
-
-@dataclass(frozen=True)
-class _Team:
-    """The ranks that call collectives together, in ascending order: all ranks, or a group that contains this rank."""
-
-    rank: Rank
-    members: tuple[int, ...]
-    group: Any
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @property
-    def place(self) -> int:
-        return self.members.index(self.rank.index)
-
-    def roots(self, seed: int) -> list[int]:
-        """Return up to two members whose place in the group equals their rank.
-
-        Torch reads a root as a place in the group in some functions, and as a rank of the world in others.
-        """
-        able = [member for place, member in enumerate(self.members) if member == place]
-        return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
-
-
-def _judged(rank: Rank, members: tuple[int, ...], judge: Callable[[_Team, _CallTally], None]) -> None:
-    """Make a group of the members, let them run `judge` in it, and raise the errors. A collective of all ranks."""
-    __tracebackhide__ = True
-    account = _CallTally(rank, f", group {list(members)}" if members else "")
-    members = members or tuple(range(rank.size))
-    with groups_of(rank, [members]) as groups:
-        if rank.index in members:
-            judge(_Team(rank, members, groups[members] or dist.group.WORLD), account)
-    account.done()
-
-
-class _CallTally:
-    def __init__(self, rank: Rank, where: str) -> None:
-        self.rank, self.where, self.findings, self.calls = rank, where, list[WrongResult](), 0
-
-    def compare(self, what: str, got: Any, right: torch.Tensor) -> None:
-        self.calls += 1
-        what += self.where
-        if isinstance(got, functional.AsyncCollectiveTensor):
-            got = got.trigger_wait()
-        here = got.detach().cpu()
-        if same_bits(right, here):
-            return
-        if right.shape != here.shape or right.dtype != here.dtype:
-            shapes = [f"{tuple(one.shape)} {name_of(one.dtype)}" for one in (here, right)]
-            self.findings.append(WrongResult(what, f"got {shapes[0]}, expected {shapes[1]}"))
-            return
-        wrong = (here != right).reshape(-1)
-        self.findings.append(WrongResult.of(what, here.reshape(-1), right.reshape(-1), wrong))
-
-    def done(self) -> None:
-        __tracebackhide__ = True
-        raise_findings(self.findings, self.calls, self.rank)
+    The mean is left out if it may round. The factors of the product are 1, but for one member.
+    """
+    dtype, size = parts[0].dtype, len(parts)
+    stacked = torch.stack(list(parts))
+    found = {op.lower(): (parts, reduced(stacked)) for op, reduced in _REDUCTIONS.items()}
+    factors = [part if place == seed % size else torch.ones_like(part) for place, part in enumerate(parts)]
+    found["product"] = factors, parts[seed % size]
+    if dtype.is_floating_point and not size & (size - 1):
+        found["avg"] = parts, found["sum"][1] / size
+    others = [op for op in found if op != "sum"]
+    return {op: found[op] for op in ("sum", others[seed % len(others)], others[(seed + 1) % len(others)])}
 
 
 def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
@@ -112,27 +53,29 @@ def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: 
         CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
-    _judged(rank, members, lambda team, account: _functional(team, account, dtype, seed))
+    judged_by(rank, members, lambda team, account: _functional(team, account, dtype, seed))
 
 
-def _functional(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int) -> None:
+def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
     size, me, group = team.size, team.place, team.group
-    parts = [_given(other, size, seed, dtype) for other in range(size)]
+    parts = [numbers_of(other, size, seed, dtype) for other in range(size)]
     mine = parts[me].to(team.rank.device)
-    stacked = torch.stack(parts)
-    reductions = {op.lower(): reduced(stacked) for op, reduced in _REDUCTIONS.items()}
-    total = reductions["sum"]
-    for op, right in reductions.items():
-        account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(mine, op, group), right)
+    reductions = _reductions(parts, seed)
+    given = {op: inputs[me].to(team.rank.device) for op, (inputs, _) in reductions.items()}
+    for op, (_, right) in reductions.items():
+        account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(given[op], op, group), right)
     for root in team.roots(seed)[:1]:
         account.compare(f"functional broadcast from {root}", functional.broadcast(mine, root, group), parts[root])
     for dim in (0, 1):
         got = functional.all_gather_tensor(mine, dim, group)
         account.compare(f"functional all_gather_tensor, dimension {dim}, {dtype}", got, torch.cat(parts, dim))
-        for op, right in reductions.items():
-            got = functional.reduce_scatter_tensor(mine, op, dim, group)
+        for op, (_, right) in reductions.items():
+            got = functional.reduce_scatter_tensor(given[op], op, dim, group)
             what = f"functional reduce_scatter_tensor {op}, dimension {dim}, {dtype}"
             account.compare(what, got, right.chunk(size, dim)[me].contiguous())
+    turned = [(place + 1 + seed) % size for place in range(size)]
+    got = functional.permute_tensor(mine.reshape(-1), turned, group)
+    account.compare(f"functional permute_tensor, {dtype}", got, parts[turned.index(me)].reshape(-1))
     to = [[(giver + getter + seed) % 3 for getter in range(size)] for giver in range(size)]
     sends = [parts[giver][: sum(to[giver])] for giver in range(size)]
     right = torch.cat([sends[giver].split(to[giver])[me] for giver in range(size)])
@@ -141,165 +84,23 @@ def _functional(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int)
     )
     account.compare(f"functional all_to_all_single, uneven, {dtype}", got, right)
     widths = [mine.shape[1], *(number % 3 + 1 for number in range(_SEVERAL - 1))]
-    several = [mine[:, :width].contiguous() for width in widths]
+    several = {op: [one[:, :width].contiguous() for width in widths] for op, one in given.items()}
     coalesced: dict[str, tuple[Sequence[Any], torch.Tensor]] = {
-        "all_reduce_coalesced": (functional.all_reduce_coalesced(several, "sum", group), total),
         "all_gather_into_tensor_coalesced": (
-            functional.all_gather_into_tensor_coalesced(several, group),
+            functional.all_gather_into_tensor_coalesced(several["sum"], group),
             torch.cat(parts),
-        ),
-        **{
-            f"reduce_scatter_tensor_coalesced {op}": (
-                functional.reduce_scatter_tensor_coalesced(several, op, [0] * _SEVERAL, group),
-                right.chunk(size)[me],
-            )
-            for op, right in reductions.items()
-        },
+        )
     }
+    for op, (_, right) in reductions.items():
+        coalesced[f"all_reduce_coalesced {op}"] = functional.all_reduce_coalesced(several[op], op, group), right
+        coalesced[f"reduce_scatter_tensor_coalesced {op}"] = (
+            functional.reduce_scatter_tensor_coalesced(several[op], op, [0] * _SEVERAL, group),
+            right.chunk(size)[me],
+        )
     for name, (results, right) in coalesced.items():
         for number, (got, width) in enumerate(zip(results, widths, strict=True)):
             account.compare(f"functional {name}, tensor {number}", got, right[:, :width])
     account.compare("the input of functional collectives", mine, parts[me])
-
-
-def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that differentiable collectives give the results and gradients of a computation in one process.
-
-    The loss is the sum over all ranks of weights · result. The gradient of a rank's input must be that of this sum.
-
-    Args:
-        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
-
-    Raises:
-        CollectiveMismatch: with all errors of this rank.
-    """
-    __tracebackhide__ = True
-
-    def judge(team: _Team, account: _CallTally) -> None:
-        for what, right_of, run in _differentiable(team, seed):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                _differentiate(team, seed, account, what, right_of, run)
-
-    _judged(rank, members, judge)
-
-
-def _differentiate(
-    team: _Team,
-    seed: int,
-    account: _CallTally,
-    what: str,
-    right_of: Callable[[_Parts], list[torch.Tensor]],
-    run: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    parts = [_given(other, team.size, seed, torch.float32).requires_grad_() for other in range(team.size)]
-    results = right_of(parts)
-    weights = [torch.full_like(result, 1.0 + other) for other, result in enumerate(results)]
-    torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
-    me, device = team.place, team.rank.device
-    mine = parts[me].detach().to(device).requires_grad_()
-    got = run(mine)
-    account.compare(what, got, results[me].detach().contiguous())
-    (weights[me].to(device) * got).sum().backward()
-    gradient, right = mine.grad, parts[me].grad
-    assert gradient is not None and right is not None
-    account.compare(f"the gradient of {what}", gradient, right)
-
-
-_Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
-
-
-def _differentiable(team: _Team, seed: int) -> Iterator[_Case]:
-    size, group = team.size, team.group
-
-    def shares(parts: _Parts) -> list[torch.Tensor]:
-        total = torch.stack(list(parts)).sum(0)
-        return list(total.chunk(size))
-
-    def exchanged(parts: _Parts) -> list[torch.Tensor]:
-        return [torch.cat([part.chunk(size)[to] for part in parts]) for to in range(size)]
-
-    yield (
-        "differentiable all_reduce",
-        lambda parts: [torch.stack(list(parts)).sum(0)] * size,
-        lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, group),
-    )
-    yield (
-        "differentiable all_gather",
-        lambda parts: [torch.cat(list(parts))] * size,
-        lambda mine: torch.cat(differentiable.all_gather(mine, group)),
-    )
-    for root in team.roots(seed):
-        yield from _rooted(root, team)
-    yield (
-        "differentiable reduce_scatter",
-        shares,
-        lambda mine: differentiable.reduce_scatter(
-            torch.empty_like(mine[: len(mine) // size]), [part.contiguous() for part in mine.chunk(size)], group=group
-        ),
-    )
-    yield (
-        "differentiable all_to_all_single",
-        exchanged,
-        lambda mine: differentiable.all_to_all_single(torch.empty_like(mine), mine.clone(), group=group),
-    )
-    yield (
-        "differentiable all_to_all",
-        exchanged,
-        lambda mine: torch.cat(
-            differentiable.all_to_all(
-                [torch.empty_like(part) for part in mine.chunk(size)], list(mine.chunk(size)), group
-            )
-        ),
-    )
-    yield (
-        "all_gather_tensor_autograd",
-        lambda parts: [torch.cat(list(parts), 1)] * size,
-        lambda mine: functional.all_gather_tensor_autograd(mine, 1, group),
-    )
-    yield (
-        "reduce_scatter_tensor_autograd",
-        shares,
-        lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, group),
-    )
-    rows = [_ROWS] * size
-    yield (
-        "all_to_all_single_autograd",
-        exchanged,
-        lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, group),
-    )
-
-
-def _rooted(root: int, team: _Team) -> Iterator[_Case]:
-    """Yield the collectives with a root. Results on other ranks are undocumented, so these are multiplied by 0."""
-    size, group = team.size, team.group
-    here = int(team.place == root)
-
-    def at_root(whole: Callable[[_Parts], torch.Tensor]) -> Callable[[_Parts], list[torch.Tensor]]:
-        return lambda parts: [whole(parts) * (other == root) for other in range(size)]
-
-    yield (
-        f"differentiable broadcast from {root}",
-        lambda parts: [parts[root] + 0 * part for part in parts],
-        lambda mine: differentiable.broadcast(mine.clone(), root, group),
-    )
-    yield (
-        f"differentiable reduce to {root}",
-        at_root(lambda parts: torch.stack(list(parts)).sum(0)),
-        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * here,
-    )
-    yield (
-        f"differentiable gather to {root}",
-        at_root(lambda parts: torch.cat(list(parts))),
-        lambda mine: torch.cat(differentiable.gather(mine, root, group)) * here,
-    )
-    yield (
-        f"differentiable scatter from {root}",
-        lambda parts: [
-            chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, parts[root].chunk(size), strict=True)
-        ],
-        lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group),
-    )
 
 
 def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
@@ -312,13 +113,13 @@ def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: t
         CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
-    _judged(rank, members, lambda team, account: _coalesced(team, account, dtype, seed))
+    judged_by(rank, members, lambda team, account: _coalesced(team, account, dtype, seed))
 
 
-def _coalesced(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int) -> None:
+def _coalesced(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
     size, me, group = team.size, team.place, team.group
     parts = [
-        [_given(other, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
+        [numbers_of(other, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
         for other in range(size)
     ]
     for asynchronous in (False, True):
@@ -343,11 +144,11 @@ def _coalesced(team: _Team, account: _CallTally, dtype: torch.dtype, seed: int) 
                 account.compare(what, got, parts[other][number])
 
 
-def _in_one_call(team: _Team, account: _CallTally, seed: int, asynchronous: bool, op: str) -> None:
+def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, op: str) -> None:
     """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
     size, me, group, device = team.size, team.place, team.group, team.rank.device
     parts = [
-        [_given(other, size, seed + 5 * number, torch.float32, rows=number // 2 + 1) for number in range(_SEVERAL)]
+        [numbers_of(other, size, seed + 5 * number, torch.float32, rows=number // 2 + 1) for number in range(_SEVERAL)]
         for other in range(size)
     ]
     several = list(zip(*parts, strict=True))

@@ -13,9 +13,9 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.biased_rounding import assert_rounding_is_unbiased, most_ranks
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.cases import REDUCED, CollectiveCall
+from mgpu_check.suite.collectives.differentiable import assert_differentiable_match
 from mgpu_check.suite.collectives.functional import (
     assert_coalesced_match,
-    assert_differentiable_match,
     assert_functional_match,
 )
 from mgpu_check.suite.collectives.meshes import assert_mesh_matches
