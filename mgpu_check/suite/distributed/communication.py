@@ -90,13 +90,17 @@ def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 _join(run, rank, findings, not initial, [1 + (index + shift) % rank.size for index in range(rank.size)])
             _stop_together(run, rank, findings)
         _join_with_buffers(rank, findings)
+        _join(runs[0], rank, findings, True, [2] * rank.size, enable=False)
 
 
-def _join(run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: Sequence[int]) -> None:
+def _join(
+    run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: Sequence[int], *, enable: bool = True
+) -> None:
     """Train each rank on its number of batches in `counts`; `initial` is divide_by_initial_world_size."""
-    replica = Replica(run, rank, findings, what=f"join of {counts} batches, divide_by_initial_world_size={initial}")
+    what = f"join of {counts} batches, divide_by_initial_world_size={initial}, enable={enable}"
+    replica = Replica(run, rank, findings, what=what)
     batches = run.batches()
-    with replica.parallel.join(divide_by_initial_world_size=initial):
+    with replica.parallel.join(divide_by_initial_world_size=initial, enable=enable):
         for turn in range(counts[rank.index]):
             shards = replica.shards(batches[turn % run.steps])
             there = [index for index, count in enumerate(counts) if count > turn]

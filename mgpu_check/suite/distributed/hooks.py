@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
 
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.asserts.replicas import assert_replicas_agree
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import Gradients, Rows, judged, slack, terms_of
 from mgpu_check.suite.distributed.options import SMALL_BUCKET, own_group
@@ -34,6 +40,10 @@ Hook = Callable[[Any, Any], Any]
 _COMPRESSING: tuple[tuple[Hook, torch.dtype], ...] = (
     (default_hooks.fp16_compress_hook, torch.float16),
     (default_hooks.bf16_compress_hook, torch.bfloat16),
+)
+_QUANTIZING: tuple[Hook, ...] = (
+    quantization_hooks.quantization_pertensor_hook,
+    quantization_hooks.quantization_perchannel_hook,
 )
 
 
@@ -119,9 +129,8 @@ def _sum_then_divide(group: Any, bucket: Any) -> Any:
 def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that compressing hooks and wrappers round gradients to their dtype, and no further.
 
-    The hooks are fp16_compress_hook, bf16_compress_hook, and both wrappers. Data for float16 is small, because float16
-    ends at
-    65504. The mean of gradients of this size must not overflow.
+    The hooks are fp16_compress_hook, bf16_compress_hook, both wrappers, and those that quantize to 8 bits. Data for
+    float16 is small, because float16 ends at 65504. The mean of gradients of this size must not overflow.
 
     Raises:
         GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the
@@ -130,6 +139,8 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
     __tracebackhide__ = True
     place = Place.of(rank)
     with judged() as findings:
+        for quantizing in _QUANTIZING:
+            _quantized(runs[0], place, findings, quantizing)
         for run in runs:
             for hook, dtype in (*_COMPRESSING, *(_wrapped() if run is runs[0] else ())):
                 _compressed(run, place, findings, hook, dtype)
@@ -147,6 +158,21 @@ def _compressed(
     shards = _filling(replica, replica.shards(replica.next_batch()), dtype)
     replica.backward(shards[place.index])
     _judge_compressed(replica, replica.one.parts(shards), dtype)
+
+
+def _quantized(run: WholeRun, place: Place, findings: Findings, hook: Hook) -> None:
+    """Run one backward pass with a hook that sends 8 bits for each gradient, and compare the gradients."""
+    replica = Replica(run, place, findings, what=hook.__name__)
+    replica.parallel.register_comm_hook(_group_of(place), hook)
+    shards = replica.shards(replica.next_batch())
+    replica.backward(shards[place.index])
+    parts = replica.one.parts(shards)
+    # Each rank rounds to 1/255 of the range of its own gradients, which contains 0.
+    ranges = [max((float(one.abs().max()) for one in part.values() if one is not None), default=0.0) for part in parts]
+    for name, parameter in replica.module.named_parameters():
+        replica.judge_gradient(
+            name, parameter, torch.stack(terms_of(parts, name)).sum(0), sum(ranges) * 2 / 255, "quantized"
+        )
 
 
 def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
@@ -191,11 +217,27 @@ def _judge_largest(place: Place, hook: Hook, dtype: torch.dtype, findings: Findi
     findings.require(abs(got - largest) <= off, message, ranks=[place.rank.index])
 
 
-def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
+_APPROXIMATIONS: Mapping[str, Sequence[Any]] = {
+    "matrix_approximation_rank": (1, 2),
+    "use_error_feedback": (True, False),
+    "warm_start": (True, False),
+    "orthogonalization_epsilon": (0, 1e-8),
+    "random_seed": (0, 7),
+    "min_compression_rate": (2, 1, 1000),
+    "batch_tensors_with_same_shape": (False, True),
+    "compression_stats_logging_frequency": (10_000, 1),
+}
+"""Options of PowerSGDState, the default first."""
+
+
+def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bool) -> None:
     """Assert that PowerSGD is exact before its first compressed step, and that ranks then agree.
 
     A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. The same
     holds for `batched_powerSGD_hook`, which compresses a bucket as one matrix.
+
+    Args:
+        more: whether the first run has each pair of options of PowerSGD, or one row of them.
 
     Raises:
         GradientMismatch: a gradient differs from that of one device, or the error was not kept.
@@ -204,7 +246,8 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
-            _low_rank(run, Place.of(rank), findings)
+            for row in drawn_rows(_APPROXIMATIONS, seed=run.seed, more=more and run is runs[0], share=100):
+                _low_rank(run, Place.of(rank), findings, f" with {words_of(row, _APPROXIMATIONS)}", chosen=row)
             # Several buckets: PowerSGD must keep an error for each, but count steps, not buckets.
             short = replace(run, steps=3)
             _low_rank(short, Place.of(rank), findings, ", small buckets", bucket_cap_mb=SMALL_BUCKET)
@@ -212,11 +255,22 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _low_rank(
-    run: WholeRun, place: Place, findings: Findings, what: str = "", hook: str = "powerSGD_hook", **options: Any
+    run: WholeRun,
+    place: Place,
+    findings: Findings,
+    what: str = "",
+    hook: str = "powerSGD_hook",
+    chosen: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    """Train by PowerSGD, which compresses from the third step on; `options` are those of DistributedDataParallel."""
+    """Train by PowerSGD, which compresses from the third step on.
+
+    Args:
+        chosen: the options of PowerSGD.
+        options: the options of DistributedDataParallel.
+    """
     replica = Replica(run, place, findings, what=f"{hook}{what}", **options)
-    state = powerSGD_hook.PowerSGDState(_group_of(place), matrix_approximation_rank=1, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(_group_of(place), start_powerSGD_iter=2, **(chosen or {}))
     order: list[int] = []
     replica.parallel.register_comm_hook(state, _noting(getattr(powerSGD_hook, hook), order))
     for number in range(1, run.steps + 1):
@@ -232,7 +286,7 @@ def _low_rank(
             done = True
         if not done:
             return  # DDP cannot step after an exception in backward
-        if _judge_buckets(replica, order):
+        if _judge_buckets(replica, order) and state.use_error_feedback:
             _judge_left_out(replica, shards[place.index], order, _left_out(state) - before)
         held = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
         with findings.collected():

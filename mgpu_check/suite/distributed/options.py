@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.asserts.findings import Findings
@@ -22,7 +23,7 @@ from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
-from mgpu_check.suite.common.whole_numbers.reference import freeze_first, judged
+from mgpu_check.suite.common.whole_numbers.reference import as_it_is, freeze_first, judged
 from mgpu_check.suite.distributed.replica import Place, Replica, train, under_ddp
 
 __all__ = [
@@ -81,17 +82,26 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
     "find_unused_parameters": (False, True),
     "static_graph": (False, True),
     "bucket_cap_mb": (None, SMALL_BUCKET),
+    "bucket_cap_mb_list": (None, (SMALL_BUCKET, 1)),
     "device_ids": ("own", None),
+    "output_device": (None, "own"),
+    "device_mesh": (None, "own"),
+    "init_sync": (True, False),
+    "dim": (0, 1),
+    "check_reduction": (False, True),
     "batched_grad_copy": (False, True),
     "skip_all_reduce_unused_params": (False, True),
     "forward_sync_buffers": (None, True, False),
 }
-"""Options of DistributedDataParallel with their values, the default first; "own" is the rank's device."""
+"""Options of DistributedDataParallel with their values, the default first; "own" is the rank's device, or a mesh of all
+ranks. Without `init_sync` all ranks start with the parameters and buffers of the first."""
 
 
 def _together(row: Mapping[str, Any]) -> bool:
     """Return whether DDP takes these options together: what skips unused parameters must know them."""
     unused = row.get("find_unused_parameters")
+    if row.get("device_ids", "own") is None and row.get("output_device"):
+        return False
     return not (row.get("static_graph") and unused) and not (row.get("skip_all_reduce_unused_params") and not unused)
 
 
@@ -110,7 +120,19 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
     with judged() as findings:
         for row in drawn_rows(options, _together, seed=run.seed, more=more):
             given = {name: value for name, value in row.items() if value not in ("own", _OPTIONS[name][0])}
-            train(run, rank, findings, what=f"options {words_of(row, _OPTIONS)}", **given)
+            if row.get("output_device"):
+                given["output_device"] = rank.device
+            if row.get("device_mesh"):
+                given["device_mesh"] = init_device_mesh("cuda", (rank.size,))
+            prepare = as_it_is if row.get("init_sync", True) else _like_the_first(run)
+            train(run, rank, findings, what=f"options {words_of(row, _OPTIONS)}", prepare=prepare, **given)
+
+
+def _like_the_first(run: WholeRun) -> Callable[[nn.Module], None]:
+    def prepare(module: nn.Module) -> None:
+        module.load_state_dict(run.build(0).state_dict())
+
+    return prepare
 
 
 class _Weighted(nn.Module):

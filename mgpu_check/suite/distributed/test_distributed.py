@@ -92,11 +92,11 @@ def test_compressing_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
 
 
 @examples(8, quick=2)
-@given(size=mostly_all(), runs=whole_runs(("mlp",), least=4, most=4))
-def test_low_rank_hook(ranks: Ranks, size: int, runs: Runs) -> None:
+@given(size=mostly_all(), runs=whole_runs(("mlp",), least=4, most=4), more=MORE)
+def test_low_rank_hook(ranks: Ranks, size: int, runs: Runs, more: bool) -> None:
     """PowerSGD is exact until it starts to compress, then equal on all ranks, and loses no part of a gradient for
     good."""
-    ranks.run("mgpu_check.suite.distributed.hooks:assert_low_rank_hook_exact", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.hooks:assert_low_rank_hook_exact", runs, more=more, size=size)
 
 
 @pytest.mark.gpus(least=2)
