@@ -248,12 +248,15 @@ def late(rank, size):
     on_host.wait()
     z = filled(rank)
     value = dist.all_reduce(z, async_op=True).get_future().then(lambda f: f.value()[0] * 2).wait()
-    return unwaited, x.tolist(), y.tolist(), early, received.tolist(), host_early, host.item(), value.tolist()
+    parts = [torch.empty_like(x) for _ in range(size)]
+    gathered = dist.all_gather(parts, filled(rank), async_op=True).get_future().wait()[0]
+    values = value.tolist(), gathered.tolist()
+    return unwaited, x.tolist(), y.tolist(), early, received.tolist(), host_early, host.item(), *values
 
 
 def test_results_are_poison_until_waited_for(on_ranks):
     for rank, seen in enumerate(on_ranks(late, backend="cpu:gloo,cuda:nccl")):
-        assert seen == (True, [3, 3], [3, 3], True, [2 - rank] * 2, True, 2, [6, 6])
+        assert seen == (True, [3, 3], [3, 3], True, [2 - rank] * 2, True, 2, [6, 6], [[1, 1], [2, 2]])
 
 
 def meshes(rank, size):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -175,6 +178,8 @@ def assert_schedule_agrees(
     stages_of_a_rank: int = 1,
     *,
     scaled: bool = True,
+    in_vee: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Assert that a schedule of `torch.distributed.pipelining` trains as one device does. A collective.
 
@@ -185,6 +190,8 @@ def assert_schedule_agrees(
 
     Args:
         scaled: the loss is the mean over micro-batches, else their sum.
+        in_vee: ranks get their second stages in reverse order, so the first rank has the first and the last stage.
+        options: other options of the schedule; `args_chunk_spec` is for the rank with the first stage.
 
     Raises:
         GradientMismatch: this rank's outputs, gradients or parameters differ.
@@ -192,10 +199,11 @@ def assert_schedule_agrees(
     from torch.distributed import pipelining
 
     __tracebackhide__ = True
-    last = rank.index == rank.size - 1
     count = rank.size * stages_of_a_rank
     modules = dict(enumerate(_stages(training, stages_of_a_rank)))
-    own = {number: modules[number].to(rank.device) for number in range(rank.index, count, rank.size)}
+    numbers_here = (rank.index, count - 1 - rank.index) if in_vee else range(rank.index, count, rank.size)
+    own = {number: modules[number].to(rank.device) for number in numbers_here}
+    last = count - 1 in own
     optimizer = sgd(training, nn.ModuleList(own.values()))
     stages = [pipelining.PipelineStage(module, number, count, rank.device) for number, module in own.items()]
 
@@ -204,7 +212,10 @@ def assert_schedule_agrees(
 
     kind = getattr(pipelining.schedules, schedule)
     several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
-    runs = kind(stages if several else stages[0], n_microbatches=micro_batches, loss_fn=loss, scale_grads=scaled)
+    options = {name: value for name, value in options.items() if name != "args_chunk_spec" or rank.index == 0}
+    runs = kind(
+        stages if several else stages[0], n_microbatches=micro_batches, loss_fn=loss, scale_grads=scaled, **options
+    )
     got: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
     numbers = torch.arange(training.batch, device=rank.device)
@@ -221,7 +232,8 @@ def assert_schedule_agrees(
             if last:
                 got[f"step {step}: outputs"] = copied(outputs)
                 got[f"step {step}: losses"] = torch.stack([copied(one) for one in losses])
-    how = f"{stages_of_a_rank} stages a rank, scale_grads={scaled}, widths {training.widths}"
+    chosen = "".join(f", {name}={value}" for name, value in options.items())
+    how = f"{stages_of_a_rank} stages a rank, scale_grads={scaled}{chosen}, widths {training.widths}"
     what = f"{schedule} of {micro_batches} micro-batches, {how}, on {rank.device}"
     single = one_device(training)
     expected: dict[str, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.budget import MORE, examples
 from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exact_trainings
 from mgpu_check.suite.parallelism.cases import MechanismCase
 from mgpu_check.suite.parallelism.strategies import mechanism_cases
@@ -157,6 +157,20 @@ def test_mechanisms(ranks: Ranks, size: int, cases: list[MechanismCase]) -> None
     """Experts, context, sequence and vocabulary parallelism, and fused attention by heads give the results of one
     device."""
     ranks.run(f"{CHECKS}.mechanisms.driver:assert_mechanisms_agree", cases, size=size)
+
+
+@pytest.mark.gpus(least=2)
+@examples(2, quick=1)
+@given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS, more=MORE)
+def test_options_of_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining, more: bool) -> None:
+    """Schedules of `torch.distributed.pipelining` train like one device with each pair of their options."""
+    size = min(sizes)  # the messages of a schedule grow with the number of its stages
+    ranks.run(
+        f"{CHECKS}.schedule_options:assert_schedule_options_agree",
+        _deep(replace(training, batch=16), size),
+        more=more,
+        size=size,
+    )
 
 
 def _deep(training: ExactTraining, layers: int) -> ExactTraining:
