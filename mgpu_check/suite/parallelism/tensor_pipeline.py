@@ -68,7 +68,7 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
             layout = Shard(0) if divided else Replicate()
             plan = {
                 "0": ColwiseParallel(input_layouts=layout),
-                "2": RowwiseParallel(output_layouts=layout, use_local_output=False),
+                "2": RowwiseParallel(output_layouts=layout, use_local_output=not divided),
             }
             model = parallelize_module(training.model().to(rank.device), mesh, plan)
             optimizer = sgd(training, model)
@@ -78,7 +78,7 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
                     optimizer.zero_grad()
                     x = inputs.chunk(rank.size)[rank.index] if divided else inputs
                     outputs = model(x.to(rank.device))
-                    whole = outputs.full_tensor()
+                    whole = outputs.full_tensor() if divided else outputs
                     weighted(whole, factors.to(rank.device)).backward()
                     optimizer.step()
                     got[f"step {step}: outputs"] = copied(whole)
@@ -94,7 +94,7 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
     collective.
 
     The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows
-    twice.
+    twice. Only one rank has the right values, and the others get theirs from it.
 
     Raises:
         GradientMismatch: outputs, or the gradient, differ.
@@ -111,12 +111,13 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
     factors = factors.reshape(len(tokens), columns)
     right = {"outputs": values[tokens], "gradient": torch.zeros_like(values).index_add(0, tokens, factors)}
     with Findings() as findings:
-        for how, style in (
-            ("rows", RowwiseParallel(input_layouts=Replicate(), use_local_output=False)),
-            ("columns", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)),
+        for how, style, source in (
+            ("rows", RowwiseParallel(input_layouts=Replicate(), use_local_output=False), rank.size - 1),
+            ("columns", ColwiseParallel(output_layouts=Replicate(), use_local_output=False), 0),
         ):
-            layer = nn.Embedding.from_pretrained(values.clone(), freeze=False).to(rank.device)
-            divided = parallelize_module(layer, mesh, style)
+            held = values if rank.index == source else -values
+            layer = nn.Embedding.from_pretrained(held.clone(), freeze=False).to(rank.device)
+            divided = parallelize_module(layer, mesh, style, src_data_rank=source)
             outputs = divided(tokens.to(rank.device)).full_tensor()
             weighted(outputs, factors.to(rank.device)).backward()
             got = {"outputs": copied(outputs), "gradient": gathered(divided, 1)["step 1: gradient of weight"]}

@@ -62,8 +62,8 @@ def assert_styles_agree(rank: Rank, seed: int) -> None:
 def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
     """Assert that norms under `SequenceParallel` give the outputs and gradients of one device. A collective.
 
-    A LayerNorm gets this rank's part along the second dimension. An RMSNorm gets a replicated DTensor, to be divided
-    along the first dimension.
+    A LayerNorm gets and returns this rank's part along the second dimension. An RMSNorm gets a replicated DTensor, to
+    be divided along the first dimension.
 
     Raises:
         GradientMismatch: outputs or gradients differ, or the outputs are not sharded along the right dimension.
@@ -76,15 +76,18 @@ def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
     inputs, factors = (_numbers(2 * rank.size, 2 * rank.size, _FEATURES, seed=seed + i) for i in (0, 1))
     with Findings() as findings:
         for kind, dim in (("LayerNorm", 1), ("RMSNorm", 0)):
-            norm = parallelize_module(_norm(kind).to(rank.device), mesh, SequenceParallel(sequence_dim=dim))
+            style = SequenceParallel(sequence_dim=dim, use_local_output=dim == 1)
+            norm = parallelize_module(_norm(kind).to(rank.device), mesh, style)
             if dim == 1:
                 x = inputs.chunk(rank.size, dim)[rank.index].to(rank.device).requires_grad_()
             else:
                 whole = DTensor.from_local(inputs.to(rank.device), mesh, [Replicate()], run_check=False)
                 x = whole.detach().requires_grad_()
             outputs = norm(x)
+            if dim == 1:
+                outputs = DTensor.from_local(outputs, mesh, [Shard(1)])
             what = f"SequenceParallel of dimension {dim}, {kind}, on {rank.device}"
-            divided = isinstance(outputs, DTensor) and outputs.placements == (Shard(dim),)
+            divided = outputs.placements == (Shard(dim),) and outputs.shape == inputs.shape
             findings.require(divided, f"{what}: the outputs are not divided along dimension {dim}", ranks=(rank.index,))
             if findings.anywhere(rank):
                 return
@@ -119,6 +122,13 @@ def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str,
     return {name: summed if name.startswith("step 1: gradient") else 32 * 64 * _ROUNDOFF for name in right}
 
 
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 class _Told(nn.Module):
     """A module that records its arguments: a tensor that it needs whole, a word, and its part of another tensor."""
 
@@ -127,7 +137,7 @@ class _Told(nn.Module):
         self.given: dict[str, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor, word: str, *, y: torch.Tensor) -> tuple[torch.Tensor, str, torch.Tensor]:
-        self.given = {"x": copied(x), "y": copied(y)}
+        self.given = {"x": copied(_own(x)), "y": copied(_own(y))}
         return x * x, word, y * 3
 
 
@@ -161,6 +171,7 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
         for how, module in _prepared(mesh).items():
             own, other = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
             first, word, second = module(own, "word", y=other)
+            first, second = _own(first), _own(second)
             parts = mine(factors[0], 0).to(rank.device), factors[1].to(rank.device)
             # With a wrong shape on any rank, no rank runs backward, because its collectives could hang.
             if not on_any_rank(rank, (first.shape, second.shape) != (parts[0].shape, parts[1].shape)):
@@ -203,6 +214,14 @@ def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
         "PrepareModuleInput and PrepareModuleOutput": parallelize_module(apart, mesh, PrepareModuleOutput(**outputs)),
         "PrepareModuleInputOutput": parallelize_module(
             _Told(), mesh, PrepareModuleInputOutput(**inputs, **outputs, use_local_input=True)
+        ),
+        "PrepareModuleInput and PrepareModuleOutput, with DTensors": parallelize_module(
+            parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs)),
+            mesh,
+            PrepareModuleOutput(**outputs, use_local_output=False),
+        ),
+        "PrepareModuleInputOutput, with DTensors": parallelize_module(
+            _Told(), mesh, PrepareModuleInputOutput(**inputs, **outputs, use_local_input=False, use_local_output=False)
         ),
     }
 

@@ -151,8 +151,9 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
         )
 
 
-@examples(8, quick=3)
-@given(size=strategies.large_worlds(), cases=mechanism_cases())
+@pytest.mark.gpus(least=2)
+@examples(10, quick=3)
+@given(size=strategies.large_worlds(least=2), cases=mechanism_cases())
 def test_mechanisms(ranks: Ranks, size: int, cases: list[MechanismCase]) -> None:
     """Experts, context, sequence and vocabulary parallelism, and fused attention by heads give the results of one
     device."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import rand as uniform_tensor
 from torch.distributed.tensor import randn as random_tensor
 from torch.nn import functional
 
@@ -21,6 +24,7 @@ from mgpu_check.torch_hooks.tensors import name_of, plain
 __all__ = [
     "assert_gradients_are_redistributed",
     "assert_redistribution_agrees",
+    "compared",
     "part_of",
     "placed",
     "require_none_wrong",
@@ -31,6 +35,11 @@ _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8
 _REDUCED = ("float32", "int64", "bfloat16", "float64", "int32", "float16")
 _FLOATS = ("float32", "float64")
 _WHOLE = (Shard(0), Shard(1), Replicate())
+_TARGETS: dict[int, list[tuple[Placement, ...]]] = {
+    1: [(place,) for place in _WHOLE],
+    2: [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(1))],
+}
+"""Placements of whole tensors, by the dimensions of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,8 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
 
     In one dimension every pair of placements is tried; in two, pairs that move data across both. Sizes are even,
     uneven, below the number of ranks, and above 64 Ki elements. `seed` rotates the dtypes. Partial tensors have exact
-    sums. In one dimension `distribute_tensor` and random numbers are checked too: random numbers must differ between
-    shards, and be equal between replicas.
+    sums. `distribute_tensor` and random numbers are checked too: random numbers must differ between shards, and be
+    equal between replicas.
 
     Raises:
         ShardError: this rank's part has the wrong shape or bits; names placements, dtype, size and element.
@@ -66,9 +75,8 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
         found.append(_wrong(held, part_of(whole, case.target, mesh), case))
         if number % 8 == 0:
             found.append(_wrong_whole(held.full_tensor(), whole, case))
-    if dimensions == 1:
-        found += list(_distributed(rank, mesh, seed))
-        found += list(_drawn(rank, mesh))
+    found += list(_distributed(rank, mesh, seed))
+    found += list(_drawn(rank, mesh, seed))
     require_none_wrong(found, rank)
 
 
@@ -177,53 +185,70 @@ def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMes
 
 
 def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
-    """Distribute the tensor of rank 0, while the other ranks pass different values, and yield the errors."""
-    for number, target in enumerate(_WHOLE):
-        case = _RedistributionCase((2 * rank.size + 1, rank.size + 1), torch.float32, (Replicate(),), (target,))
+    """Distribute the tensor of one rank, while the others pass different values, and yield the errors."""
+    for number, target in enumerate(_TARGETS[mesh.ndim]):
+        case = _RedistributionCase((2 * rank.size + 1, rank.size + 1), torch.float32, (), target)
         whole = _whole(case, seed + number)
-        held = distribute_tensor((whole + rank.index).to(rank.device), mesh, [target])
-        text = _wrong(held, part_of(whole, [target], mesh), case)
-        yield f"distribute_tensor: {text}" if text else ""
+        # With None each rank keeps its part of its own tensor.
+        source = (0, mesh.size() - 1 if mesh.ndim == 1 else 0, None)[(seed + number) % 3]
+        held = distribute_tensor((whole + rank.index).to(rank.device), mesh, target, src_data_rank=source)
+        right = whole + (rank.index if source is None else source)
+        text = _wrong(held, part_of(right, target, mesh), case)
+        yield f"distribute_tensor, src_data_rank={source}: {text}" if text else ""
 
 
-def _drawn(rank: Rank, mesh: DeviceMesh) -> Iterator[str]:
+def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
     """Draw random numbers in each placement, apply dropout to shards, and yield the errors."""
-    for dim, placement in enumerate(_WHOLE):
-        held = random_tensor(2 * rank.size, 64 * rank.size, device_mesh=mesh, placements=[placement])
+    for number, target in enumerate(_TARGETS[mesh.ndim]):
+        draw = (random_tensor, uniform_tensor)[number % 2]
+        held: Any = draw(
+            2 * rank.size,
+            64 * rank.size,
+            dtype=getattr(torch, _FLOATS[number % 2]),
+            requires_grad=(seed + number) % 2 == 1,
+            device_mesh=mesh,
+            placements=target,
+        ).detach()
+        what = f"random numbers as {text_of(target)}"
         local = plain(held.to_local())
-        if placement == Replicate():
-            # One row per rank, which holds all numbers of this rank.
-            parts = DTensor.from_local(held.to_local()[None], mesh, [Shard(0)], run_check=False).full_tensor()
-        else:
+        if not torch.equal(part_of(plain(held.full_tensor()), target, mesh), local):
+            yield f"{what}: the whole does not have this rank's part"
+        yield _wrongly_shared(held.to_local(), target, mesh, what)
+        if mesh.ndim == 1 and isinstance(target[0], Shard):
             dropped: Any = functional.dropout(torch.ones_like(held), 0.5)
-            parts = torch.stack(dropped.full_tensor().chunk(rank.size, dim))
-            if _alike(parts):
-                yield f"dropout of {text_of([placement])}: two ranks drop the same elements of their parts"
-            parts = torch.stack(held.full_tensor().chunk(rank.size, dim))
-        if not torch.equal(plain(parts[rank.index]), local):
-            yield f"random numbers as {text_of([placement])}: the whole does not have this rank's part"
-        elif placement == Replicate() and any(not torch.equal(part, parts[0]) for part in parts):
-            yield f"random numbers as {text_of([placement])}: ranks hold different ones"
-        elif placement != Replicate() and _alike(parts):
-            yield f"random numbers as {text_of([placement])}: two ranks hold the same ones"
+            yield _wrongly_shared(dropped.to_local(), target, mesh, f"elements kept by dropout of {text_of(target)}")
 
 
-def _alike(parts: torch.Tensor) -> bool:
-    """Return whether two parts are equal; with 128 elements or more that is no coincidence."""
-    return len({tuple(part.flatten().tolist()) for part in parts}) < len(parts)
+def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: DeviceMesh, what: str) -> str:
+    """Describe two ranks that hold one part but not equal numbers, or two parts but equal numbers; "" without any.
+
+    With 128 elements or more, equal parts are no coincidence. A collective.
+    """
+    parts = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(parts, own.contiguous())
+    places = {
+        int(mesh.mesh[at]): [place for place, held in zip(at, target, strict=True) if isinstance(held, Shard)]
+        for at in itertools.product(*map(range, mesh.shape))
+    }
+    for one, other in itertools.combinations(sorted(places), 2):
+        alike = places[one] == places[other]
+        if torch.equal(parts[one], parts[other]) != alike:
+            return f"{what}: ranks {one} and {other} hold {'different' if alike else 'the same'} ones"
+    return ""
 
 
 def _wrong(held: DTensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
     if tuple(held.placements) != case.target or tuple(held.shape) != case.shape:
         return f"{case} is {text_of(held.placements)} of {tuple(held.shape)}"
-    return _compared(held.to_local(), expected, f"{case}, own part")
+    return compared(held.to_local(), expected, f"{case}, own part")
 
 
 def _wrong_whole(whole: torch.Tensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
-    return _compared(whole, expected, f"{case}, full_tensor")
+    return compared(whole, expected, f"{case}, full_tensor")
 
 
-def _compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:
+def compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:
+    """Describe how a rank's tensor differs from the right one; "" if all bits are equal."""
     here = plain(got)
     if same_bits(expected.contiguous(), here):
         return ""
@@ -273,5 +298,5 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
             factor = own if given is not None else part_of(factors[0], [target], mesh)
             (local * factor.to(rank.device)).sum().backward()
             assert leaf.grad is not None
-            found.append(_compared(leaf.grad, part_of(back, [source], mesh), f"gradient of {case}"))
+            found.append(compared(leaf.grad, part_of(back, [source], mesh), f"gradient of {case}"))
     require_none_wrong(found, rank)

@@ -48,6 +48,10 @@ register(
         lambda made, self, outputs, mesh: (*made[:-1], outputs[-1]),
         When("PrepareModuleOutput, two outputs and more",
              lambda made, self, outputs, mesh: isinstance(outputs, tuple) and len(outputs) > 1), 2),
+    FaultRow("dtensors-stay-as-they-were", "outputs that are wanted as DTensors are not redistributed", _MODULES,
+        returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"),
+        lambda made, self, outputs, mesh: outputs,
+        When("use_local_output=False", lambda made, self, outputs, mesh: not self.use_local_output), 2),
     FaultRow("schedule-does-not-scale", "schedules do not divide gradients by the micro-batches", _SCHEDULES,
         around(_STAGE, "scale_grads"), lambda real, *_: None),
     FaultRow("keyword-arguments-exchanged", "two micro-batches swap their keyword arguments", _SCHEDULES,
@@ -151,3 +155,9 @@ def end_of_a_large_gradient_lost(gradients: Any, *_: Any) -> None:
     for gradient in gradients:
         if gradient is not None and gradient.numel() >= 1 << 16:
             gradient.view(-1)[-4096:] = 0
+
+
+@fault("RowwiseParallel divides the embedding of rank 0, whatever src_data_rank says", _MODULES,
+       by=given(f"{_STYLES}:RowwiseParallel", "_apply"), when="src_data_rank other than 0", least_gpus=2)  # fmt: skip
+def source_of_data_ignored(style: Any, *_: Any) -> None:
+    style.src_data_rank = 0

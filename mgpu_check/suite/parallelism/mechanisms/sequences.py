@@ -101,7 +101,7 @@ class ContextOfTorch(DividedStep):
         try:
             options.enable_load_balance = causal == "balanced"
             attention.set_rotate_method(str(self.case.sizes["rotation"]))
-            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers={factors}):
                 q, k, v = (one.detach().clone().requires_grad_() for one in (q, k, v))
                 outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal != "not causal")
                 weighted(outputs, factors).backward()

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, _random
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _random
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.nn import functional as F
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.conditions import is_last, ranks_here
+from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last, ranks_here
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
@@ -142,6 +142,28 @@ register(
         _SECOND_PLACE),
     FaultRow("second-dimension-not-reduced", "partial sums are reduced over the first dimension of the mesh only",
         "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, tensor, *_: tensor.clone(), _SECOND_SUM),
+    FaultRow("rank-0-distributes-always", "distribute_tensor ignores src_data_rank", "test_redistribution",
+        around(Shard, "_make_shard_tensor"),
+        lambda real, cls, dim, tensor, mesh, mesh_dim, source=0: real(cls, dim, tensor, mesh, mesh_dim, source and 0),
+        "src_data_rank other than 0"),
+    FaultRow("columns-draw-alike", "parts of the same rows draw the same random numbers",
+        "test_redistribution_in_two_dimensions", around(_random.OffsetBasedRNGTracker, "_calc_shard_linear_idx"),
+        lambda real, self, place, sizes: real(self, [*place[:1], *[0] * len(place[1:])], sizes),
+        "divided by columns"),
+    FaultRow("filled-on-all-but-one", "the last rank's part of a filled tensor is 0", "test_making_dtensors",
+        returned("torch.distributed.tensor", "full", "ones"), lambda made, *_, **__: made * 0,
+        LAST_RANK),
+    FaultRow("replicas-not-checked", "from_local with run_check keeps tensors that differ between replicas",
+        "test_making_dtensors", around(api, "mesh_broadcast"), lambda real, tensor, *_, **__: tensor,
+        "run_check=True, replicated"),
+    FaultRow("gradient-of-whole-replicated", "full_tensor ignores grad_placements", "test_making_dtensors",
+        around(DTensor, "full_tensor"), lambda real, self, **_: real(self), "full_tensor with grad_placements"),
+    FaultRow("moved-as-it-is", "redistribute ignores forward_dtype", "test_making_dtensors",
+        around(DTensor, "redistribute"), lambda real, *args, forward_dtype=None, **kwargs: real(*args, **kwargs),
+        "forward_dtype"),
+    FaultRow("local-sums-not-added", "local_map takes partial outputs for whole ones", "test_making_dtensors",
+        around("torch.distributed.tensor.experimental", "local_map"),
+        lambda real, function, out_placements, **kwargs: real(function, out_placements=[Replicate()], **kwargs)),
     FaultRow("redistributed-gradient-doubled", "the gradient of redistribution is doubled on one rank",
         "test_gradients_of_redistribution", returned(redistribute.Redistribute, "backward"),
         lambda grads, *_: (grads[0] * 2, *grads[1:]), _LAST_GRADIENT),
