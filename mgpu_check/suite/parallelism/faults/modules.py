@@ -157,7 +157,7 @@ def end_of_a_large_gradient_lost(gradients: Any, *_: Any) -> None:
             gradient.view(-1)[-4096:] = 0
 
 
-@fault("RowwiseParallel divides the embedding of rank 0, whatever src_data_rank says", _MODULES,
+@fault("RowwiseParallel divides the embedding of rank 0 and ignores src_data_rank", _MODULES,
        by=given(f"{_STYLES}:RowwiseParallel", "_apply"), when="src_data_rank other than 0", least_gpus=2)  # fmt: skip
 def source_of_data_ignored(style: Any, *_: Any) -> None:
     style.src_data_rank = 0
