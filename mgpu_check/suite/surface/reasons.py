@@ -74,6 +74,9 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("it changes how a program is started, or its text in logs, never a result",
         _of(_DIST, "*"), "timeout group_desc mesh_dim_names fallback_rank"),
     LeftOut("a name of a group in an older form, beside the group itself", _of(_FUNCTIONAL, "*"), "tag"),
+    LeftOut("it accepts strided tensors only, the default", "torch.distributed.tensor.[a-z]*", "layout"),
+    LeftOut("it accepts meshes of one dimension only", "torch.distributed.tensor.parallel.parallelize_module",
+        "device_mesh", "mesh?of?2"),
     LeftOut("arithmetic of Python numbers, without a device", "torch.optim.lr_scheduler.* "
         "torch.optim.swa_utils.SWALR*"),
     LeftOut("the acceptance reads it from the driver", _of(_CUDA, "temperature power_draw utilization clock_rate "
