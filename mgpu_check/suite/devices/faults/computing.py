@@ -244,6 +244,16 @@ def cumulative_sums_in_blocks(cumsum: Any, x: Tensor, dim: int) -> Any:
     return torch.cat([cumsum(part, dim) for part in x.split(BLOCK)])
 
 
+@large(
+    "layer_norm leaves zeros in rows past 65,535",
+    around(torch, "layer_norm"),
+    first("above 65,535 rows", lambda x: x.is_cuda and x.dim() == 2 and len(x) > 65_535),
+)
+def rows_beyond_the_grid(norm: Any, x: Tensor, *args: Any) -> Tensor:
+    """As if a kernel had one block per row, along a dimension of the grid that ends there."""
+    return torch.cat([norm(x[:65_535], *args), torch.zeros_like(x[65_535:])])
+
+
 @functions(
     "expm1 is computed as exp(x) - 1 in float64 on one device", around(torch, "expm1"), one_device(torch.float64)
 )
