@@ -291,3 +291,19 @@ def test_no_link_is_accused_of_a_disagreement_of_gpus_that_exchanged_nothing(che
     assert {part for some in found.rivals for part in some} == {Part("gpu", (0,)), Part("gpu", (1,))}
     wrong = Observation(check, Subject("gpu", (1,)), "failed")
     assert parts([*passed, apart, wrong]) == {Part("gpu", (1,))}
+
+
+def test_on_two_gpus_a_wrong_collective_accuses_neither_a_gpu_nor_the_link() -> None:
+    """The link would be a little cheaper, but nothing shows that both GPUs are right with others."""
+    wrong = ("collectives", Subject("group", (0, 1)))
+    for seen in (run(2, wrong), [Observation(*wrong, "failed")], [Observation("training", wrong[1], "failed")]):
+        found = explain(seen, ONE_HOST)
+        assert not found.parts
+        assert {part for some in found.rivals for part in some} == {
+            *(Part("gpu", (gpu,)) for gpu in (0, 1)),
+            *(Part("link", pair) for pair in ((0, 1), (1, 0))),
+        }
+    assert parts(run(2, wrong, suspects=(1,))) == {Part("gpu", (1,))}, "the data point at it"
+    assert parts(run(3, wrong)) == {Part("link", (0, 1)), Part("link", (1, 0))}, "both are right with GPU 2"
+    assert parts(run(2, wrong, ("memory", Subject("gpu", (1,))))) == {Part("gpu", (1,))}
+    assert parts(run(2, wrong, ("links", Subject("copy", (0, 1))))) == {Part("link", (0, 1))}

@@ -6,6 +6,9 @@ more, because it explains everything. Observations that passed although a part w
 price. So the explanation of one failed pair of eight GPUs is a link; the explanation of all pairs of one GPU is that
 GPU.
 
+A link that only collectives accuse needs a control: each of its GPUs is right with a third one. Without it, as on a
+node of two GPUs, the link is as dear as one of its GPUs, so that none of the three is named.
+
 A part is named only if every smallest set contains it. If several sets explain the rest, they are *rivals*: none is
 named, and what they explain remains unexplained.
 
@@ -163,7 +166,20 @@ class _Candidates:
         """Return every smallest set of candidates that explains all failures; none if there are too many to try."""
         candidates = self.candidates
         explained = [frozenset(one for one in candidates if one.explains(key, self.hosts)) for key in self.failed]
-        return smallest_sets(explained, {one: self._price(one) for one in candidates}, _ALIKE) or []
+        price = {one: self._price(one) for one in candidates}
+        for link in (one for one in candidates if len(one.parts) == 2):
+            pair = link.parts[0].members
+            ends = {(Part("gpu", (member,)),) for member in pair}
+            if not self._controlled(pair):
+                price[link] = max(price[link], min(price[one] for one in candidates if one.parts in ends))
+        return smallest_sets(explained, price, _ALIKE) or []
+
+    def _controlled(self, pair: tuple[int, ...]) -> bool:
+        """Return whether a copy over a link failed, or each of its GPUs is right in a group without the other."""
+        if any(subject.kind == "copy" and set(subject.members) == set(pair) for _, subject, _, _ in self.failed):
+            return True
+        groups = [set(subject.members) for _, subject, _, _ in self.passed if subject.kind == "group"]
+        return all(any({gpu} == group & set(pair) for group in groups) for gpu in pair)
 
     @cached_property
     def candidates(self) -> list[Suspect]:
