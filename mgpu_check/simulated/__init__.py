@@ -1,11 +1,34 @@
-"""Simulate a node with N CUDA devices in software, on one backing device."""
+"""Simulate a node with N CUDA devices in software, on one backing device.
+
+The names are imported when they are used: processes without torch read the parameters of defects.
+"""
 
 from __future__ import annotations
 
-# First: in a process of `mgpu-check simulate`, the end of this import enters a node, and that needs this package.
-import torch  # noqa: F401
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from mgpu_check.simulated.activation import prepare, simulated_device_count, simulated_node
-from mgpu_check.simulated.tensor import is_simulated, to_real
+if TYPE_CHECKING:
+    from mgpu_check.simulated.activation import prepare as prepare
+    from mgpu_check.simulated.activation import simulated_device_count as simulated_device_count
+    from mgpu_check.simulated.activation import simulated_node as simulated_node
+    from mgpu_check.simulated.tensor import is_simulated as is_simulated
+    from mgpu_check.simulated.tensor import to_real as to_real
 
-__all__ = ["is_simulated", "prepare", "simulated_device_count", "simulated_node", "to_real"]
+_HOMES = {
+    "is_simulated": "mgpu_check.simulated.tensor",
+    "prepare": "mgpu_check.simulated.activation",
+    "simulated_device_count": "mgpu_check.simulated.activation",
+    "simulated_node": "mgpu_check.simulated.activation",
+    "to_real": "mgpu_check.simulated.tensor",
+}
+
+__all__ = sorted(_HOMES)  # sorted() of a literal dict's keys
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # First: in a process of `mgpu-check simulate`, the end of this import enters a node, and that needs this package.
+    importlib.import_module("torch")
+    return getattr(importlib.import_module(_HOMES[name]), name)

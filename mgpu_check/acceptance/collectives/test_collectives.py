@@ -38,7 +38,7 @@ _BORDERS = {
 _LARGEST = {"quick": 32 << 20, "standard": 128 << 20, "long": 512 << 20}
 _MANY = {"quick": 400, "standard": 1200, "long": 10_000}
 """Iterations at 1 MiB: a fault that shows once in 300 is seen at the level "standard" with a probability of 0.98."""
-_MANY_SIMULATED = {"quick": 20, "standard": 400, "long": 1200}
+_MANY_SIMULATED = {"quick": 100, "standard": 400, "long": 1200}
 _MEASURED = {"quick": 5, "standard": 15, "long": 51}
 _MOST_ROUNDS = {"quick": 7, "standard": 15, "long": 31}
 """Rounds of pairs that are measured: all pairs of up to 8, 16 or 32 GPUs."""
@@ -133,12 +133,18 @@ def groups(node: Node) -> list[tuple[int, ...]]:
 
 @drawn(quick=1, standard=1, long=4)
 @given(seed=st.integers(0, 2**30), burst=st.sampled_from((1, 4)))
-def test_many_iterations_at_1_mib(node: Node, seed: int, burst: int) -> None:
-    """An all_reduce of exactly 1 MiB, where protocols change, is right in every one of many iterations."""
+def test_many_iterations(node: Node, seed: int, burst: int) -> None:
+    """Collectives of each size class are right in every one of many iterations, above all an all_reduce of exactly
+    1 MiB, where protocols change."""
     from mgpu_check.suite.collectives.exact import RepeatedCollective
 
     times = (_MANY_SIMULATED if node.simulated else _MANY)[node.level]
     look(node, [RepeatedCollective("all_reduce", "float32", 1 << 20, iterations=times, burst=burst, seed=seed)])
+    if node.simulated and node.level == "quick":
+        return
+    for operation in MEASURED:
+        sizes = (4 << 10, 64 << 10, 1 << 20)
+        look(node, [RepeatedCollective(operation, "float32", n, (), "sum", 0, times // 4, burst, seed) for n in sizes])
 
 
 def test_speed_of_collectives(node: Node) -> None:

@@ -22,6 +22,19 @@ _LARGEST = {"quick": 64 << 20, "standard": 256 << 20, "long": 2 << 30}
 _MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 << 20, 51)}
 """Bytes of the copies that are measured, and how often, at each level."""
 
+_MANY = {
+    "quick": ((4 << 10, 320),),
+    "standard": ((4 << 10, 3200), (64 << 10, 1600), (1 << 20, 320)),
+    "long": ((4 << 10, 32_000), (64 << 10, 16_000), (1 << 20, 3200)),
+}
+"""Bytes and number of the copies of each size class. n copies on a link miss a fault of one in n/3 with a probability
+of 5 %: 320 find one in 100."""
+_MANY_SIMULATED = {
+    "quick": ((1 << 10, 80),),
+    "standard": ((1 << 10, 800), (64 << 10, 64)),
+    "long": ((1 << 10, 3200), (64 << 10, 64)),
+}
+
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, ...]:
@@ -72,6 +85,20 @@ def test_copies_from_and_to_the_host(
     node.in_node_process("links", examine_host_copies, alone)
     together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, pinned=pinned, seed=seed + 1)
     node.in_node_process("links", examine_host_copies, together)
+
+
+@drawn(quick=1, standard=1, long=1)
+@given(seed=st.integers(0, 2**30))
+def test_many_copies(node: Node, seed: int) -> None:
+    """Each of many copies of each size class arrives, between GPUs and from and to the host: faults may be rare."""
+    from mgpu_check.suite.devices.links import Copies, examine_copies, examine_host_copies
+
+    paths: tuple[Path, ...] = ("engine", "casting")
+    for path in paths:
+        for size, pieces in (_MANY_SIMULATED if node.simulated else _MANY)[node.level]:
+            case = Copies(path, (size * pieces,), pieces=pieces, seed=seed)
+            for examine in (examine_copies, examine_host_copies):
+                node.in_node_process("links", examine, case)
 
 
 def test_speed_of_copies(node: Node) -> None:

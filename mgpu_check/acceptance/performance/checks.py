@@ -104,7 +104,8 @@ def judge(
         _JudgedSpeed(number >= first_look, one.kind, entry)
         for number, (one, entry) in enumerate(zip(measurements, found, strict=True))
     ]
-    looks += [_differ(group, min(group) >= first_look) for group in split]
+    open_ = [group for group in split if all(found[number].outcome != "failed" for number in group)]
+    looks += [_differ(group, min(group) >= first_look) for group in open_]  # another reference has not decided
     return _confirmed(looks) + list(_without_reference(judged, by_number, baseline, floors, software or {}))
 
 

@@ -175,13 +175,15 @@ def detected_rates(report: RunReport) -> str:
 def detected_slowness(report: RunReport) -> str:
     """Return how much slower than its peers a part must be to be found, by the kind of speed; "" if none has peers."""
     limits: dict[str, float] = {}
-    speeds = [entry.evidence for entry in report.observations if "comparisons" in entry.evidence]
+    speeds = [entry for entry in report.observations if "comparisons" in entry.evidence]
     compared = 0
     for entry in speeds:
-        for one in entry["comparisons"]:
+        for one in entry.evidence["comparisons"]:
             if one["against"] == "peers" and one["outcome"] in ("passed", "failed"):
                 compared += 1
-                name = f"{entry['measured_by']}{', times' if entry['unit'] == 's' else ''}"
+                pageable = ", pageable" * entry.evidence["quantity"].startswith("pageable")
+                host = pageable or ", host" * (entry.subject.kind in ("upload", "download"))
+                name = f"{entry.evidence['measured_by']}{', times' if entry.evidence['unit'] == 's' else host}"
                 limits[name] = max(limits.get(name, 0.0), one["limit"])
     found = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
     return (

@@ -37,6 +37,7 @@ class Copies:
         source, destination: the offset of the copy in its allocation, in bytes, which sets its alignment.
         together: copy all pairs at once; else one pair after the other.
         pinned: whether memory of the host is pinned.
+        pieces: number of copies that transfer each size, of equal parts of it.
     """
 
     path: Path
@@ -45,11 +46,12 @@ class Copies:
     destination: int = 0
     together: bool = False
     pinned: bool = True
+    pieces: int = 1
     seed: int = 0
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.sizes))
-        how = ", all at once" if self.together else ""
+        how = f" in {self.pieces} pieces" * (self.pieces > 1) + ", all at once" * self.together
         return f"{self.path}, {sizes} bytes, alignment {self.source} to {self.destination}{how}, seed {self.seed}"
 
 
@@ -170,7 +172,8 @@ class _GuardedCopy:
         assert self._whole is not None
         target = self._whole[self._begin : self._begin + self._step * self.size : self._step]
         with self._streams():
-            target.copy_(self._source, non_blocking=self._case.pinned)
+            for into, out in zip(*(one.tensor_split(self._case.pieces) for one in (target, self._source)), strict=True):
+                into.copy_(out, non_blocking=self._case.pinned)
 
     @contextlib.contextmanager
     def _streams(self) -> Iterator[None]:
@@ -225,7 +228,7 @@ class _GuardedCopy:
 
 
 def _observation(way: _Direction, copies: Sequence[_GuardedCopy], case: Copies) -> Observation:
-    work = Work(bytes=sum(copy.size for copy in copies), operations=len(copies))
+    work = Work(bytes=sum(copy.size for copy in copies), operations=len(copies) * case.pieces)
     wrong = [copy for copy in copies if copy.wrong]
     text = str(case)
     if way.subject.kind != "copy":
