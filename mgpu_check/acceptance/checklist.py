@@ -40,6 +40,7 @@ CHECKLIST: Mapping[str, Check] = {
     "soak": Check(over_the_host=True),
     "performance": Check(alone=True),
     "dcgm": Check(alone=True, of_driver=True, of_facts=True),
+    "machine": Check(of_facts=True),
     "health": Check((2, 2, 2), alone=True, of_driver=True),
 }
 """All checks in the order they run. The soak and the results of DCGM run only on request."""

@@ -43,7 +43,7 @@ PLANTER = "mgpu_check.acceptance.planting:hardware_planted"
 MEMORY = 16 << 20
 """Bytes of memory of a GPU with simulated hardware. Small, so that checks of all of it are fast."""
 
-MODULES = ("memory", "compute", "links", "collectives", "performance", "health", "inventory")
+MODULES = ("memory", "compute", "links", "collectives", "performance", "health", "inventory", "machine")
 """`mgpu_check.acceptance.<module>.faults` holds the faults of each check."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -75,6 +75,7 @@ class HardwareFault:
         level: the lowest level that must detect it.
         defect: makes the defect of the simulated node; None if the fault shows in telemetry only.
         telemetry: makes the overrides of telemetry; empty by default.
+        of_host: fields of the simulated host that differ.
     """
 
     name: str
@@ -85,6 +86,7 @@ class HardwareFault:
     level: str = "quick"
     defect: Callable[[Parameters], Defect] | None = None
     telemetry: Callable[[Parameters], Sequence[Override]] = field(default=lambda parameters: ())
+    of_host: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

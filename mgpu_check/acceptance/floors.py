@@ -20,6 +20,11 @@ Other programs may have allocated some of it since it was counted.
 
 _PASSES = (1, 2, 8)
 
+_HOST_MEMORY = 1 << 20
+"""Bytes of host memory; a host with little free memory tests little of it."""
+_RESULTS_OF_CORES = (20, 200, 2000)
+"""A core has 20 results in a round."""
+
 
 def floors(
     gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | None, dcgm: bool = False
@@ -43,6 +48,8 @@ def floors(
         for subject, gpu in zip(each, gpus, strict=True)
     }
     found["performance"] = dict.fromkeys(each, Work())
+    hosts = [Subject("host", (host,)) for host in sorted({gpu.host for gpu in gpus})]
+    found["machine"] = dict.fromkeys(hosts, Work(_HOST_MEMORY, _RESULTS_OF_CORES[place]))
     if dcgm:
         found["dcgm"] = dict.fromkeys(each, Work(operations=1))
     if soak:

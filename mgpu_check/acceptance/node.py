@@ -15,6 +15,7 @@ from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.errors import RankHang, StartupFailure
 
 if TYPE_CHECKING:
+    from mgpu_check.acceptance.machine.kernel import KernelFacts
     from mgpu_check.acceptance.plan import Plan
     from mgpu_check.acceptance.run_log import RunLog
     from mgpu_check.acceptance.run_report import Gpu, Host
@@ -52,6 +53,7 @@ class Node:
         visible: number of GPUs of each host, including those outside the run.
         slots: PCI bus id of each GPU by number, from torch; empty where torch does not report it.
         past_xids: Xid -> times in the kernel log before the run, by GPU; without GPUs whose log could not be read.
+        kernel_before: what the kernel of each host said before the run, by name and boot id of the host.
         lost: GPUs that no longer answer; no check is called on them.
         telemetry: source of telemetry; None without one.
         boundaries: a snapshot before the first test, and one after each test.
@@ -72,6 +74,7 @@ class Node:
         self.visible: dict[int, int] = {}
         self.slots: dict[int, str] = {}
         self.past_xids: dict[int, dict[int, int]] = {}
+        self.kernel_before: dict[tuple[str, str], KernelFacts] = {}
         self.lost: set[int] = set()
         self.telemetry = telemetry
         self.boundaries: list[Boundary] = []
@@ -105,6 +108,16 @@ class Node:
     def numbers(self) -> list[int]:
         """Numbers of the GPUs that checks are called on."""
         return [gpu.number for gpu in self.gpus if gpu.number not in self.lost]
+
+    @property
+    def fabric(self) -> dict[int, str]:
+        """Number of each host with an active InfiniBand port -> the name of the port."""
+        facts = {host.number: self.kernel_before.get((host.name, host.boot), {}) for host in self.hosts_of_run}
+        ports = {
+            host: [one.name for one in found.values() if one.kind == "infiniband" and one.is_up]
+            for host, found in facts.items()
+        }
+        return {host: names[0] for host, names in ports.items() if names}
 
     @property
     def hosts(self) -> dict[int, list[int]]:

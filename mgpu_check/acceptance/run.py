@@ -15,6 +15,7 @@ from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.acceptance.faults import PLANTER, hardware_text
 from mgpu_check.acceptance.findings import judged, listed
+from mgpu_check.acceptance.machine.kernel import Component, KernelFacts, read_kernel
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run"]
 
-_FirstLook = tuple[Inventory, str, str, dict[str, str], dict[tuple[str, int], int] | None]
+_FirstLook = tuple[Inventory, str, str, dict[str, str], dict[tuple[str, int], int] | None, dict[str, Component]]
 
 _INTERVAL, _INTERVAL_SIMULATED = 1.0, 0.1
 """Seconds between two telemetry samples of a GPU. Simulated runs are short, so they sample more often."""
@@ -91,6 +92,7 @@ class Run:
         self._visible: dict[int, int] = {}
         self._slots: dict[int, str] = {}
         self._logs: dict[int, Mapping[tuple[str, int], int]] = {}
+        self._kernel: dict[tuple[str, str], KernelFacts] = {}
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def start(self) -> None:
@@ -115,6 +117,7 @@ class Run:
         self.hosts = tuple(self._with_driver(host) for host in self.hosts)
         self.node.hosts_of_run = self.hosts
         self.node.visible = self._visible
+        self.node.kernel_before = self._kernel
         # Simulated telemetry numbers slots over all hosts, and simulated torch on each.
         self.node.slots = self._slots if not plan.simulate or len(self.hosts) == 1 else {}
         self.node.past_xids = {
@@ -131,8 +134,10 @@ class Run:
         return Watch(gpus, self.session.pool, simulated, interval, self.log.zero)
 
     def _look(self, host: int) -> _FirstLook:
-        """Return the GPUs of a host, its name, boot id, software and past Xids. GPUs that refuse a context are
-        included."""
+        """Return the GPUs of a host, its name, boot id, software, past Xids, and what its kernel says.
+
+        GPUs that refuse a context are included.
+        """
         pool = self.session.pool
         if not self.plan.simulate:
             found: _FirstLook = pool.in_fresh_process(_look, host)
@@ -212,10 +217,11 @@ class Run:
         hosts: list[Host] = []
         for host in sorted({slot.host for slot in self.session.pool.slots}):
             indices = [slot.index for slot in self.session.pool.slots if slot.host == host]
-            inventory, name, boot, software, xids = self._look(host)
+            inventory, name, boot, software, xids, kernel = self._look(host)
             hosts.append(Host(host, name, software, boot))
             self._visible[host] = len(inventory.devices)
             self._logs[host] = xids or {}
+            self._kernel[name, boot] = kernel
             for index in indices:
                 device = inventory.devices[index]
                 self._slots[len(found)] = device.pci
@@ -352,4 +358,4 @@ def _look() -> _FirstLook:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         with contextlib.suppress(Exception):  # raises if the NCCL library is missing
             software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return take_inventory(), socket.gethostname(), boot_id(), software, past_xids()
+    return take_inventory(), socket.gethostname(), boot_id(), software, past_xids(), read_kernel()

@@ -27,6 +27,8 @@ FAULTS = [
     "upload-truncated",
     "all-to-all-wrong",
     "lost",
+    "core-wrong",
+    "nic-slow",
 ]
 """Faults of each theme that are seen early."""
 

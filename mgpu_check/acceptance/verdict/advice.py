@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mgpu_check.acceptance.findings import listed
 from mgpu_check.devices.observations import Observation, Part
 
 __all__ = ["advice_for"]
@@ -24,6 +25,8 @@ def advice_for(part: Part, failed: Sequence[Observation]) -> str:
     told = [str(entry.evidence["advice"]) for entry in failed if entry.evidence.get("advice")]
     if told:  # a check that recognises the defect gives better advice than the kind of the part
         return f"drain the node; {told[0]}"
+    if {entry.check for entry in failed} == {"machine"}:  # its findings have little in common
+        return f"drain the node; {listed(failed)[0].advice}"
     if {entry.check for entry in failed} == {"performance"}:
         return (
             "look at clocks, throttle reasons, power and cooling, and at the width of its links; " + _ADVICE[part.kind]

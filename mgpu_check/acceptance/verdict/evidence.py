@@ -13,18 +13,18 @@ __all__ = ["evidence_lines"]
 def evidence_lines(
     observations: Sequence[Observation], numbers: Sequence[int], others: Mapping[int, Sequence[Part]]
 ) -> Iterator[str]:
-    """Yield a line for each check and subject that failed, with the number of failures.
+    """Yield a line for each check, subject and kind of finding that failed, with the number of failures.
 
     Args:
         numbers: indices of the failed observations that the accused part explains.
         others: the other accused parts that explain an observation, by its index.
     """
     looks = Counter((entry.check, entry.subject.in_any_order) for entry in observations)
-    failed: dict[tuple[str, Subject], list[int]] = {}
+    failed: dict[tuple[str, Subject, str], list[int]] = {}
     for number in numbers:
         entry = observations[number]
-        failed.setdefault((entry.check, entry.subject.in_any_order), []).append(number)
-    for (check, subject), mine in failed.items():
+        failed.setdefault((entry.check, entry.subject.in_any_order, entry.finding), []).append(number)
+    for (check, subject, _), mine in failed.items():
         entry = observations[mine[0]]
         case = f" ({entry.case})" if entry.case else ""
         also = dict.fromkeys(str(part) for number in mine for part in others.get(number, ()))

@@ -1,0 +1,90 @@
+"""Make a stand-in for the kernel's files of a healthy host, with planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mgpu_check.acceptance.machine.kernel import PORT_COUNTERS
+
+__all__ = ["SimulatedHost", "write_tree"]
+
+_CARDS = 4
+_GPUS = 4
+_AER = {"correctable": "COR", "nonfatal": "NONFATAL", "fatal": "FATAL"}
+
+
+@dataclass(frozen=True)
+class SimulatedHost:
+    """A simulated host.
+
+    Attributes:
+        cores: number of its cores.
+        core: the core that computes wrong results; -1 for none.
+        word: the word of memory in which a bit flips; -1 for none.
+        before, after: content of files below the root, where it differs from that of a healthy host, before and after
+            the run; None for a file that is absent.
+    """
+
+    cores: int = 8
+    core: int = -1
+    word: int = -1
+    before: Mapping[str, str | None] = field(default_factory=dict)
+    after: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def write_tree(root: Path, changes: Mapping[str, str | None]) -> None:
+    """Write the files of a healthy host below `root`, with changes."""
+    for name, text in {**_healthy(), **changes}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text is not None and text.startswith("-> "):
+            path.symlink_to(text.removeprefix("-> "))
+        elif text is not None:
+            path.write_text(text)
+
+
+def _healthy() -> dict[str, str]:
+    found = {"sys/devices/system/node/node0/cpulist": "0-3", "sys/devices/system/node/node1/cpulist": "4-7"}
+    for number in range(2):
+        found |= dict.fromkeys((f"sys/devices/system/edac/mc/mc{number}/{one}_count" for one in ("ce", "ue")), "0")
+    for number in range(_GPUS):
+        found |= _device(f"0000:{number:02x}:00.0", number, {"class": "0x030200", "vendor": "0x10de"})
+        found[f"sys/devices/pci0000:00/0000:f0:{number:02x}.0/0000:{number:02x}:00.0/local_cpulist"] = "0-7"
+        found[f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0/information"] = "GPU Firmware: \t 580.95.05"
+    for number in range(_CARDS):
+        slot = f"0000:{0x40 + number:02x}:00.0"
+        found |= _device(slot, 0x20 + number, {"class": "0x020700", "vendor": "0x15b3", "device": "0x1021"})
+        card = f"sys/class/infiniband/mlx5_{number}"
+        port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
+        found |= {f"{card}/ports/1/{name}": text for name, text in port.items()}
+        found |= {f"{card}/ports/1/counters/{name}": "0" for name in PORT_COUNTERS}
+        found |= {f"{card}/hca_type": "MT4129", f"{card}/device": f"-> ../../../bus/pci/devices/{slot}"}
+    slot = "0000:50:00.0"
+    found |= _device(slot, 0x30, {"class": "0x020000", "vendor": "0x8086", "device": "0x1592"})
+    net = {
+        "type": "1",
+        "operstate": "up",
+        "speed": "100000",
+        "carrier_down_count": "1",
+        "statistics/rx_crc_errors": "0",
+        "statistics/tx_carrier_errors": "0",
+    }
+    found |= {f"sys/class/net/eth0/{name}": text for name, text in net.items()}
+    found["sys/class/net/eth0/device"] = f"-> ../../../bus/pci/devices/{slot}"
+    return found
+
+
+def _device(slot: str, port: int, files: Mapping[str, str]) -> dict[str, str]:
+    """Return the files of a device below a bridge of its own."""
+    bridge = f"0000:f0:{port:02x}.0"
+    above = f"sys/devices/pci0000:00/{bridge}"
+    link = {"current_link_speed": "32.0 GT/s PCIe", "current_link_width": "16"}
+    link |= {"max_link_speed": "32.0 GT/s PCIe", "max_link_width": "16", "numa_node": "0"}
+    link |= {f"aer_dev_{name}": f"RxErr 0\nTOTAL_ERR_{total} 0" for name, total in _AER.items()}
+    found = {f"{above}/{name}": text for name, text in link.items()}
+    found |= {f"{above}/{slot}/{name}": text for name, text in {**link, **files}.items()}
+    for name, place in ((bridge, bridge), (slot, f"{bridge}/{slot}")):
+        found[f"sys/bus/pci/devices/{name}"] = f"-> ../../../devices/pci0000:00/{place}"
+    return found

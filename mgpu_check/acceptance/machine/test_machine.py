@@ -1,0 +1,91 @@
+"""Check the host of the GPUs: its cores, its memory, its NICs and slots, and the paths of collectives."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.acceptance.machine.checks import examine_kernel, of_host
+from mgpu_check.acceptance.machine.cores import vote_of_cores
+from mgpu_check.acceptance.machine.kernel import KernelFacts, read_kernel
+from mgpu_check.acceptance.machine.memory import examine_memory
+from mgpu_check.acceptance.machine.simulated import SimulatedHost, write_tree
+from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_of_rank
+from mgpu_check.devices.observations import Observation, Work
+from mgpu_check.processes.machine import boot_id
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+
+_SECONDS = {"quick": 0.3, "standard": 5.0, "long": 60.0}
+"""Seconds that the cores compute, at each level."""
+_MEMORY = {"quick": (64 << 20, 2), "standard": (1 << 30, 4), "long": (8 << 30, 8)}
+"""Bytes of host memory, and the number of passes, at each level."""
+_SIMULATED = (4 << 20, 2)
+
+
+def _simulated(node: Node) -> SimulatedHost | None:
+    if not node.simulated:
+        return None
+    fields: dict[str, Any] = {}
+    for planted in node.plan.planted:
+        for name, value in planted.fault.of_host.items():
+            fields[name] = {**fields.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return SimulatedHost(**fields)
+
+
+def look_at_cores(devices: Sequence[object], seconds: float, simulated: SimulatedHost | None) -> list[Observation]:
+    """Let the cores of this host vote; those of a simulated host take turns, once."""
+    if simulated is None:
+        return vote_of_cores(seconds, None)
+    return vote_of_cores(0.0, range(simulated.cores), simulated.core)
+
+
+def look_at_kernel(
+    devices: Sequence[object], before: Mapping[tuple[str, str], KernelFacts], simulated: SimulatedHost | None
+) -> list[Observation]:
+    """Judge what the kernel of this host says before and after the run.
+
+    Args:
+        before: the facts of each host by its name and boot id.
+    """
+    if simulated is None:
+        return examine_kernel(before.get((socket.gethostname(), boot_id())), read_kernel())
+    with tempfile.TemporaryDirectory() as directory:
+        facts = []
+        for name, changes in (("before", simulated.before), ("after", simulated.after)):
+            write_tree(Path(directory) / name, changes)
+            facts.append(read_kernel(Path(directory) / name, range(simulated.cores)))
+    return examine_kernel(*facts)
+
+
+def test_cores_compute_alike(node: Node) -> None:
+    """Each core of the host computes the same bits of integers, products and functions."""
+    node.in_node_process("machine", look_at_cores, _SECONDS[node.level], _simulated(node))
+
+
+def test_memory_keeps_its_content(node: Node) -> None:
+    """Memory of the host holds what was written while copies to and from the GPUs run."""
+    simulated = _simulated(node)
+    size, passes = _SIMULATED if simulated else _MEMORY[node.level]
+    node.in_node_process("machine", examine_memory, size, passes, simulated.word if simulated else -1)
+
+
+def test_kernel_reports_no_errors(node: Node) -> None:
+    """NICs, slots and memory controllers counted no errors in the run, and links have their full rate."""
+    node.in_node_process("machine", look_at_kernel, node.kernel_before, _simulated(node))
+
+
+def test_collectives_use_the_fabric(node: Node) -> None:
+    """NCCL uses direct access where GPUs have it, and InfiniBand where hosts have it."""
+    if node.simulated or len(node.numbers) < 2:
+        why = "simulated GPUs have no NCCL" if node.simulated else "one GPU has no path to another"
+        skipped = [of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())]
+        node.record(one.on((), host) for host in node.hosts for one in skipped)
+        return
+    gpus = [node.gpus[number] for number in node.numbers]
+    told = node.on_ranks("machine", paths_of_rank, environment=environment())
+    node.record(examine_paths(told, gpus, node.fabric))
