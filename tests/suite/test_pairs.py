@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from mgpu_check.suite.common.pairs import drawn_rows, in_pairs, words_of
