@@ -18,8 +18,8 @@ from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amo
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.performance.checks import judge, unmeasured
 from mgpu_check.acceptance.performance.peers import link_classes
+from mgpu_check.acceptance.report.detected import slowness
 from mgpu_check.acceptance.report.text import lines
-from mgpu_check.acceptance.report.view import detected_slowness
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport, Verdict
@@ -229,9 +229,9 @@ def test_what_was_not_measured_again_keeps_its_failure():
 def test_a_report_says_how_slow_a_part_must_be_to_be_found():
     made = [*node("gpu", 4, lambda m: 1.0), *node("copy", 2, lambda m: 1.0)]
     found = replace(report("a", 1.0), observations=tuple(judge(made, gpus(4), floors=NONE)))
-    told = detected_slowness(found)
+    told = slowness(found)
     assert told == "a part slower than its peers by 20% (x) is found; 4 of 6 speeds have peers"
-    assert told in "\n".join(lines(found)) and detected_slowness(report("a", 1.0)) == ""
+    assert told in "\n".join(lines(found)) and slowness(report("a", 1.0)) == ""
 
 
 # --- pairs in collectives ---

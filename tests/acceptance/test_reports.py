@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 
 from mgpu_check.acceptance.checklist import CHECKLIST
-from mgpu_check.acceptance.report import junit, markdown, values, view
+from mgpu_check.acceptance.report import junit, markdown, values
+from mgpu_check.acceptance.report.detected import rates
 from mgpu_check.acceptance.report.files import check_paths, clear, write
 from mgpu_check.acceptance.report.health import health_of
 from mgpu_check.acceptance.report.text import lines
@@ -328,7 +329,7 @@ def test_the_rarest_fault_that_is_found_follows_from_the_work():
             CheckRun(name, 0.0, 1.0, "failed" if count < 0 else "passed", Work(), Work(operations=abs(count)))
             for name, count in operations.items()
         )
-        return view.detected_rates(replace(good, checks=runs))
+        return rates(replace(good, checks=runs))
 
     assert told(links=30, memory=500) == (
         "faults as rare as 1 in 10 copies on a link are found with a probability of 95 %"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.report.detected import detected
 from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.acceptance.run_report import Accusation, RunReport
 from mgpu_check.devices.observations import Observation
@@ -102,5 +103,5 @@ def _checks(page: Page, report: RunReport) -> None:
         rows.append((text(run.name), mark, *numbers, view.seconds_text(run.seconds), text(done)))
     head = ("check", "outcome", "passed", "failed", "skipped", "unknown", "time", "least work of a subject")
     page.rows("Checks", head, rows)
-    for told in filter(None, (view.detected_rates(report), view.detected_slowness(report))):
+    for told in detected(report):
         page.add(f"{told[0].upper()}{told[1:]}.", "")

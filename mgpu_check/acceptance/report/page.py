@@ -11,6 +11,7 @@ from typing import Any
 
 from mgpu_check import pages
 from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.report.detected import detected
 from mgpu_check.acceptance.report.figures import PANELS, over_time
 from mgpu_check.acceptance.report.health import facts_of, health_of
 from mgpu_check.acceptance.report.matrices import heat_maps, others
@@ -62,6 +63,7 @@ def render(report: RunReport) -> str:
         version=__version__,
         report=report,
         view=view,
+        detected=detected,
         headline=view.headline(report),
         shade=_CLASSES[report.verdict.kind],
         shades=_CLASSES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.report.detected import detected
 from mgpu_check.acceptance.run_report import EXIT_CODES, INTERRUPTED, Accusation, RunReport
 from mgpu_check.devices.observations import Observation
 
@@ -100,5 +101,5 @@ def _checks(report: RunReport) -> Iterator[str]:
         ]
         yield "  ".join([*cells, row[-1]]).rstrip()
     yield f"checks: {view.counts_of_checks(runs)}"
-    yield from filter(None, (view.detected_rates(report), view.detected_slowness(report)))
+    yield from detected(report)
     yield f"took {view.seconds_text(report.seconds)} at the level {report.level}"

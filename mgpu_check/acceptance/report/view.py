@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.among_nodes import SLOW_NODE, among_nodes
-from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.findings import ReportedFinding
 from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
@@ -28,8 +27,6 @@ __all__ = [
     "counts_of_checks",
     "describe_gpu",
     "describe_part",
-    "detected_rates",
-    "detected_slowness",
     "evidence_of",
     "failed_of",
     "finding_text",
@@ -57,8 +54,6 @@ __all__ = [
 MATRIX = 32
 """Most GPUs in one matrix."""
 _HOSTS = 16
-_MISSED = 0.05
-"""Probability that a rare fault is missed."""
 _RIVALS = 8
 """Most sets of parts to list that explain the same failures."""
 SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"
@@ -157,40 +152,6 @@ def accused_gpus(report: RunReport) -> set[int]:
     """Return the GPUs that are accused, or whose links are."""
     parts = [one.part for one in report.verdict.accusations]
     return {gpu for part in parts if part.kind != "host" for gpu in part.members}
-
-
-def detected_rates(report: RunReport) -> str:
-    """Return the rarest faults that the checks without failures find with a probability of 95 %; "" if none counts.
-
-    A fault that strikes each of n operations with probability 1/N is missed with probability (1 - 1/N)^n.
-    """
-    found = []
-    for run in checks_by_name(report):
-        unit, done = CHECKLIST[run.name].counts if run.name in CHECKLIST else "", run.least.operations
-        if unit and done > 1 and run.outcome == "passed":
-            found.append(f"1 in {math.floor(1 / (1 - _MISSED ** (1 / done)))} {unit}")
-    return f"faults as rare as {', '.join(found)} are found with a probability of 95 %" if found else ""
-
-
-def detected_slowness(report: RunReport) -> str:
-    """Return how much slower than its peers a part must be to be found, by the kind of speed; "" if none has peers."""
-    limits: dict[str, float] = {}
-    speeds = [entry for entry in report.observations if "comparisons" in entry.evidence]
-    compared = 0
-    for entry in speeds:
-        for one in entry.evidence["comparisons"]:
-            if one["against"] == "peers" and one["outcome"] in ("passed", "failed"):
-                compared += 1
-                pageable = ", pageable" * entry.evidence["quantity"].startswith("pageable")
-                host = pageable or ", host" * (entry.subject.kind in ("upload", "download"))
-                name = f"{entry.evidence['measured_by']}{', times' if entry.evidence['unit'] == 's' else host}"
-                limits[name] = max(limits.get(name, 0.0), one["limit"])
-    found = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
-    return (
-        f"a part slower than its peers by {found} is found; {compared} of {len(speeds)} speeds have peers"
-        if found
-        else ""
-    )
 
 
 def headline(report: RunReport) -> str:
