@@ -78,19 +78,25 @@ class ReplicaMismatch(CheckFailure):
 class ScalingMismatch(CheckFailure):
     """A step, metric, loader or script does not do on several ranks what it does on one device.
 
-    ``mistakes`` names the classes of mistakes that it looks like, the likeliest first; see ``docs/classes``.
+    ``mistakes`` names the classes of mistakes that it looks like, the likeliest first; see ``docs/classes``. ``site``
+    is the line of the code under test that it is about, such as "src/train.py:40"; "" if no line is known.
     """
 
-    def __init__(self, message: str, *, ranks: Iterable[int] = (), mistakes: Iterable[str] = ()) -> None:
+    def __init__(
+        self, message: str, *, ranks: Iterable[int] = (), mistakes: Iterable[str] = (), site: str = ""
+    ) -> None:
         super().__init__(message, ranks=ranks)
         self.mistakes = tuple(mistakes)
+        self.site = site
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_scaling, (str(self), self.ranks, self.mistakes))
+        return (_rebuild_scaling, (str(self), self.ranks, self.mistakes, self.site))
 
 
-def _rebuild_scaling(message: str, ranks: tuple[int, ...], mistakes: tuple[str, ...]) -> ScalingMismatch:
-    return ScalingMismatch(message, ranks=ranks, mistakes=mistakes)
+def _rebuild_scaling(
+    message: str, ranks: tuple[int, ...], mistakes: tuple[str, ...], site: str = ""
+) -> ScalingMismatch:
+    return ScalingMismatch(message, ranks=ranks, mistakes=mistakes, site=site)
 
 
 class NotCompared(CheckFailure):
@@ -160,11 +166,13 @@ class RankHang(BaseException):
     """Ranks did not finish in time.
 
     No ``Exception``, because Hypothesis would run the example again and again to shrink it, each time for the whole
-    deadline. ``mistakes`` is that of `ScalingMismatch`, where a gate was at work; ``account`` that of `RankFailure`.
+    deadline. ``mistakes`` and ``site`` are those of `ScalingMismatch`, where a gate was at work; ``account`` is that of
+    `RankFailure`.
     """
 
     ranks: tuple[int, ...]
     mistakes: tuple[str, ...] = ()
+    site: str = ""
     account: object = None
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:

@@ -113,6 +113,12 @@ def file(text: str) -> str | None:
     return text or None
 
 
+def annotation_format(text: str) -> str:
+    if text not in ("github", "none"):
+        raise ValueError("choose github or none")
+    return text
+
+
 def switch(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
         return True

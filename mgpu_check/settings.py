@@ -156,6 +156,14 @@ class Settings:
         {"metavar": "FILE.md", "action": "append"},
         repeats=False,
     )
+    gpu_annotations: str | None = _option(
+        None,
+        option_values.annotation_format,
+        'print each failure as an annotation at the line of the code that it is about: "github" or "none"',
+        "github in a workflow of GitHub, else none",
+        {"metavar": "FORMAT"},
+        repeats=False,
+    )
     gpu_level: Level = _option(
         DEFAULT_LEVEL,
         option_values.level,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+os.environ.pop("GITHUB_ACTIONS", None)  # with it, runs print annotations
 os.environ.pop("PYTHONHASHSEED", None)  # tox sets it, and gates then try no other
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from mgpu_check import pages
+from mgpu_check.annotations import annotation, wanted
 from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
 from mgpu_check.compare.arguments import accepted, fitted
@@ -256,6 +257,10 @@ def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequenc
         for number, handler in kept.items():
             signal.signal(number, handler)
     print(f"\n{done.verdict.report}")
+    if done.verdict.kind == "differs" and wanted(None):
+        script = next((f"{word}:1" for word in command if word.endswith(".py")), "")
+        report = done.verdict.report
+        print(annotation(f"{plan.shown} differs on {given.gpus} ranks", str(report), report.site or script))
     if given.html:
         write_page(given.html, done)
     if given.json:

@@ -74,7 +74,7 @@ def write_json(path: Path, done: ScriptComparison) -> None:
         "steps_equal": verdict.compared,
         "not_compared": dict(verdict.not_compared),
         "mistakes": report.mistakes,
-        "findings": [{"mistake": finding.mistake, "evidence": finding.evidence} for finding in report.findings],
+        "findings": [{"mistake": one.mistake, "evidence": one.evidence, "site": one.site} for one in report.findings],
         "remarks": report.remarks,
         "observables": [
             {"name": o.name, "relations": o.relations, "detail": o.detail} for o in report.observables

@@ -23,6 +23,8 @@ class Finding:
     """One or more clauses that describe the evidence with the names of the user's code."""
     ranks: tuple[int, ...] = ()
     """The ranks at fault, if they are known."""
+    site: str = ""
+    """The line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown."""
 
     def __post_init__(self) -> None:
         known_mistake(self.mistake)  # or it is none
@@ -56,6 +58,7 @@ class Report:
         axes: a description of the axes of a mesh that the failure needs.
         known: other facts about the cause, a line each: the first wrong module, a factor.
         parting: a clause on where ranks first part, with the value of each rank; "" if that is unknown.
+        place: the line of the user's code that the failure is about, if the first finding has none.
     """
 
     headline: str
@@ -66,6 +69,12 @@ class Report:
     parting: str = ""
     known: Sequence[str] = ()
     axes: str = ""
+    place: str = ""
+
+    @property
+    def site(self) -> str:
+        """The line of the user's code that the report is about: "src/train.py:40"; "" if it is unknown."""
+        return next((finding.site for finding in self.findings[:1] if finding.site), self.place)
 
     @property
     def mistakes(self) -> tuple[str, ...]:

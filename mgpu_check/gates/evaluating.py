@@ -11,6 +11,7 @@ from mgpu_check.diagnosis.evidence import Evidence, Start
 from mgpu_check.diagnosis.report import Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of
 from mgpu_check.errors import ScalingMismatch
+from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, sizes_of, world_sizes_of
 from mgpu_check.processes.rank_lists import few, named
@@ -104,7 +105,9 @@ def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
     if wrong := _wrong(compared):
         report = _report(compared, wrong, _case(program, size), size)
         at_fault = sorted({rank for row in wrong for rank in row.wrong})
-        raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
+        raise ScalingMismatch(
+            str(report), ranks=at_fault, mistakes=report.mistakes, site=report.site or definition_of(program.step)
+        )
 
 
 def _case(program: Evaluated, size: int) -> dict[str, object]:

@@ -58,12 +58,14 @@ class Failure:
         case: the smallest case, as name -> value.
         findings: the mistakes that explain the failure, the likeliest first.
         incomplete: failed parts of the diagnosis, a line each.
+        defined: the line where the step is defined; "" if it is unknown.
     """
 
     name: str
     case: Mapping[str, object]
     findings: Sequence[Finding] = ()
     incomplete: Sequence[str] = ()
+    defined: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

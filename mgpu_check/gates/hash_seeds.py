@@ -76,9 +76,9 @@ def with_seeds_apart(
     wrong = getattr(failed, "ranks", ())
     if isinstance(failed, RankHang):
         late = RankHang(str(report), ranks=wrong)
-        late.mistakes = report.mistakes
+        late.mistakes, late.site = report.mistakes, report.site
         raise late from None
-    raise ScalingMismatch(str(report), ranks=wrong, mistakes=report.mistakes) from failed
+    raise ScalingMismatch(str(report), ranks=wrong, mistakes=report.mistakes, site=report.site) from failed
 
 
 def _failure(judge: Callable[[RanksFixture], None], ranks: RanksFixture) -> BaseException | None:

@@ -13,6 +13,7 @@ from mgpu_check.diagnosis.rules.order import findings_of, findings_of_calls
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import account_of
 from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.evidence import calls_of, evidence_of
 from mgpu_check.gates.failure import Axes, Failure, FirstWrong, Mismatch, NoReturn
 from mgpu_check.gates.relations import close
@@ -38,7 +39,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     """
     if failed.relations is None:
         assert failed.error is not None
-        return no_return_of(trials.name, failed.scenario, failed.error)
+        return no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
     attempts = Attempts()
     look = SecondLook(trials, failed, sizes, attempts)
     tensors = attempts.of("the second look at the case", as_seen(failed, failed.relations), look.taken)
@@ -63,14 +64,16 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         wrong_alone=tensors.wrong_alone,
         repeated=look.repeated,
         incomplete=attempts.remarks,
+        defined=definition_of(trials.program.step),
     )
 
 
-def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang) -> NoReturn:
+def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang, defined: str = "") -> NoReturn:
     """Diagnose ranks that did not return because they hung, raised or died.
 
     Args:
         name: name of the step.
+        defined: the line where it is defined.
     """
     account, attempts = account_of(error), Attempts()
     hung = isinstance(error, RankHang)
@@ -92,6 +95,7 @@ def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang) -
         lines=lines,
         hung=hung,
         incomplete=attempts.remarks,
+        defined=defined,
     )
 
 

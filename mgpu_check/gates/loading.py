@@ -12,6 +12,7 @@ from mgpu_check.diagnosis.rules.order import distinct, findings_of_loader
 from mgpu_check.diagnosis.samples import Accepted, Loader
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.coverage import Coverage, Visits, coverage_of, same_orders, samples_of
+from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, world_sizes_of
 from mgpu_check.processes.rank_lists import named
@@ -84,7 +85,7 @@ def assert_loader_covers(
             f"key is {key!r}; give a function from a batch to the ids of its samples, such as lambda batch: batch['id']"
         )
     sizes = world_sizes_of(ranks, world_sizes)
-    accepted = Accepted(padding=padding, dropped=dropped, uneven=uneven)
+    accepted, place = Accepted(padding=padding, dropped=dropped, uneven=uneven), definition_of(make_loader)
 
     def visits_of(size: int, *, inline: bool = False, by: RanksFixture = ranks) -> list[Visits]:
         # Here, because it imports torch, which this process may do without until it has a gate to run.
@@ -103,11 +104,11 @@ def assert_loader_covers(
     for size in sizes if not alone.workers else sorted({1, *sizes}):
         visits = visits_of(size)
         again = visits_of(size) if size == repeated_at else None
-        _check(expected, alone, visits, again, accepted, shuffled)
+        _check(expected, alone, visits, again, accepted, shuffled, place)
     if repeated_at is not None:
 
         def judge(by: RanksFixture, size: int = repeated_at) -> None:
-            _check(expected, alone, visits_of(size, by=by), None, accepted, shuffled)
+            _check(expected, alone, visits_of(size, by=by), None, accepted, shuffled, place)
 
         case: dict[str, object] = {"world size": repeated_at, "samples": expected.total()}
         with_seeds_apart(ranks, "assert_loader_covers", (make_loader, key), case, judge)
@@ -152,6 +153,7 @@ def _check(
     again: Sequence[Visits] | None,
     accepted: Accepted,
     shuffled: bool,
+    place: str,
 ) -> None:
     """Raise ScalingMismatch if a relation fails at this world size."""
     __tracebackhide__ = True
@@ -190,7 +192,7 @@ def _check(
     )
     at_fault = {rank for coverage in (*epochs, order) for rank in coverage.ranks}
     at_fault.update(rank for finding in findings for rank in finding.ranks)
-    raise ScalingMismatch(str(report), ranks=sorted(at_fault), mistakes=report.mistakes)
+    raise ScalingMismatch(str(report), ranks=sorted(at_fault), mistakes=report.mistakes, site=report.site or place)
 
 
 def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Visits], number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.definitions import innermost
 from mgpu_check.numerics.placement.declared import Placement
 
 __all__ = [
@@ -67,7 +67,7 @@ def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], A
 
     A class, or a partial of a class, is called with (model, rank) first.
     """
-    made = step(model, rank) if isinstance(_innermost(step), type) else step
+    made = step(model, rank) if isinstance(innermost(step), type) else step
     return lambda batch: made(model, batch, rank)
 
 
@@ -85,13 +85,13 @@ def wants_world_size(reference: Callable[..., Any] | None) -> bool:
     """Return whether a reference has a parameter `world_size`."""
     if reference is None:
         return False
-    called: Callable[..., Any] = vars(_innermost(reference))["__call__"] if is_class(reference) else reference
+    called: Callable[..., Any] = vars(innermost(reference))["__call__"] if is_class(reference) else reference
     return "world_size" in inspect.signature(called).parameters
 
 
 def is_class(step: Callable[..., Any]) -> bool:
     """Return whether `step` is a class, or a partial of a class, whose instance is called for each batch."""
-    return isinstance(_innermost(step), type)
+    return isinstance(innermost(step), type)
 
 
 def name_of(step: Callable[..., Any]) -> str:
@@ -99,14 +99,8 @@ def name_of(step: Callable[..., Any]) -> str:
 
     For a partial, use the function or class that it wraps.
     """
-    inner = _innermost(step)
+    inner = innermost(step)
     return str(getattr(inner, "__name__", type(inner).__name__))
-
-
-def _innermost(step: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(step, functools.partial):
-        step = step.func
-    return step
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:

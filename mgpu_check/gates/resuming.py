@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.errors import NotCompared, RankFailure, RankHang, ScalingMismatch
+from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.meshes import Place, check_places, where_is
 from mgpu_check.gates.restored import Entries, explained
@@ -299,7 +300,9 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
         findings,
         [*remarks, *attempts.remarks],
     )
-    raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes)
+    raise ScalingMismatch(
+        str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes, site=definition_of(training.train)
+    )
 
 
 def _case(saved: Place, loaded: Place, steps: int) -> dict[str, object]:

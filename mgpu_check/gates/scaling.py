@@ -17,6 +17,7 @@ from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gates.axes import shrunk_to_axes
 from mgpu_check.gates.comparability import check_unjudged
+from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.investigation import failure_of, no_return_of
 from mgpu_check.gates.meshes import Mesh, check_meshes, size_of
 from mgpu_check.gates.program import Program, name_of
@@ -186,15 +187,17 @@ def _assert_scales(
         try:
             failed = _search(trials, kind.scenarios, kind.examples)
         except RankHang as hang:
-            failure = no_return_of(trials.name, trials.current, hang)
+            failure = no_return_of(trials.name, trials.current, hang, definition_of(program.step))
             report, stacks = report_of(failure), failure.stacks
             late = RankHang("\n\n".join([str(report), *stacks]), ranks=hang.ranks)
-            late.mistakes = report.mistakes
+            late.mistakes, late.site = report.mistakes, report.site
             raise late from None  # a new error, because the engine rewrites its own when it is shown
         if failed is not None:
             failed, axes = shrunk_to_axes(trials, failed)
             report = report_of(failure_of(trials, failed, [size for size, mesh in worlds if not mesh], axes))
-            raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
+            raise ScalingMismatch(
+                str(report), ranks=failed.ranks, mistakes=report.mistakes, site=report.site
+            ) from failed.error
     trials.finish(worlds, unjudged)
     try_seeds(trials)
 

@@ -10,6 +10,7 @@ from mgpu_check.diagnosis.observed import PARITY
 from mgpu_check.diagnosis.parting import Parting
 from mgpu_check.diagnosis.report import Observable, Report
 from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.failures import Account
 from mgpu_check.gates.failure import Axes, Failure, Mismatch, NoReturn
 from mgpu_check.processes.rank_lists import few, grouped, named
 
@@ -39,7 +40,16 @@ def _of_no_return(failure: NoReturn) -> Report:
         failure.case,
         findings=failure.findings,
         remarks=[*ends, *rest, *failure.incomplete],
+        place=_last_call(account) or failure.defined,
     )
+
+
+def _last_call(account: Account | None) -> str:
+    """Return the line of the first call that differs between ranks, or of the last call of the first rank."""
+    if account is None:
+        return ""
+    entered = next(iter((account.parted or account.last).values()), None)
+    return "" if entered is None or not entered.file else f"{entered.file}:{entered.line}"
 
 
 @report_of.register
@@ -54,6 +64,7 @@ def _of_mismatch(failure: Mismatch) -> Report:
         parting="" if failure.parting is None else _parting(failure.parting),
         known=[] if failure.findings else list(_known(failure)),
         axes="" if failure.axes is None else _axes(failure.axes),
+        place=(failure.parting.site if failure.parting is not None else "") or failure.defined,
     )
 
 

@@ -95,14 +95,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from mgpu_check.plugin.session import GpuSession
 
     config.stash[SESSION] = GpuSession(settings)
-    if settings.gpu_report and not hasattr(config, "workerinput") and not config.option.collectonly:
-        from mgpu_check.plugin.report import markdown
+    from mgpu_check.plugin.report.reporters import register
 
-        config.pluginmanager.register(markdown.Summary(config, config.stash[SESSION]), "mgpu_check_summary")
-    if config.getoption("gpu_replay"):
-        from mgpu_check.plugin.report import example
-
-        example.check(config.getoption("gpu_replay"))
+    register(config, config.stash[SESSION])
 
 
 def _where(item: pytest.Item) -> str | None:

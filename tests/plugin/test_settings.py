@@ -27,6 +27,7 @@ def test_the_first_place_that_says_something_wins():
         "agent_key_file": "default",
         "trust_network": "default",
         "gpu_report": "default",
+        "gpu_annotations": "default",
         "gpu_level": "default",
         "accept_for": "default",
         "accept_memory": "default",
@@ -58,6 +59,7 @@ def test_all_is_counted_later():
         ("rank_timeout", "nan"),
         ("rank_timeout", "-1"),
         ("strict_gpus", "maybe"),
+        ("gpu_annotations", "gitlab"),
     ],
 )
 def test_errors_name_origin_value_and_valid_set(name, text):

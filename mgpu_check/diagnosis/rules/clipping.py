@@ -42,7 +42,7 @@ def clips_first(tensors: Tensors) -> Finding | None:
             on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
             if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
                 told = f"{clip.where} runs before {event.name} of the gradients ({event.site})"
-                return Finding("clipped-before-synchronization", told)
+                return Finding("clipped-before-synchronization", told, site=clip.site)
     return None
 
 

@@ -73,10 +73,11 @@ def not_waited(tensors: Tensors) -> Finding | None:
     """Detect a collective with async_op=True without a wait, or whose tensor is written to before the wait."""
     for _, event in tensors.events("collective"):
         if event.details.get("asynchronous") and not event.details.get("waited"):
-            return Finding("not-waited", f"{event.where} was called with async_op=True, and wait() was never called")
+            told = f"{event.where} was called with async_op=True, and wait() was never called"
+            return Finding("not-waited", told, site=event.site)
         if event.details.get("touched"):
             told = f"the tensor given to {event.where} with async_op=True was written to before wait()"
-            return Finding("not-waited", told)
+            return Finding("not-waited", told, site=event.site)
     return None
 
 
@@ -94,7 +95,8 @@ def uneven_tensors(tensors: Tensors) -> Finding | None:
         differ = any(shape[:common] != shapes[0][:common] for shape in shapes)
         if differ and (known.sizes == "equal" or not _has_room(same)):
             told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
-            return Finding("uneven-gather", f"{same[0].where} was given tensors of shapes {told}, rank by rank")
+            told = f"{same[0].where} was given tensors of shapes {told}, rank by rank"
+            return Finding("uneven-gather", told, site=same[0].site)
     return None
 
 
@@ -119,7 +121,7 @@ def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
         for name in tensors.relations.split:
             if right not in tensors.relations.wrong.get(name, []):
                 told = f"{event.where} delivers to rank {right} only: {name} is right there, and not elsewhere"
-                return Finding("value-of-one-rank", told)
+                return Finding("value-of-one-rank", told, site=event.site)
     return None
 
 
@@ -143,6 +145,7 @@ def result_discarded(tensors: Tensors) -> Finding | None:
                     "result-discarded",
                     f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, a copy, and {own[0]} still "
                     "differs between ranks",
+                    site=event.site,
                 )
     return None
 
@@ -161,7 +164,7 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
         given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
         if any(tensor.get("differentiable") and not tensor["result"] for tensor in given):
             told = f"{event.where} was given a tensor that requires gradients, and its result requires none"
-            return Finding("gradient-cut-by-collective", told)
+            return Finding("gradient-cut-by-collective", told, site=event.site)
     for event in forward:
         # Gradients need not flow through a maximum: a stable softmax subtracts it before exp, so it cancels.
         given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
@@ -170,7 +173,7 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
                 f"{event.where} was given values that gradients flow to, detached or under no_grad, so no gradient "
                 "flows through its result"
             )
-            return Finding("gradient-cut-by-collective", told)
+            return Finding("gradient-cut-by-collective", told, site=event.site)
     return None
 
 
@@ -205,7 +208,7 @@ def read_too_early(tensors: Tensors) -> Finding | None:
         return None
     seen = "not finite, as what is read before wait()" if broken else "different in a second run"
     told = f"{waited[0].where} was called with async_op=True, and {(broken or unsteady)[0]} is {seen}"
-    return Finding("not-waited", told)
+    return Finding("not-waited", told, site=waited[0].site)
 
 
 @on_tensors(Precedence.AMBIGUOUS + 120)
@@ -227,5 +230,6 @@ def reduces_by_other_operation(tensors: Tensors) -> Finding | None:
         given = [one for one in event.details.get("after", ()) if any(is_held(one, [value], 1) for value in wrong)]
         on_wrong = any(tensor["result"] in tensors.relations.wrong for tensor in event.tensors)
         if event.details.get("op") in ("max", "min", "product") and (given or on_wrong):
-            return Finding("wrong-reduction", f"{event.where} combines by {event.details['op']}")
+            told = f"{event.where} combines by {event.details['op']}"
+            return Finding("wrong-reduction", told, site=event.site)
     return None

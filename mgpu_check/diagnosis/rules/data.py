@@ -99,6 +99,7 @@ def split_by_own_seeds(tensors: Tensors) -> Finding | None:
         "split-differs-between-ranks",
         f"random_split ({shared[0].site}) draws from the global generator, which ranks have seeded differently "
         f"({_by_rank(seeds)})",
+        site=shared[0].site,
     )
 
 
@@ -110,7 +111,7 @@ def seeds_of_samplers(tensors: Tensors) -> Finding | None:
     if event is None or len(set(seeds.values())) < 2:
         return None
     told = f"DistributedSampler ({event.site}) has another seed on each rank ({_by_rank(seeds)})"
-    return Finding("split-differs-between-ranks", told)
+    return Finding("split-differs-between-ranks", told, site=event.site)
 
 
 def _by_rank(seeds: dict[int, object]) -> str:
@@ -144,6 +145,7 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
         "dataset-not-split",
         f"{counts[0]} is {tensors.size} times that of one device, and the DataLoader ({loader.site}) has {what}, "
         "which does not split the samples over ranks",
+        site=loader.site,
     )
 
 
@@ -185,6 +187,7 @@ def pads(tensors: Tensors) -> Finding | None:
         "padding-counted",
         f"DistributedSampler ({event.site}) repeats {extra} of {samples} samples, so that each of {replicas} ranks "
         f"gets as many: {'it is' if extra == 1 else 'they are'} counted twice",
+        site=event.site,
     )
 
 
@@ -196,7 +199,7 @@ def drops_last(tensors: Tensors) -> Finding | None:
         return None
     samples, replicas = event.details["samples"], event.details["replicas"]
     told = f"DistributedSampler ({event.site}) with drop_last drops {samples % replicas} of {samples} samples"
-    return Finding("samples-missed", told)
+    return Finding("samples-missed", told, site=event.site)
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 30)
@@ -209,7 +212,7 @@ def loader_drops_last(tensors: Tensors) -> Finding | None:
                 f"DataLoader ({event.site}) with drop_last drops {count} {were} on rank {rank}, of "
                 f"{event.details['samples']} that it is given"
             )
-            return Finding("samples-missed", told)
+            return Finding("samples-missed", told, site=event.site)
     return None
 
 
@@ -232,6 +235,7 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
         "samples-missed",
         f"{len(missing)} of {len(set(wanted))} samples {verb} not given to the model ({site}) on any rank: "
         f"{few(where, 4)}",
+        site=site,
     )
 
 

@@ -171,6 +171,7 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
             f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} "
             f"sums to {told}, though the parameters that are trained are the same: a copy or an average of them is "
             "kept on some ranks only",
+            site=same[0].site,
         )
     return None
 
@@ -264,6 +265,7 @@ def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
         "value-of-one-rank",
         f"broadcast ({sent.site}) sends the value of rank {source}, and {wrong[0]} is the same on all ranks, but "
         "differs from one device",
+        site=sent.site,
     )
 
 

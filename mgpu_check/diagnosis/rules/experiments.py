@@ -41,7 +41,7 @@ def right_in_another_group(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     told = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
-    return Finding("wrong-process-group", told)
+    return Finding("wrong-process-group", told, site=change.site)
 
 
 @on_tensors(Precedence.AMBIGUOUS + 170)
@@ -52,7 +52,7 @@ def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
         return None
     how = "divided" if change.kind == "divide" else "multiplied"
     told = f"with the result of {change.where} {how} by {change.size}, the size of its group, the step is right"
-    return Finding("world-size-factor", told)
+    return Finding("world-size-factor", told, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 50)
@@ -61,7 +61,8 @@ def right_by_another_operation(tensors: Tensors) -> Finding | None:
     change = tensors.right_with("op")
     if change is None:
         return None
-    return Finding("wrong-reduction", f"{change.where} with {str(change.value).upper()} makes the step right")
+    told = f"{change.where} with {str(change.value).upper()} makes the step right"
+    return Finding("wrong-reduction", told, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 60)
@@ -75,10 +76,10 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
             f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is "
             "right"
         )
-        return Finding("reduced-again", told)
+        return Finding("reduced-again", told, site=change.site)
     # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
     told = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
-    return Finding("wrong-reduction", told)
+    return Finding("wrong-reduction", told, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 30)
@@ -91,7 +92,7 @@ def right_in_another_order(tensors: Tensors) -> Finding | None:
         f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the "
         "first pieces of all ranks before the next ones, the step is right"
     )
-    return Finding("gathered-in-other-order", told)
+    return Finding("gathered-in-other-order", told, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 40)
@@ -106,7 +107,7 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     of = "the number of ranks" if change.size == tensors.size else "the size of a group"
     depends = f"; it affects the gradients of {few(list(term.parameters))}" if term.parameters else ""
     told = f"with {what} {how} by {change.size}, {of}, and nothing else, gradients are right{depends}"
-    return Finding("loss-term-factor", told)
+    return Finding("loss-term-factor", told, site=(term.paths[0] and term.line) or term.backward)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 20)
@@ -119,7 +120,7 @@ def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
     told = (
         f"{change.where} {begins} from 0 on each rank; if it continues over the {change.size} parts, the step is right"
     )
-    return Finding("positions-restart", told)
+    return Finding("positions-restart", told, site=change.site)
 
 
 def _groups(groups: tuple[tuple[int, ...], ...]) -> str:

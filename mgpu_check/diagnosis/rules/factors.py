@@ -138,6 +138,7 @@ def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
                 "expert-gradients-factor",
                 f"{few(wrong)}: {times} what one device gives, and all other gradients are right; {event.where} "
                 f"exchanges tokens with experts in a group of size {size}",
+                site=event.site,
             )
     return None
 
@@ -199,7 +200,9 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
         if number > 1 and any(abs(ratios[0] - power) <= _NEAR * power for power in (number, 1 / number)):
             clip = tensors.traces[0].of("clip")[0]
             return Finding(
-                name, f"{clip.where} finds a norm of {norms[0]:.6g}, {ratios[0]:.4g} times that of one device, {of}"
+                name,
+                f"{clip.where} finds a norm of {norms[0]:.6g}, {ratios[0]:.4g} times that of one device, {of}",
+                site=clip.site,
             )
     return None
 

@@ -42,6 +42,7 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
                     "wrong-process-group",
                     f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} "
                     f"times what it should be: {power}, the number of groups of {size}",
+                    site=made.site,
                 )
     return None
 

@@ -39,7 +39,7 @@ def aliased_list(tensors: Tensors) -> Finding | None:
         if event.details.get("aliased"):
             count = len(event.details["list"])
             told = f"the {count} tensors of the list given to {event.where} share memory"
-            return Finding("aliased-gather-list", told)
+            return Finding("aliased-gather-list", told, site=event.site)
     return None
 
 
@@ -50,7 +50,8 @@ def strided_view(tensors: Tensors) -> Finding | None:
         for tensor in event.tensors:
             if tensor["gaps"]:
                 of = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
-                return Finding("strided-view", f"{event.where} was given a view with gaps in memory, of {of}")
+                told = f"{event.where} was given a view with gaps in memory, of {of}"
+                return Finding("strided-view", told, site=event.site)
     return None
 
 
@@ -69,6 +70,7 @@ def other_layouts(tensors: Tensors) -> Finding | None:
                     "memory-formats-differ",
                     f"{same[0].where} was given {of} with different memory orders of its dimensions on the ranks: "
                     f"{told}",
+                    site=same[0].site,
                 )
     for _, event in tensors.events("collective"):
         if event.details.get("arrived"):
@@ -84,6 +86,7 @@ def other_layouts(tensors: Tensors) -> Finding | None:
                     f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions "
                     f"{_order(one['layout'])} from the outermost in memory to the innermost, and a list of tensors "
                     f"with {_order(odd['layout'])}",
+                    site=event.site,
                 )
     return None
 

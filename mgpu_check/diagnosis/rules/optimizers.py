@@ -76,6 +76,7 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
                 "gradients-not-synchronized",
                 f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm "
                 f"{told}; with their {change.combination} the step is right",
+                site=step.site,
             )
     return None
 

@@ -59,7 +59,9 @@ def written_over(tensors: Tensors) -> Finding | None:
         for first, names in lost:
             if _has_given(same, [tensors.expected.exact[name] for name in names], tensors.size):
                 told = f"{same[0].where} gives the right {few(names)}, but {first} is wrong at the end"
-                return Finding("result-discarded", f"{told}: the result was discarded, or overwritten later")
+                return Finding(
+                    "result-discarded", f"{told}: the result was discarded, or overwritten later", site=same[0].site
+                )
     return None
 
 
@@ -123,6 +125,7 @@ def reduces_again(tensors: Tensors) -> Finding | None:
                     f"all_reduce ({site}) was called {calls} times on one sum that still contained its earlier "
                     f"results: {name} follows from this sum, and would be right if only new values were reduced each "
                     "time",
+                    site=site,
                 )
     return None
 

@@ -40,6 +40,7 @@ def overflows(tensors: Tensors) -> Finding | None:
                 "low-precision-overflow",
                 f"{event.where} adds up {narrow[0]} tensors, and {broken[0]} is not finite on {tensors.size} ranks, "
                 "where it is on one device",
+                site=event.site,
             )
     for name in tensors.wrong("returned"):
         right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
@@ -68,7 +69,8 @@ def narrow_operand(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective"):
         narrow = [tensor["dtype"] for tensor in event.details.get("tensors", []) if tensor["dtype"] in _NARROW]
         if narrow and _may_be_rounding(tensors):
-            return Finding("low-precision-arithmetic", f"{event.where} communicates {narrow[0]} tensors")
+            told = f"{event.where} communicates {narrow[0]} tensors"
+            return Finding("low-precision-arithmetic", told, site=event.site)
     return None
 
 

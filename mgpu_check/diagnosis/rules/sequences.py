@@ -51,6 +51,7 @@ def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
                     "labels-shifted-after-split",
                     f"the labels of {of_ranks[0].site} are the next tokens within each of {parts} parts of the "
                     f"sequence: where a part ends on rank {rank} the label is {got}, and {right} on one device",
+                    site=of_ranks[0].site,
                 )
     return None
 

@@ -42,6 +42,7 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
                     "wrong-reduction",
                     f"{name} is the norm of the gradient, {norm:.6g} on one device, and {float(got):.6g} on "
                     f"ranks{where}: the norm of the whole is not that combination of the norms of the shards",
+                    site=(line or event).site,
                 )
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class TestOutcome:
         phase: "setup", "call", "teardown", or "" for a file that was not collected.
         headline: the failure, or the reason for a skip, in one line.
         story: the whole report of a failure, without the replay lines.
+        line: the line of the test's file where the failure is, "tests/test_step.py:40".
         properties: the report's properties from mgpu-check, by the last part of their names.
     """
 
@@ -32,6 +34,7 @@ class TestOutcome:
     phase: str = "call"
     headline: str = ""
     story: str = ""
+    line: str = ""
     properties: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -87,7 +90,7 @@ class Outcomes:
         outcome = TestOutcome(report.nodeid, kind, str(report.when), properties=properties)
         if kind in ("failed", "errors"):
             story = report.longreprtext
-            outcome.headline = _headline(report)
+            outcome.headline, outcome.line = _headline(report), _line(report)
             outcome.story = _REPLAY.split(story)[0].rstrip() if outcome.replay else story
             self._failed.append(outcome)
             if report.when != "teardown":
@@ -131,6 +134,14 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
         return f"expected to fail: {report.wasxfail}".rstrip(": ")
     longrepr: Any = report.longrepr
     return str(longrepr[2]).removeprefix("Skipped: ") if isinstance(longrepr, tuple) else ""
+
+
+def _line(report: pytest.TestReport) -> str:
+    path, line, _ = report.location
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None and Path(crash.path).name == Path(path).name:
+        return f"{crash.path}:{crash.lineno}"
+    return f"{path}:{(line or 0) + 1}"
 
 
 def _headline(report: pytest.TestReport) -> str:

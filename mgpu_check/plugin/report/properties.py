@@ -27,6 +27,7 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
         "mgpu_check.failed_ranks",
         "mgpu_check.mistakes",
         "mgpu_check.replay",
+        "mgpu_check.site",
         "mgpu_check.second_look",
     )  # from an earlier try, if failures are rerun
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
@@ -78,12 +79,14 @@ def defects_met(report: object) -> tuple[list[str], list[str]]:
 
 
 def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], seen: Reruns | None) -> None:
-    """Record the failed ranks, the likely mistakes, the replay lines and the headline of the second look."""
+    """Record the failed ranks, the likely mistakes and their line, the replay lines, and the second look's headline."""
     if seen is not None and seen.headline:
         _set(item, "second_look", seen.headline)
     mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
     if mistakes:
         _set(item, "mistakes", " ".join(mistakes))
+    if site := next(filter(None, (getattr(part, "site", "") for part in parts_of(error))), ""):
+        _set(item, "site", site)
     ranks = {rank for part in parts_of(error) for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
     _set(item, "failed_ranks", " ".join(map(str, sorted(rank for rank in ranks if rank >= 0))))
     _set(item, "replay", "\n".join(replay))

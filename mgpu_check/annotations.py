@@ -1,0 +1,44 @@
+"""Write annotations for GitHub: a line of output that GitHub Actions shows at a line of a pull request.
+
+The format is that of GitHub's workflow commands:
+https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["annotation", "wanted"]
+
+
+def wanted(choice: str | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether to write annotations.
+
+    Args:
+        choice: "github" or "none"; None for "github" in a workflow of GitHub.
+    """
+    return choice == "github" or (choice is None and environment.get("GITHUB_ACTIONS") == "true")
+
+
+def annotation(title: str, message: str, site: str = "", environment: Mapping[str, str] = os.environ) -> str:
+    """Return the workflow command for an error.
+
+    Args:
+        site: a line of a file, "src/train.py:40"; "" for an annotation of the whole run.
+    """
+    file, _, line = site.rpartition(":")
+    fields = {"title": title}
+    if file and line.isdecimal():
+        root = environment.get("GITHUB_WORKSPACE", os.getcwd())
+        path = os.path.relpath(os.path.abspath(file), os.path.abspath(root))
+        if not path.startswith(os.pardir):  # a file outside of the repository has no line to show
+            fields = {"file": path, "line": line, **fields}
+    told = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in fields.items())
+    return f"::error {told}::{_escaped(message)}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    for character in "%\r\n" + more:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

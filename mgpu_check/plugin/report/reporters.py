@@ -1,0 +1,31 @@
+"""Register the plugins that report a run, as the options ask for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_check.annotations import wanted
+from mgpu_check.plugin.session import GpuSession
+
+__all__ = ["register"]
+
+
+def register(config: pytest.Config, session: GpuSession) -> None:
+    """Register the summary in Markdown, annotations, and the line that repeats an example.
+
+    Raises:
+        pytest.UsageError: a file cannot be written, or the example cannot be repeated here.
+    """
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        if session.settings.gpu_report:
+            from mgpu_check.plugin.report.markdown import Summary
+
+            config.pluginmanager.register(Summary(config, session), "mgpu_check_summary")
+        if wanted(session.settings.gpu_annotations):
+            from mgpu_check.plugin.report.annotations import Annotations
+
+            config.pluginmanager.register(Annotations(), "mgpu_check_annotations")
+    if config.getoption("gpu_replay"):
+        from mgpu_check.plugin.report import example
+
+        example.check(config.getoption("gpu_replay"))
