@@ -49,8 +49,9 @@ usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for
        mgpu-check accept history DIR [--json] [--gpu=SERIAL]
        mgpu-check accept lint [FILE ...]
 
-Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and prints one verdict.
-Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the GPUs of all hosts, each with a verdict.
+Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and their host, and
+prints one verdict. Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the GPUs of all hosts,
+each with a verdict.
 
   --gpu-level       quick: under a minute on 8 GPUs; standard (default): under ten; long: as thorough as possible
   --for             keep the GPUs under load for this time after the checks: 90s, 30m, 2h

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,12 @@ from mgpu_check.acceptance.machine.cores import _judged, vote_of_cores
 from mgpu_check.acceptance.machine.kernel import Component, read_kernel
 from mgpu_check.acceptance.machine.memory import examine_memory
 from mgpu_check.acceptance.machine.simulated import SimulatedHost, write_tree
-from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in
+from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in, paths_of_rank
+from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.run_log import RunLog
+from mgpu_check.acceptance.run_report import Host
 from mgpu_check.devices.observations import Observation, Subject, Work
+from mgpu_check.processes.machine import boot_id
 from mgpu_check.simulated import simulated_node
 from tests.acceptance import run_reports
 
@@ -292,17 +298,59 @@ def test_a_slower_path_than_there_is_rejects_the_host() -> None:
     assert not wrong(examine_paths(told, bare, {}))
 
 
-def test_no_path_is_asked_of_simulated_gpus():
-    class Node:
-        simulated = True
-        numbers = (0, 1)
-        hosts = {0: [0, 1]}
-
-        def record(self, results: Any) -> None:
-            self.recorded = list(results)
-
-    node: Any = Node()
+@pytest.mark.parametrize(
+    ("simulated", "numbers", "level", "why"),
+    [
+        (True, (0, 1), "standard", "simulated GPUs have no NCCL"),
+        (False, (0,), "standard", "one GPU has no path to another"),
+        (False, (0, 1), "quick", "at quick, there is no time to start NCCL again"),
+    ],
+    ids=["simulated", "alone", "quick"],
+)
+def test_paths_that_were_not_tried_are_said(simulated, numbers, level, why):
+    recorded: list[Observation] = []
+    node: Any = SimpleNamespace(
+        simulated=simulated, numbers=numbers, level=level, hosts={0: [0], 1: [1]}, record=recorded.extend
+    )
     test_machine.test_collectives_use_the_fabric(node)
-    assert node.recorded == [
-        of_host("skipped", "paths of collectives were not tried: simulated GPUs have no NCCL", "transport", Work())
-    ]
+    skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
+    assert recorded == [skipped, skipped.on((), 1)]
+
+
+def test_paths_are_asked_of_the_ranks_with_the_fabric_of_the_host(healthy):
+    asked = []
+    plan: Any = SimpleNamespace(level="standard", simulate=None)
+    node = Node(SimpleNamespace(), RunLog(), run_reports.gpus(2), plan, (Host(0, "node-a"), Host(1, "node-b")))  # type: ignore[arg-type]
+    node.kernel_before = {("node-a", ""): healthy, ("node-b", ""): {}}
+    node.on_ranks = lambda check, fn, **more: asked.append((check, fn, more)) or [{(0, 1): "NET/IB/0"}]  # type: ignore[method-assign, func-returns-value]
+    test_machine.test_collectives_use_the_fabric(node)
+    assert node.fabric == {0: "mlx5_0 port 1"}
+    assert asked == [("machine", paths_of_rank, {"environment": environment()})]
+    (seen,) = node._log.observations()
+    assert (seen.outcome, seen.work.operations, seen.evidence) == ("passed", 1, {"paths": {"NET/IB/0": 1}})
+
+
+def test_ranks_read_their_own_log_or_say_why_not(ranks, monkeypatch, tmp_path):
+    assert ranks.run(paths_of_rank, size=2) == ["NCCL wrote no log: No such file or directory"] * 2  # simulated
+    rank: Any = SimpleNamespace(device="cpu")
+    log = tmp_path / f"{os.getpid()}.log"
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "%p.log"))
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    assert paths_of_rank(rank) == "the backend is gloo, which has no such paths"
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: log.write_text(LOG))
+    assert paths_of_rank(rank) == paths_in(LOG.splitlines()) and not log.exists()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: log.write_text("NCCL INFO cudaDriverVersion\n"))
+    assert paths_of_rank(rank) == "NCCL's log names no path"
+
+
+def test_the_kernel_of_this_machine_is_judged_beside_its_own_facts_of_before() -> None:
+    here = (socket.gethostname(), boot_id())
+    both: list[dict[tuple[str, str], dict[str, Component]]]
+    both = [{here: read_kernel(), ("other", ""): {}}, {("other", ""): {}}]
+    known, unknown = (
+        next(one for one in test_machine.look_at_kernel([], before, None) if one.outcome == "passed") for before in both
+    )
+    silent = [sum(one.evidence["not known"].values()) for one in (known, unknown)]
+    assert silent[0] < silent[1] or not read_kernel().keys() - {"host"}

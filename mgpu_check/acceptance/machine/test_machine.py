@@ -79,12 +79,21 @@ def test_kernel_reports_no_errors(node: Node) -> None:
     node.in_node_process("machine", look_at_kernel, node.kernel_before, _simulated(node))
 
 
+def _absent(node: Node) -> dict[str, bool]:
+    """Return the reasons for which paths cannot be tried, and whether they hold."""
+    return {
+        "simulated GPUs have no NCCL": node.simulated,
+        "one GPU has no path to another": len(node.numbers) < 2,
+        "at quick, there is no time to start NCCL again": node.level == "quick",
+    }
+
+
 def test_collectives_use_the_fabric(node: Node) -> None:
     """NCCL uses direct access where GPUs have it, and InfiniBand where hosts have it."""
-    if node.simulated or len(node.numbers) < 2:
-        why = "simulated GPUs have no NCCL" if node.simulated else "one GPU has no path to another"
-        skipped = [of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())]
-        node.record(one.on((), host) for host in node.hosts for one in skipped)
+    why = next((why for why, absent in _absent(node).items() if absent), "")
+    if why:
+        skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
+        node.record(skipped.on((), host) for host in node.hosts)
         return
     gpus = [node.gpus[number] for number in node.numbers]
     told = node.on_ranks("machine", paths_of_rank, environment=environment())

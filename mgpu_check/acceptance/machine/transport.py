@@ -37,11 +37,11 @@ def paths_of_rank(rank: Rank) -> dict[tuple[int, int], str] | str:
     import torch
     import torch.distributed as dist
 
-    if dist.get_backend() != "nccl":
+    if "nccl" not in dist.get_backend():  # also "cpu:gloo,cuda:nccl"
         return f"the backend is {dist.get_backend()}, which has no such paths"
     dist.all_reduce(torch.ones(_ELEMENTS, device=rank.device))
     torch.cuda.synchronize(rank.device)
-    log = Path(os.environ[_VARIABLE].replace("%p", str(os.getpid())))
+    log = Path(os.environ.get(_VARIABLE, "no-such-file").replace("%p", str(os.getpid())))
     try:
         found = paths_in(log.read_text(errors="replace").splitlines())
     except OSError as error:
