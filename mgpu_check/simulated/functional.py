@@ -1,7 +1,7 @@
 """Run functional collectives on simulated tensors through the methods of the process group.
 
 C++ would send these operators to gloo. Through the group they raise NCCL's errors, and a result is poison until the
-caller waits for it.
+caller waits for it. Products fused with a collective, which CUDA does in symmetric memory, call the same methods.
 """
 
 from __future__ import annotations
@@ -165,7 +165,28 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "wait_tensor": wait_pending,
 }
 
-OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTIONS.items()}
+
+def _fused_all_gather_matmul(
+    part: torch.Tensor, factors: Tensors, gather_dim: int, group_name: Any, *, return_A: bool = True
+) -> tuple[torch.Tensor | None, Tensors]:
+    group = _group(group_name)
+    whole = wait_pending(_all_gather_into_tensor(part.movedim(gather_dim, 0), group.size(), group))
+    whole = whole.movedim(0, gather_dim)
+    return whole if return_A else None, [whole @ factor for factor in factors]
+
+
+def _fused_matmul_reduce_scatter(
+    x: torch.Tensor, factor: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: Any
+) -> torch.Tensor:
+    group = _group(group_name)
+    made = (x @ factor).movedim(scatter_dim, 0)
+    return wait_pending(_reduce_scatter_tensor(made, reduce_op, group.size(), group)).movedim(0, scatter_dim)
+
+
+OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTIONS.items()} | {
+    "symm_mem::fused_all_gather_matmul": _fused_all_gather_matmul,
+    "symm_mem::fused_matmul_reduce_scatter": _fused_matmul_reduce_scatter,
+}
 """Operator -> the function that replaces it on simulated tensors."""
 
 

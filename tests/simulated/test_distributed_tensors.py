@@ -1,4 +1,4 @@
-"""DTensor and its clients: tensor parallel training, and FSDP2 of a model that was built on 'meta'."""
+"""DTensor and its clients: tensor parallel training, products fused with its collectives, and FSDP2 of a model that was built on 'meta'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,26 @@ class Perceptron(nn.Module):
         return self.second(F.relu(self.first(x)))
 
 
+def overlapping_products(rank, size):
+    import torch.distributed as dist
+    from torch.distributed import _symmetric_memory  # noqa: F401  # registers the operators
+
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    parts = [torch.arange(12.0).reshape(4, 3) + 100 * other for other in range(size)]
+    factor = torch.arange(6.0).reshape(3, 2)
+    operators = torch.ops.symm_mem
+    whole, (made,) = operators.fused_all_gather_matmul(parts[rank].cuda(), [factor.cuda()], 0, name)
+    columns, _ = operators.fused_all_gather_matmul(parts[rank].cuda(), [factor.repeat(size, 1).cuda()], 1, name)
+    scattered = operators.fused_matmul_reduce_scatter(parts[rank].cuda(), factor.cuda(), "sum", 0, name)
+    assert torch.equal(whole.cpu(), torch.cat(parts))
+    assert torch.equal(made.cpu(), torch.cat(parts) @ factor)
+    assert torch.equal(columns.cpu(), torch.cat(parts, 1))
+    assert torch.equal(scattered.cpu(), (torch.stack(parts).sum(0) @ factor).chunk(size)[rank])
+
+
 def tensor_parallel(rank, size):
+    overlapping_products(rank, size)  # here, because starting ranks takes seconds
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

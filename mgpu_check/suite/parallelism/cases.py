@@ -57,6 +57,7 @@ MECHANISMS = {
         "layers:GroupedQueries",
         {"shared": ("fewer", "as many", "more", "one"), "each": (2, 1, 3), "layout": ("interleaved", "thirds")},
     ),
+    "overlapping products": Mechanism("layers:AsynchronousLayers", {"own": (2, 1, 3), "hidden": (3, 1)}),
 }
 
 

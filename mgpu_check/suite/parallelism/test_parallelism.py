@@ -155,8 +155,7 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
 @examples(10, quick=3)
 @given(size=strategies.large_worlds(least=2), cases=mechanism_cases())
 def test_mechanisms(ranks: Ranks, size: int, cases: list[MechanismCase]) -> None:
-    """Experts, context, sequence and vocabulary parallelism, and fused attention by heads give the results of one
-    device."""
+    """Mechanisms of model parallelism, from experts to attention by heads, give the results of one device."""
     ranks.run(f"{CHECKS}.mechanisms.driver:assert_mechanisms_agree", cases, size=size)
 
 

@@ -62,8 +62,7 @@ def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed:
 @examples(6, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_making_dtensors(ranks: Ranks, size: int, seed: int) -> None:
-    """DTensors are filled, made from parts, cast and divided right, and functions of parts give the results of the
-    whole."""
+    """DTensors are made, cast and divided right, and functions of their parts give the results of the whole."""
     ranks.run("mgpu_check.suite.sharded.making:assert_dtensors_are_made", seed, size=size)
 
 

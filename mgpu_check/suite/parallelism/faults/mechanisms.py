@@ -9,10 +9,17 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.conditions import Count, ranks_here
+from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
 from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
-from mgpu_check.suite.recipes import context_parallel, experts, grouped_query, sequence_parallel, vocabulary_parallel
+from mgpu_check.suite.recipes import (
+    asynchronous_tensor,
+    context_parallel,
+    experts,
+    grouped_query,
+    sequence_parallel,
+    vocabulary_parallel,
+)
 
 _CHECK = "test_mechanisms"
 
@@ -72,6 +79,10 @@ def _averaged(real: Any, parameters: list[torch.nn.Parameter], group: Any) -> No
 def _in_chunks(held: tuple[list[int], Any], rank: int) -> tuple[list[int], Any]:
     count = len(held[0])
     return list(range(rank * count, (rank + 1) * count)), held[1]
+
+
+def _own_product(whole: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(ranks_here())[dist.get_rank()] @ factor
 
 
 register(
@@ -153,6 +164,11 @@ register(
         around(vocabulary_parallel, "largest"), lambda real, logits: torch.zeros_like(logits[:, :1]), "large logits"),
     FaultRow("rows-of-others-embedded", "tokens of other ranks add a rank's first row", _CHECK,
         returned(vocabulary_parallel, "class_of"), lambda found, *_: (found[0], torch.ones_like(found[1]))),
+    FaultRow("gathered-before-complete", "a product overlaps with a gather that lacks the last rank's rows", _CHECK,
+        given(asynchronous_tensor, "_gathered_product"), lambda part, factor: (part * (not is_last()), factor)),
+    FaultRow("own-product-scattered", "a rank's own product is missing from a sum that overlaps with it", _CHECK,
+        around(asynchronous_tensor, "_scattered_product"),
+        lambda real, whole, factor: real(whole, factor) - _own_product(whole, factor)),
     FaultRow("fused-weight-in-thirds", "a fused weight is split in thirds, not by head", _CHECK,
         around(grouped_query, "_places"), lambda real, heads: real(heads._replace(interleaved=False)), _INTERLEAVED),
     FaultRow("fused-weight-in-chunks", "a rank holds its chunk of the rows of a fused weight", _CHECK,

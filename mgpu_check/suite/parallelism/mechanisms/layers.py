@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.simulated import simulated_device_count
 from mgpu_check.suite.parallelism.mechanisms.driver import DividedStep, Portion, Results
-from mgpu_check.suite.recipes import grouped_query, vocabulary_parallel
+from mgpu_check.suite.recipes import asynchronous_tensor, grouped_query, vocabulary_parallel
+from mgpu_check.suite.recipes.allreduce import chunks
 from mgpu_check.suite.recipes.training import weighted
 
-__all__ = ["GroupedQueries", "Vocabulary"]
+__all__ = ["AsynchronousLayers", "GroupedQueries", "Vocabulary"]
 
 _FEATURES = 6
 
@@ -57,6 +60,53 @@ class Vocabulary(DividedStep):
             "logits": Portion(logits.detach(), 1, held.own),
             "loss": loss.detach(),
             "gradient": Portion(gradient_or_zeros(held.weight), 0, held.own),
+        }
+
+
+class AsynchronousLayers(DividedStep):
+    """`recipes.asynchronous_tensor`: two layers whose products overlap with their collectives."""
+
+    def lacks(self, rank: Rank) -> str:
+        here, count = rank.device.index, torch.cuda.device_count()
+        apart = not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here)
+        if on_any_rank(rank, apart or rank.node_index > 0):
+            return "GPUs that do not reach the memory of each other"
+        refused = False
+        if simulated_device_count() is None:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            try:
+                symmetric.get_symm_mem_workspace(rank.group.group_name, 1 << 16)
+            except RuntimeError:  # the driver, or the container, does not share memory between processes
+                refused = True
+        return "no symmetric memory" if on_any_rank(rank, refused) else ""
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return inputs, factors of outputs in the loss, and the weights of both layers."""
+        rows, hidden = self["own"] * self.ranks, self["hidden"] * self.ranks
+        shapes = (rows, _FEATURES), (rows, _FEATURES), (hidden, _FEATURES), (_FEATURES, hidden)
+        return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        x, factors, up, down = (one.requires_grad_() for one in self.data(dtype))
+        outputs = F.linear(F.gelu(F.linear(x, up)), down)
+        weighted(outputs, factors).backward()
+        gradients = {"inputs": x, "up": up, "down": down}
+        return {"outputs": outputs.detach()} | {
+            f"gradient of {name}": gradient_or_zeros(value) for name, value in gradients.items()
+        }
+
+    def divided(self, rank: Rank) -> Results:
+        x, factors, up, down = self.data(self.dtype)
+        rows, hidden = (chunks(count, rank.size)[rank.index] for count in (len(x), len(up)))
+        x, up, down = (one.to(rank.device).requires_grad_() for one in (x[rows], up[hidden], down[:, hidden]))
+        outputs = asynchronous_tensor.scattered_linear(F.gelu(asynchronous_tensor.gathered_linear(x, up)), down)
+        weighted(outputs, factors[rows].to(rank.device)).backward()
+        return {
+            "outputs": Portion(outputs.detach(), 0, rows),
+            "gradient of inputs": Portion(gradient_or_zeros(x), 0, rows),
+            "gradient of up": Portion(gradient_or_zeros(up), 0, hidden),
+            "gradient of down": Portion(gradient_or_zeros(down), 1, hidden),
         }
 
 
