@@ -57,7 +57,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         *("any", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         *("int64", "int32", "int16", "int8", "uint8", "bool"),
     ),
-    "field": tuple(FIELDS),
+    "field": tuple(name for name, field in FIELDS.items() if field.kind != "pair"),  # which are asked once per peer
 }
 """Valid values of the parameters that are words. With any other value a fault would have no effect."""
 

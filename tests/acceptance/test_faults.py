@@ -178,6 +178,10 @@ LOOKS = {
     "product-dtype": product(torch.float16),
     "product-inner": computed(torch.mm, integers("cpu", 8, 256), integers("cpu", 256, 8)),
     "product-vector": computed(torch.mm, integers("cpu", 8, 16), integers("cpu", 16, 1)),
+    "product-row": computed(torch.mm, integers("cpu", 1, 16), integers("cpu", 16, 8)),
+    "product-transposed": computed(
+        lambda a, b: a @ b.t().contiguous().t(), integers("cpu", 8, 16), integers("cpu", 16, 8)
+    ),
     "product-lane": product(),
     "product-tile": product(),
     "product-nan": product(repeats=5),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -180,6 +182,64 @@ def test_an_error_is_no_lack(machine: Machine, code: int, raised: type[QueryErro
         with pytest.raises(raised) as caught:
             source.query(0, field)
         assert (caught.value.code, text in str(caught.value)) == (code, True)
+
+
+EVERY = [field for field in asked(get_args(Kind), 0, (0, 1)) if field != "uuid"]  # which is read once, to find the GPU
+
+
+def answering(binding: Any, answer: dict[str, Any]) -> dict[str, Any]:
+    """Give all functions of the library, and all field values of a GPU, one answer."""
+    names = {name.partition("(")[0] for name in binding._HEALTHY} | {"nvmlDeviceGetUnrepairableMemoryFlag_v1"}
+    ids = {*binding._HEALTHY_FIELDS, *map(str, range(300))}
+    return {**dict.fromkeys(names, answer), "fields": dict.fromkeys(ids, answer)}
+
+
+@pytest.mark.parametrize("code", [999, 15, 3])
+def test_each_query_reports_errors_a_lost_gpu_and_what_is_not_supported(
+    machine: Machine, binding: Any, code: int
+) -> None:
+    answer = {"error": code}
+    source = machine(answering(binding, answer), {}, driver=answer, cuda=answer)
+    raised = {999: QueryError, 15: GpuLost, 3: Unsupported}[code]
+    for field in EVERY:
+        with pytest.raises((QueryError, Unsupported)) as caught:
+            source.query(0, field)
+        assert type(caught.value) is raised, field
+
+
+@pytest.mark.parametrize("field", [name for name in EVERY if "nvlink" in name])
+def test_an_error_of_one_link_is_not_lost_among_the_others(machine: Machine, field: str) -> None:
+    wrong = {"error": 999}
+    fields = {f"{number}/2": wrong for number in (161, 162, 163, 164)} | {str(n): wrong for n in range(200, 230)}
+    with pytest.raises(QueryError):
+        machine({"nvmlDeviceGetNvLinkState(2)": wrong, "fields": fields}, {}).query(0, field)
+
+
+def test_each_query_that_hangs_waits_in_the_library(machine: Machine, binding: Any) -> None:
+    """None gives an answer of its own, so that the sampler can say which query hangs."""
+    answer = {"hang": True}
+    source = machine({}, {})
+    library = binding.nvmlLib
+    library._gpus[0], library._driver, library._cuda = answering(binding, answer), answer, answer
+    ended: list[str] = []
+
+    def ask(field: str) -> None:
+        with contextlib.suppress(QueryError):  # when it is released
+            source.query(0, field)
+        ended.append(field)
+
+    binding.released.clear()
+    threads = [threading.Thread(target=ask, args=(field,), daemon=True) for field in EVERY]
+    try:
+        for thread in threads:
+            thread.start()
+            binding.hanging.get(timeout=60)
+        assert not ended
+    finally:
+        binding.released.set()
+        for thread in threads:
+            thread.join(60)
+    assert sorted(ended) == sorted(EVERY)
 
 
 LIMITS = {

@@ -34,6 +34,13 @@ _fault(
 )
 _fault("product-inner", "matrix products with an inner dimension of 256 are wrong", "products", {"inner": 256})
 _fault("product-vector", "matrix products with one column are wrong", "products", {"columns": 1})
+_fault("product-row", "matrix products with one row are wrong", "products", {"rows": 1})
+_fault(
+    "product-transposed",
+    "matrix products are wrong if the second factor is column-major",
+    "products",
+    {"transposed": 1},
+)
 _fault("convolution", "convolutions are wrong", "convolutions", {})
 _fault("attention", "attention is wrong", "attention", {})
 _fault("reduction", "sums are wrong in one bit", "sums", {"pattern": "bit"})

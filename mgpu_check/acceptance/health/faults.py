@@ -20,6 +20,11 @@ _GROWING = {
     "nvlink_crc": ("the counter of NVLink CRC errors grows fast", 10_000),
     "nvlink_replay": ("NVLinks replay", 1),
     "nvlink_recovery": ("NVLinks recover", 1),
+    "nvlink_packets": ("NVLinks lose packets", 1),
+    "pcie_nonfatal": ("the counter of PCIe errors that are not fatal grows", 1),
+    "remapped_corrected": ("rows of memory are remapped after corrected errors", 1),
+    "retired_pages": ("pages of memory are retired during the run", 1),
+    "thermal_violation": ("heat holds the clocks of a GPU down, and no sample shows it", 100_000_000),
 }
 """Counters that a fault increments, and the increment per query."""
 
@@ -35,6 +40,21 @@ _WRONG: dict[str, tuple[str, str, Value, tuple[str, ...]]] = {
     "model-differs": ("one GPU is of a different model", "name", "SIMULATED-2", ("inventory",)),
     "clock-limit": ("one GPU has a lower maximum clock", "sm_clock_max", 1410, ("inventory",)),
     "mig-on": ("MIG mode is on, on one GPU", "mig", "on", ("inventory",)),
+    "repair-pending": ("a memory channel waits for its repair", "repair_pending", True, ("health",)),
+    "memory-unrepairable": ("memory cannot be repaired", "unrepairable_memory", True, ("health",)),
+    "fabric-incomplete": ("one GPU has not joined the NVLink fabric", "fabric", "in progress", ("health",)),
+    "ecc-pending": ("ECC will be off after a restart", "ecc_pending", "off", ("health",)),
+    "pages-retired": ("more pages are retired than a GPU may have", "retired_pages", 63, ("health",)),
+    "ecc-uncorrected-before": ("memory errors from before the run", "ecc_uncorrected", 3, ("health",)),
+    "nvlinks-fewer": ("one GPU has fewer NVLinks", "nvlinks", 12, ("inventory",)),
+    "nvlink-slow": ("an NVLink of one GPU runs at half its speed", "nvlink_speed", 13281, ("inventory",)),
+    "driver-differs": ("one GPU reports another driver", "driver", "000.01", ("inventory",)),
+    "inforom-differs": ("one GPU has a different InfoROM", "inforom", "G000.0000.00.01", ("inventory",)),
+    "compute-mode": ("one GPU serves a single process only", "compute_mode", "exclusive process", ("inventory",)),
+    "virtualized": ("one GPU is virtual", "virtualization", "vgpu", ("inventory",)),
+    "memory-clock-limit": ("one GPU has a lower maximum memory clock", "memory_clock_max", 1593, ("inventory",)),
+    "slot-generation": ("one slot is set to Gen3", "pcie_generation_max", 3, ("inventory",)),
+    "slot-width": ("one slot has 8 lanes", "pcie_width_max", 8, ("inventory",)),
 }
 """Faults that set one field of one GPU: summary, field, value, and the checks that must detect it."""
 
@@ -84,6 +104,11 @@ _LIMITS: dict[str, tuple[str, tuple[tuple[str, Value], ...]]] = {
     "pcie-trains-down": ("the PCIe link of a GPU trains down after the inventory", (("pcie_generation", 1),)),
     "pcie-loses-lanes": ("the PCIe link of a GPU loses lanes under load", (("pcie_width", 8),)),
     "nvlink-flaps": ("an NVLink is down under load, and up at the end", (("nvlinks_up", 17),)),
+    "clock-beside": ("the SM clock of a GPU is far below that of the others under load", (("sm_clock", 1200),)),
+    "slowed-by-board": ("the board slows a GPU down under load", (("throttle", "hardware slowdown"),)),
+    "slowed-by-driver": ("the driver slows a GPU down for heat", (("throttle", "thermal (software)"),)),
+    "power-brake": ("the machine caps the power of a GPU", (("throttle", "power brake"),)),
+    "unreliable": ("a GPU lowers its clocks to stay reliable", (("throttle", "reliability"),)),
     "no-spare-rows": ("banks of memory have no spare rows left", (("banks_without_spares", 2),)),
 }
 """Faults that only limits show: summary, and the fields with their values."""
@@ -92,6 +117,29 @@ for _name, (_summary, _fields) in _LIMITS.items():
     hardware_fault(
         HardwareFault(_name, _summary, {"device": 1, "after": 0.0}, gpu, ("health",), telemetry=_says_all(*_fields))
     )
+
+_CHANGES: dict[str, tuple[str, str, Value]] = {
+    "power-limit-changes": ("the power limit of a GPU is lowered during the run", "power_limit", 400),
+    "mode-changes": ("MIG is switched on during the run", "mig", "on"),
+    "memory-shrinks": ("a GPU loses memory during the run", "memory", 12 << 20),
+    "slot-changes": ("a slot trains to fewer lanes during the run", "pcie_width_max", 8),
+}
+"""Facts that change during the run: summary, field, and the later value."""
+
+for _name, (_summary, _field, _value) in _CHANGES.items():
+    hardware_fault(
+        HardwareFault(_name, _summary, {"device": 1, "after": 0.1}, gpu, ("health",), telemetry=_says(_field, _value))
+    )
+hardware_fault(
+    HardwareFault(
+        "counter-falls",
+        "a counter starts anew during the run, as after a reset of the GPU",
+        {"device": 1, "grows": -1, "after": 0.0},
+        gpu,
+        ("health",),
+        telemetry=_says("ecc_corrected", 1000),
+    )
+)
 for _field in ("reliability_violation", "board_violation"):
     hardware_fault(
         HardwareFault(
@@ -182,6 +230,14 @@ def _one_serial(parameters: Parameters) -> Sequence[Override]:
     return [Override(int(parameters["device"]), "serial", f"SIMULATED-{parameters['peer']}")]
 
 
+def _one_uuid(parameters: Parameters) -> Sequence[Override]:
+    return [Override(int(parameters[name]), "uuid", "GPU-00000000") for name in ("device", "peer")]
+
+
+def _other_slot(parameters: Parameters) -> Sequence[Override]:
+    return [Override(int(parameters["device"]), "pci", "00000000:3F:00.0")]
+
+
 def _slots_swapped(parameters: Parameters) -> Sequence[Override]:
     device, peer = int(parameters["device"]), int(parameters["peer"])
     return [Override(device, "pci", f"00000000:{peer:02X}:00.0"), Override(peer, "pci", f"00000000:{device:02X}:00.0")]
@@ -191,14 +247,19 @@ def _both(parameters: Parameters) -> tuple[Part, ...]:
     return tuple(Part("gpu", (int(parameters[name]),)) for name in ("device", "peer"))
 
 
+for _name, _summary, _telemetry in (
+    ("one-serial", "two GPUs report one serial number", _one_serial),
+    ("one-uuid", "two GPUs report one UUID", _one_uuid),
+):
+    hardware_fault(HardwareFault(_name, _summary, {"device": 1, "peer": 2}, host, ("inventory",), telemetry=_telemetry))
 hardware_fault(
     HardwareFault(
-        "one-serial",
-        "two GPUs report one serial number",
-        {"device": 1, "peer": 2},
-        host,
+        "other-slot",
+        "the driver's library reports another slot of a GPU than torch",
+        {"device": 1},
+        gpu,
         ("inventory",),
-        telemetry=_one_serial,
+        telemetry=_other_slot,
     )
 )
 hardware_fault(
@@ -253,7 +314,7 @@ hardware_fault(
     HardwareFault(
         "telemetry-errs",
         "a query of the driver fails",
-        {"device": 2, "field": "ecc_uncorrected"},
+        {"device": 2, "field": "ecc_uncorrected", "after": 0.0},
         gpu,
         ("health",),
         telemetry=_says("ecc_uncorrected", error="Unknown Error"),

@@ -16,6 +16,7 @@ _EVERYWHERE: dict[str, tuple[str, dict[str, Value]]] = {
     "nvlinks-missing-everywhere": ("each GPU has lost the NVLinks to one of several switches", {"nvlinks": 12}),
     "nvlinks-slow-everywhere": ("all NVLinks run at half their speed", {"nvlink_speed": 13281}),
     "ecc-off-everywhere": ("ECC is off on all GPUs", {"ecc": "off", "ecc_pending": "off"}),
+    "pcie-width-everywhere": ("all slots have 8 lanes", {"pcie_width_max": 8}),
     "pcie-generation-everywhere": ("all slots are set to Gen3", {"pcie_generation_max": 3}),
 }
 """Faults that set fields of all GPUs: summary, field -> value."""

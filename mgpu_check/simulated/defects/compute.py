@@ -11,12 +11,16 @@ from mgpu_check.simulated.hardware import Defect, Operation, cells
 __all__ = ["RepeatingRandom", "Unit"]
 
 
+_SIDES = (("inner", "inputs", -1), ("rows", "outputs", -2), ("columns", "outputs", -1))
+"""Parameter, the tensors of an operation, and the dimension of the first of them."""
+
+
 class Unit(Defect):
     """Some operators give wrong elements.
 
     Parameters: device, dtype (of the first input), above (bytes of the result), inner (last dimension of the first
-    input), columns (last dimension of the result), heat (seconds that the device has been busy before), pattern, every,
-    probability, seed.
+    input), rows and columns (last dimensions of the result), transposed (the second input is column-major), heat
+    (seconds that the device has been busy before), pattern, every, probability, seed.
 
     Args:
         operations: names of operators.
@@ -55,11 +59,14 @@ class Unit(Defect):
 
 def _has_sides(given: Parameters, operation: Operation) -> bool:
     """Return whether the dimensions of an operation are those that a defect needs; without any, all are."""
-    for name, tensors in (("inner", operation.inputs), ("columns", operation.outputs)):
-        wanted = int(given.get(name, 0))
-        if wanted and (not tensors or not tensors[0].dim() or tensors[0].shape[-1] != wanted):
+    for name, tensors, place in _SIDES:
+        wanted, found = int(given.get(name, 0)), getattr(operation, tensors)
+        if wanted and (not found or found[0].dim() < -place or found[0].shape[place] != wanted):
             return False
-    return True
+    if not given.get("transposed"):
+        return True
+    factors = [one for one in operation.inputs if one.dim() >= 2]
+    return len(factors) >= 2 and factors[-1].stride(-1) != 1 and factors[-1].stride(-2) == 1
 
 
 class RepeatingRandom(Defect):

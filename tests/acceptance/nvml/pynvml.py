@@ -3,7 +3,7 @@
 `MGPU_TEST_NVML` has, as JSON, what differs from a healthy machine: ``{"gpus": [{}, {...}], "init": code, "events":
 [...]}``. Of a GPU, by name of a C function, with its arguments after the handle where they matter: a value, a list of
 several, a mapping of the fields of a struct, ``{"error": code}`` or ``{"hang": true}``. Field values stand under
-"fields", by id, or id/scope.
+"fields", by id, or id/scope. "driver" and "cuda" are of the machine. What hangs says so in `hanging`, until `released`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import ctypes as _ctypes
 import importlib.metadata as _metadata
 import json as _json
 import os as _os
+import queue as _queue
 import threading as _threading
 import time as _time
 from typing import Any
 
 _source = _metadata.distribution("nvidia-ml-py").locate_file("pynvml.py")
 exec(compile(_source.read_text(), str(_source), "exec"), globals())
+
+hanging: _queue.Queue[str] = _queue.Queue()
+released = _threading.Event()
 
 _LINKS = 4
 _HEALTHY: dict[str, Any] = {
@@ -95,6 +99,8 @@ class _Library:
         self._gpus = machine.get("gpus", [{}])
         self._structs = [_Gpu(number) for number in range(len(self._gpus))]
         self._events = list(machine.get("events", []))
+        self._driver = machine.get("driver", "580.95.05")
+        self._cuda = machine.get("cuda", 13000)
 
     def __getattr__(self, name: str) -> Any:
         if name in _special:
@@ -128,7 +134,9 @@ def _fill(answer: Any, places: list[Any]) -> int:
     if isinstance(answer, dict) and "error" in answer:
         return int(answer["error"])
     if isinstance(answer, dict) and "hang" in answer:
-        _threading.Event().wait()
+        hanging.put("")
+        released.wait()
+        return 999
     if isinstance(answer, str):
         places[0].value = answer.encode()
     elif isinstance(answer, dict):
@@ -169,11 +177,11 @@ def _uuid(library: _Library, handle: Any, place: Any, length: Any) -> int:
 
 
 def _driver(library: _Library, place: Any, length: Any) -> int:
-    return _fill("580.95.05", [place])
+    return _fill(library._driver, [place])
 
 
 def _cuda(library: _Library, place: Any) -> int:
-    return _fill(13000, [place])
+    return _fill(library._cuda, [place])
 
 
 def _field_values(library: _Library, handle: Any, count: Any, place: Any) -> int:
@@ -184,7 +192,7 @@ def _field_values(library: _Library, handle: Any, count: Any, place: Any) -> int
             (given[k] for k in (f"{value.fieldId}/{value.scopeId}", str(value.fieldId)) if k in given), {"error": 3}
         )
         if isinstance(answer, dict):
-            value.nvmlReturn = answer["error"]
+            value.nvmlReturn = _fill(answer, [])
         else:
             value.nvmlReturn, value.valueType, value.value.ullVal = 0, 3, answer
     return 0
@@ -193,7 +201,7 @@ def _field_values(library: _Library, handle: Any, count: Any, place: Any) -> int
 def _retired(library: _Library, handle: Any, cause: Any, count: Any, pages: Any) -> int:
     answer = library._gpus[library.number(handle)].get("nvmlDeviceGetRetiredPages", {"error": 3})
     if isinstance(answer, dict):
-        return int(answer["error"])
+        return _fill(answer, [])
     count._obj.value = answer
     return 0
 
