@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from mgpu_check import strategies
-from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,15 @@ def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
     from mgpu_check.suite.loading.loaders import assert_last_batches
 
     assert_last_batches()
+
+
+@examples(2, quick=1)
+@given(seed=strategies.seeds(), more=MORE)
+def test_options_of_loaders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
+    """DataLoader yields the right batches with each pair of its options."""
+    from mgpu_check.suite.loading.loader_options import assert_loader_options_agree
+
+    assert_loader_options_agree(seed, more=more)
 
 
 @examples(3, quick=1)

@@ -214,6 +214,8 @@ def large_pinned_copies_cut(made: torch.Tensor, *args: Any, **named: Any) -> tor
 
 register(
     __name__,
+    FaultRow("chain-ends-early", "a chain of datasets lacks the last sample", "test_options_of_loaders",
+        around("torch.utils.data:ChainDataset", "__iter__"), lambda real, self: iter(list(real(self))[:-1])),
     # As if one process used an offset into the dataset.
     FaultRow("second-worker-off-by-one", "the second worker loads the next samples instead of the requested ones",
         "test_workers_keep_the_order", given(fetch._MapDatasetFetcher, "fetch"),
