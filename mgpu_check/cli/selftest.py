@@ -20,6 +20,7 @@ from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files
 from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.session import FirstFailure
+from mgpu_check.processes.heap import importing
 from mgpu_check.settings import active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
 
@@ -89,9 +90,9 @@ def main(argv: Sequence[str]) -> int:
         return WRONG_USAGE
     if surface:
         return selftest_surface.main(arguments, typed, surface[-1].partition("=")[2])
-    plugin = Selftest(
-        all_faults(), quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0
-    )
+    with importing():  # of torch
+        faults = all_faults()
+    plugin = Selftest(faults, quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0)
     code = run(arguments, [plugin, command_line(("selftest", *own), arguments, typed)])
     if plugin.collects_only or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code
@@ -221,10 +222,17 @@ class Selftest:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
+        tried = _try_of(item)
+        planted = tried is not None and tried.fault is not None
+        style = item.config.option.tbstyle
+        if planted and call.when != "setup":
+            item.config.option.tbstyle = "value"  # quick: the matrix shows no traceback
+        try:
+            report = yield
+        finally:
+            item.config.option.tbstyle = style
         # Prevent the closing table: this run prints the matrix.
         report.user_properties = [entry for entry in report.user_properties if entry[0] != "mgpu_check.property"]
-        tried = _try_of(item)
         if tried is None or tried.fault is None:
             return report
         outcome = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -157,15 +158,16 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
     # Hypothesis stores tables there even without an example database. xdist's workers inherit the variable.
     kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
     try:
-        return int(pytest.main([*ours, *chosen], plugins=[_Words(package), *plugins]))
+        return int(pytest.main([*ours, *chosen], plugins=[_Run(package), *plugins]))
     finally:
         if kept == str(scratch.path):
             del os.environ[_HYPOTHESIS_HOME]
         scratch.remove()
 
 
-class _Words:
-    """A pytest plugin that rejects arguments that name no test file, with a clearer message than pytest's."""
+class _Run:
+    """A pytest plugin for the process of a command. Rejects arguments that name no test file, with a clearer message
+    than pytest's."""
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package
@@ -178,6 +180,9 @@ class _Words:
                     f"mgpu-check: {word!r} is neither a file nor a module; choose one of "
                     f"{', '.join(files(self.package))}, or checks by -k NAME"
                 )
+
+    def pytest_collection_finish(self) -> None:
+        gc.freeze()  # collections would visit modules and tests, which stay, a hundred times
 
 
 def _is_module(name: str) -> bool:

@@ -11,7 +11,6 @@ server ends with the parent, even if the parent is killed.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.processes import prctl
+from mgpu_check.processes.heap import importing
 from mgpu_check.processes.leftovers import children_but_managers, remove_all_names, remove_names
 from mgpu_check.processes.output import LOOK, thin_out
 from mgpu_check.processes.scratch import sweep
@@ -249,9 +249,8 @@ def main(argv: list[str]) -> None:
     prctl.adopt_orphans()
     control, parent, directory, *preload = argv
     server = ForkServer(socket.socket(fileno=int(control)), directory)
-    gc.disable()  # collecting takes a quarter of the time of importing torch, and finds almost nothing
     try:
-        with _ending_with_parent(server.control, int(parent), directory):
+        with importing(), _ending_with_parent(server.control, int(parent), directory):
             for name in preload:
                 module, _, function = name.partition(":")
                 imported = importlib.import_module(module)
@@ -260,9 +259,6 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())
         return
-    # Exempt the existing objects from collection, so that the collector does not copy their pages in every child.
-    gc.freeze()
-    gc.enable()
     asked = False
     try:
         asked = server.serve()

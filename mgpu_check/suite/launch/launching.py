@@ -21,6 +21,7 @@ from typing import Any
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
+from mgpu_check.processes.heap import importing
 from mgpu_check.processes.launched import simulating, without_launcher
 
 __all__ = [
@@ -321,8 +322,9 @@ def _require_failures_told() -> None:
 def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
     """Launch the script for each task (number of processes, arguments), one after the other; then processes that
     fail."""
-    import torch._dynamo  # noqa: F401  # or DistributedDataParallel would import it in each rank
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with importing():
+        import torch._dynamo  # noqa: F401  # or DistributedDataParallel would import it in each rank
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for world, arguments in tasks:
         config = LaunchConfig(
