@@ -66,12 +66,14 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
     # Tensors of equal dtype are sent together, and must come back in the order of the arguments.
     between = [torch.tensor([number, 3], dtype=torch.int32) for number in range(len(devices))]
     several = [(one, between[number].to(devices[number]), one) for number, one in enumerate(placed)]
-    copies = comm.broadcast_coalesced(comm.reduce_add_coalesced(several, named), indices)
-    for number, wanted in enumerate((parts, between, parts)):
-        what = f"reduce_add_coalesced to {home} and broadcast_coalesced, tensor {number}"
-        column = [copy[number] for copy in copies]
-        _assert_there(column, order, what)
-        assert_allreduce_matches(column, wanted, what=what)
+    for buffer_size in (10 << 20, 40):  # by default all in one buffer, or nearly each tensor in its own
+        added_up = comm.reduce_add_coalesced(several, named, buffer_size)
+        copies = comm.broadcast_coalesced(added_up, indices, buffer_size)
+        for number, wanted in enumerate((parts, between, parts)):
+            what = f"reduce_add_coalesced to {home} and broadcast_coalesced, {buffer_size=}, tensor {number}"
+            column = [copy[number] for copy in copies]
+            _assert_there(column, order, what)
+            assert_allreduce_matches(column, wanted, what=what)
 
 
 def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
@@ -91,6 +93,7 @@ def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home:
     specs = [replace(data.tensor, shape=_SHAPE, layout=layout) for layout in layouts_for(len(_SHAPE))]
     # Put a tensor of another dtype between them, because tensors of equal dtype are sent together.
     specs[1:1] = [data.tensor, replace(specs[0], dtype="int64" if data.tensor.dtype == "float64" else "float64")]
+    specs.append(replace(specs[0], shape=((1 << 20) + 1,), dtype="uint8", layout="contiguous"))
     placed = [spec.build(home) for spec in specs]
     together = comm.broadcast_coalesced(placed, indices)
     for number, (spec, one) in enumerate(zip(specs, placed, strict=True)):

@@ -84,9 +84,9 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
         both = []
         for message in mine:  # a message to itself is in both
             if message in given:
-                both.append(dist.P2POp(dist.isend, given[message], message.target))
+                both.append(dist.P2POp(dist.isend, given[message], message.target, tag=message.tag))
             if message in taken:
-                both.append(dist.P2POp(dist.irecv, taken[message].tensor, message.source))
+                both.append(dist.P2POp(dist.irecv, taken[message].tensor, message.source, tag=message.tag))
         works = dist.batch_isend_irecv(both)
     for work in works:
         work.wait()

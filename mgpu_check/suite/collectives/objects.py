@@ -71,24 +71,28 @@ def assert_objects_travel(rank: Rank, root: int, seed: int, group: dist.ProcessG
         [repr(one) for one in gathered],
         [repr(_empty(seed, n)) for n in range(size)],
     )
+    # The group has all ranks, so a rank has the same number in it.
+    to: dict[str, Any]
+    source: dict[str, Any]
+    to, source = ({"group_dst": root}, {"group_src": root}) if seed % 2 else ({"dst": root}, {"src": root})
     collected: list[object] | None = [None] * size if me == root else None
-    dist.gather_object(all_of[me], collected, dst=root, group=group)
+    dist.gather_object(all_of[me], collected, group=group, **to)
     compare(f"gather_object to rank {root}", collected, all_of if me == root else None)
     apart("gather_object", collected or [])
     spread: list[object] = [f"nothing for rank {me}"]
     parts = [object_of(seed, root, to) for to in range(size)] if me == root else None
-    dist.scatter_object_list(spread, parts, src=root, group=group)
+    dist.scatter_object_list(spread, parts, group=group, **source)
     compare(f"scatter_object_list from rank {root}", spread, [object_of(seed, root, me)])
     told = _told(seed, me, root)
-    dist.broadcast_object_list(told, src=root, group=group)
+    dist.broadcast_object_list(told, group=group, **source)
     compare(f"broadcast_object_list from rank {root}", told, _told(seed, root, root))
     if size > 1:
         target = (root + 1) % size
         carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
         if me == root:
-            dist.send_object_list(carried, target, group=group)
+            dist.send_object_list(carried, group=group, **(to | dict.fromkeys(to, target)))
         elif me == target:
-            dist.recv_object_list(carried, root, group=group)
+            dist.recv_object_list(carried, group=group, **source)
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
             compare(f"send_object_list of rank {root} to rank {target}", carried, right)
     raise_findings(findings, 6, rank)
@@ -163,7 +167,7 @@ def assert_barrier_holds(
     waits: dict[BarrierKind, Callable[[], Any]] = {
         "of devices": lambda: dist.barrier(group, device_ids=devices),
         "of the CPU": lambda: dist.barrier(group),
-        "monitored": lambda: dist.monitored_barrier(group),
+        "monitored": lambda: dist.monitored_barrier(group, wait_all_ranks=bool(late % 2)),
         "asynchronous": lambda: (work := dist.barrier(group, async_op=True, device_ids=devices)) and work.wait(),
     }
     wait = waits[kind]

@@ -82,6 +82,7 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
     """
     between = partial(messages_between, rank.size)
     placed = [message.between_ranks(rank.size) for message in drawn]
+    large = [Message(0, rank.size - 1, 0, "int8", (1 << 20) + 3, seed)]
     cases = (
         ("batched", "device", placed),
         ("flying", "cpu", [message for message in placed if message.dtype in REDUCED]),
@@ -91,6 +92,7 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
         ("batched", "cpu", between(seed, "cpu", tags=False)),
         ("blocking", "cpu", between(seed + 1, "cpu", tags=True)),
         ("flying", "cpu", between(seed + 2, "cpu", alike=True)),
+        (("blocking", "device", large), ("flying", "cpu", large))[seed % 2],
     )
     run_all(partial(assert_messages_arrive, rank, messages, way, place) for way, place, messages in cases)
 

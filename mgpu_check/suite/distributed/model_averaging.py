@@ -23,7 +23,7 @@ _STEPS = 6
 def assert_averagers_average(rank: Rank) -> None:
     """Assert that averagers average parameters in the right steps over the right ranks, and only then. A collective.
 
-    `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps.
+    `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps, or over a group.
     `HierarchicalModelAverager` averages over pairs every second step and over all ranks every fourth, if the number of
     ranks is even and above two. `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must
     survive loading into another optimizer. A parameter without a gradient must not change, as torch documents.
@@ -36,6 +36,13 @@ def assert_averagers_average(rank: Rank) -> None:
     with Findings() as findings:
         periodic = PeriodicModelAverager(period=3, warmup_steps=2)
         _judge(rank, findings, "PeriodicModelAverager", periodic.average_parameters, {2: everybody, 5: everybody})
+        half = [member for member in everybody if member % 2 == rank.index % 2]
+        groups = [dist.new_group(everybody[start::2]) for start in range(min(2, rank.size))]
+        apart = PeriodicModelAverager(period=2, process_group=groups[rank.index % 2])
+        due = dict.fromkeys((0, 2, 4), half)
+        _judge(rank, findings, "PeriodicModelAverager of a group", apart.average_parameters, due)
+        for group in groups:
+            dist.destroy_process_group(group)
         local = PeriodicModelAverager(period=2, warmup_steps=1)
         _judge(
             rank, findings, "PostLocalSGDOptimizer", _steps_of(local, rank), {1: everybody, 3: everybody, 5: everybody}
@@ -43,8 +50,10 @@ def assert_averagers_average(rank: Rank) -> None:
         _resume(rank, findings)
         if rank.size % 2 == 0 and rank.size > 2:
             pair = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
-            hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, rank.size)]))
-            due = {0: everybody, 2: pair, 4: everybody}
+            hierarchical = HierarchicalModelAverager(
+                OrderedDict([(2, 2), (4, rank.size)]), warmup_steps=1, process_group=rank.group
+            )
+            due = {1: everybody, 3: pair, 5: everybody}
             _judge(rank, findings, "HierarchicalModelAverager", hierarchical.average_parameters, due)
             # The averager never destroys its group, and each example would keep another one, with memory on every GPU.
             dist.destroy_process_group(hierarchical.period_process_group_dict[2])
@@ -69,21 +78,25 @@ def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.
 
 def _resume(rank: Rank, findings: Findings) -> None:
     """Check an optimizer that loads the state after a first step without averaging: its next step must average."""
-    parameter = nn.Parameter(torch.full((3,), float(rank.index), device=rank.device))
-    parameter.grad = torch.zeros_like(parameter)
+    parameter, other = (nn.Parameter(torch.full((3,), float(rank.index), device=rank.device)) for _ in range(2))
     first, second = (
         PostLocalSGDOptimizer(torch.optim.SGD([parameter], lr=1.0), PeriodicModelAverager(period=2, warmup_steps=1))
         for _ in range(2)
     )
+    for optimizer in (first, second):
+        optimizer.add_param_group({"params": [other]})
+        for value in (parameter, other):
+            value.grad = torch.ones_like(value)
+        optimizer.zero_grad(set_to_none=False)
     first.step()
     second.load_state_dict(first.state_dict())
     second.step()
-    expected, got = (rank.size - 1) / 2, parameter.tolist()
+    expected, got = (rank.size - 1) / 2, [*parameter.tolist(), *other.tolist()]
     message = (
-        f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next a "
-        f"parameter is {got}, expected the mean of all ranks, {expected}"
+        f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next two "
+        f"parameters are {got}, expected the mean of all ranks, {expected}"
     )
-    findings.require(got == [expected] * 3, message, ranks=[rank.index])
+    findings.require(got == [expected] * 6, message, ranks=[rank.index])
 
 
 def _judge(

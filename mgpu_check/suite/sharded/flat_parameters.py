@@ -26,13 +26,13 @@ from mgpu_check.suite.sharded.meshes import near_square
 from mgpu_check.suite.sharded.states import give_full_state, take_full_state
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["assert_flat_parameters_agree", "assert_flat_states_agree"]
+__all__ = ["Way", "assert_flat_parameters_agree", "assert_flat_states_agree", "quiet", "step_of", "whole_of"]
 
 _PREFIX = "_fsdp_wrapped_module."
 
 
 @dataclass(frozen=True)
-class _Way:
+class Way:
     """A configuration of `FullyShardedDataParallel`.
 
     Attributes:
@@ -53,13 +53,13 @@ class _Way:
 
 
 _WAYS = (
-    _Way("FULL_SHARD", unsynchronized=True, ahead=True),
-    _Way("SHARD_GRAD_OP", named=False),
-    _Way("HYBRID_SHARD"),
+    Way("FULL_SHARD", unsynchronized=True, ahead=True),
+    Way("SHARD_GRAD_OP", named=False),
+    Way("HYBRID_SHARD"),
 )
 
 
-def _wrapped(training: ExactTraining, rank: Rank, way: _Way) -> FullyShardedDataParallel:
+def _wrapped(training: ExactTraining, rank: Rank, way: Way) -> FullyShardedDataParallel:
     """Return the model of a training on the device of `rank`, with each linear layer and the whole model wrapped."""
     options: dict[str, Any] = {"use_orig_params": way.named, "device_id": rank.device}
     if way.ahead:
@@ -79,7 +79,7 @@ def _wrapped(training: ExactTraining, rank: Rank, way: _Way) -> FullyShardedData
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress torch's warnings about worlds of one rank, where there is nothing to divide."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -103,15 +103,17 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
     expected = one_device(training)
     own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
     wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
-    with Findings() as findings, _quiet():
+    with Findings() as findings, quiet():
         for way in _WAYS:
             what = f"{way}, on {rank.device}"
             model = _wrapped(training, rank, way)
             optimizer = sgd(training, model)
             got: dict[str, torch.Tensor] = {}
             for step, batch in enumerate(training.batches(), 1):
-                outputs = _step(model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1)
-                got |= _whole(model, step, way) | {f"step {step}: outputs": copied(outputs)}
+                outputs = step_of(
+                    model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1
+                )
+                got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs)}
             norm = float(model.clip_grad_norm_(1e30))
             with findings.collected():
                 assert_same(got, {name: wanted[name] for name in got}, what, rank.index)
@@ -121,12 +123,12 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
                 _judge_parts(model, training, rank, way, what)
 
 
-def _step(
+def step_of(
     model: FullyShardedDataParallel,
     optimizer: torch.optim.Optimizer,
     part: tuple[torch.Tensor, torch.Tensor],
     size: int,
-    way: _Way,
+    way: Way,
     windows: int,
 ) -> torch.Tensor:
     """Train for one step with gradients accumulated over `windows` micro-batches; return the outputs."""
@@ -143,7 +145,7 @@ def _step(
     return torch.cat(outputs)
 
 
-def _whole(model: FullyShardedDataParallel, step: int, way: _Way) -> dict[str, torch.Tensor]:
+def whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str, torch.Tensor]:
     """Gather parameters, and gradients if they have names, under the names of `checks.exact_training.seen`.
 
     A collective.
@@ -171,7 +173,7 @@ def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, what
         )
 
 
-def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: _Way, what: str) -> None:
+def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: Way, what: str) -> None:
     """Check how many elements of each layer's flat parameter this rank holds; torch pads the last parts."""
     if way.named:
         return
@@ -198,17 +200,17 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     expected = one_device(training)
     before, after = _WAYS[0], _WAYS[1]
     what = f"full state dict of {before}, on {rank.device}"
-    with Findings() as findings, _quiet():
+    with Findings() as findings, quiet():
         model = _wrapped(training, rank, before)
         optimizer = sgd(training, model)
-        _step(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
+        step_of(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
         state = take_full_state(training, model, optimizer, expected, findings, what, rank)
         if findings.anywhere(rank):
             return  # rank 0 would broadcast the wrong state, and all ranks would report it again
         fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
         again = sgd(training, fresh)
         give_full_state(training, state, fresh, again)
-        _step(fresh, again, own_part(training.batches()[1], rank), rank.size, after, windows=1)
-        got = _whole(fresh, 2, after)
+        step_of(fresh, again, own_part(training.batches()[1], rank), rank.size, after, windows=1)
+        got = whole_of(fresh, 2, after)
         with findings.collected():
             assert_same(got, {name: expected[name] for name in got}, f"{what}, loaded, then one step", rank.index)

@@ -99,9 +99,15 @@ def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) 
         part = mesh[name].mesh.tolist() if ranks.dim() > 1 else line
         if part != line:
             texts.append(f"{kind}[{name!r}] has ranks {part}, expected {line}")
+        if [*map(id, mesh.get_all_groups())][dim] != id(mesh.get_group(name)):
+            texts.append(f"{kind}, dimension {name!r}: get_all_groups has another group than get_group")
         of_group = DeviceMesh.from_group(mesh.get_group(name), "cuda").mesh.tolist()
         if of_group != members:
             texts.append(f"{kind}, dimension {name!r}: the mesh of its group has ranks {of_group}, expected {members}")
+    if ranks.dim() > 1:
+        again = DeviceMesh.from_group(mesh.get_all_groups(), "cuda", ranks, mesh_dim_names=mesh.mesh_dim_names)
+        if again.get_coordinate() != mesh.get_coordinate() or again.mesh.tolist() != ranks.tolist():
+            texts.append(f"a mesh from the groups of {kind} has ranks {again.mesh.tolist()}, expected {ranks.tolist()}")
     texts += list(_wrong_slices(mesh, ranks, place, kind))
     return texts[0] if texts else ""
 

@@ -47,6 +47,7 @@ __all__ = [
     "assert_state_dict_agrees",
     "give_full_state",
     "saved_checkpoint",
+    "step_of",
     "take_full_state",
 ]
 
@@ -55,7 +56,9 @@ _MEANWHILE = "meanwhile"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _step(training: ExactTraining, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
+def step_of(
+    training: ExactTraining, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank
+) -> None:
     """Train for one step with the sum of all ranks' gradients; the loss cancels the factor of `scale_of`."""
     x, y = own_part(training.batches()[number - 1], rank)
     optimizer.zero_grad()
@@ -78,7 +81,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     model = sharded(training, rank)
     buffers = _with_buffers(model, rank, 1)
     optimizer = sgd(training, model)
-    _step(training, 1, model, optimizer, rank)
+    step_of(training, 1, model, optimizer, rank)
     expected = one_device(training)
     with Findings() as findings:
         whole = expected | {f"step 1: {name}": value for name, value in buffers.items()}
@@ -91,7 +94,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
         again = sgd(training, fresh)
         give_full_state(training, state, fresh, again)
         given = {name: copied(value) for name, value in fresh.named_buffers()}
-        _step(training, 2, fresh, again, rank)
+        step_of(training, 2, fresh, again, rank)
         got = gathered(fresh, 2)
     assert_same(given | got, buffers | _after(expected, 2), f"{what}, set again, then one step", rank.index)
 
@@ -183,7 +186,7 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     dist.broadcast_object_list(box, src=0, device=rank.device)
     model = sharded(training, rank)
     optimizer = _in_groups(model, training, training.rate)
-    _step(training, 1, model, optimizer, rank)
+    step_of(training, 1, model, optimizer, rank)
     try:
         parameters, moments = get_state_dict(model, optimizer)
         _set_rates(optimizer, training.rate)
@@ -281,7 +284,7 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         with findings.collected():
             set_optimizer_state_dict(model, another, state["flat"], options=_FLAT)
             _compare_flat(training, model, another, optimizer, what, rank)
-        _step(training, 2, model, optimizer, rank)
+        step_of(training, 2, model, optimizer, rank)
         stepped = gathered(model, 2)
         with findings.collected():
             assert_same(stepped, _after(expected, 2), f"{what}, then one step", rank.index)

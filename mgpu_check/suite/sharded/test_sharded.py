@@ -140,6 +140,13 @@ def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> No
         ranks.run(f"mgpu_check.suite.sharded.flat_parameters:{check}", training, size=size)
 
 
+@examples(2, quick=1)
+@given(size=WORLDS, training=TRAININGS, more=MORE)
+def test_options_of_flat_parameters(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
+    """A model in `FullyShardedDataParallel` trains like on one device with each pair of its options."""
+    ranks.run("mgpu_check.suite.sharded.flat_options:assert_flat_options_agree", training, more=more, size=size)
+
+
 @examples(6, quick=1)
 @given(size=WORLDS, seed=SEEDS)
 def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
@@ -174,3 +181,17 @@ def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: 
         ranks.run(
             "mgpu_check.suite.sharded.states:assert_checkpoint_continues", training, directory, saving, size=loading
         )
+
+
+@examples(2, quick=1)
+@given(size=WORLDS, seed=SEEDS, more=MORE)
+def test_options_of_checkpoints(ranks: Ranks, size: int, seed: int, more: bool) -> None:
+    """Checkpoints are loaded as they were saved with each pair of options of planners, files and saving."""
+    ranks.run("mgpu_check.suite.sharded.checkpoint_options:assert_checkpoint_options_agree", seed, more=more, size=size)
+
+
+@examples(2, quick=1)
+@given(size=WORLDS, training=TRAININGS, more=MORE)
+def test_options_of_state_dicts(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
+    """State dicts have the values of one device, and can be set again, with each pair of StateDictOptions."""
+    ranks.run("mgpu_check.suite.sharded.state_options:assert_state_options_agree", training, more=more, size=size)

@@ -3,11 +3,13 @@ parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from mgpu_check.asserts.findings import Findings
@@ -17,6 +19,7 @@ from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import ADAM_RATE, adam_tolerance, one_device, seen
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
@@ -25,10 +28,27 @@ __all__ = ["assert_zero_agrees", "assert_zero_state_agrees"]
 _DECAY = 0.25
 
 
-def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that all ranks have the parameters of one device after each step. A collective.
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "parameters_as_bucket_view": (False, True),
+    "later": (False, True),
+    "process_group": (None, "world"),
+    "closure": (False, True),
+    "joined": (False, True),
+}
+"""Options of ZeroRedundancyOptimizer and of its steps, the default first.
 
-    Runs once with separate tensors, where all but the first are added as a later group, and once with views of buckets.
+`later` adds all parameters but the first as a group of their own. `joined` steps under `Join`, with equal numbers of
+steps on all ranks.
+"""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether a group may be added: it cannot be a view."""
+    return not (row.get("later") and row.get("parameters_as_bucket_view"))
+
+
+def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that all ranks have the parameters of one device after each step, with each pair of options. A collective.
 
     Raises:
         GradientMismatch: the parameters of this rank differ.
@@ -36,28 +56,38 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
     __tracebackhide__ = True
     expected = one_device(training)
     with Findings() as findings:
-        for view in (False, True):
+        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=False, share=3):
             model = training.model().to(rank.device)
             parameters = list(model.parameters())
-            later = len(parameters) if view else 1  # a group that is added later cannot be a view
+            later = 1 if row["later"] else len(parameters)
             optimizer = ZeroRedundancyOptimizer(
                 parameters[:later],
                 torch.optim.SGD,
-                parameters_as_bucket_view=view,
+                process_group=rank.group if row["process_group"] else None,
+                parameters_as_bucket_view=row["parameters_as_bucket_view"],
                 lr=training.rate,
                 momentum=training.momentum,
             )
             if parameters[later:]:
                 optimizer.add_param_group({"params": parameters[later:]})
             got: dict[str, torch.Tensor] = {}
-            with full_precision():
+            with full_precision(), Join([optimizer], enable=row["joined"]):
                 for step, (inputs, factors) in enumerate(training.batches(), 1):
                     optimizer.zero_grad()
-                    # Each rank has the gradients of all samples, as after DDP.
-                    weighted(model(inputs.to(rank.device)), factors.to(rank.device)).backward()
-                    optimizer.step()
+
+                    def backward(inputs: torch.Tensor = inputs, factors: torch.Tensor = factors) -> float:
+                        # Each rank has the gradients of all samples, as after DDP.
+                        loss = weighted(model(inputs.to(rank.device)), factors.to(rank.device))  # noqa: B023  # called at once
+                        loss.backward()
+                        return float(loss.detach())
+
+                    if row["closure"]:
+                        optimizer.step(backward)
+                    else:
+                        backward()
+                        optimizer.step()
                     got |= seen(model, step)
-            what = f"ZeroRedundancyOptimizer, buckets {'on' if view else 'off'}, on {rank.device}"
+            what = f"ZeroRedundancyOptimizer with {words_of(row, _OPTIONS)}, on {rank.device}"
             with findings.collected():
                 assert_same(got, {name: expected[name] for name in got}, what, rank.index)
 

@@ -1,0 +1,230 @@
+"""Train in `FullyShardedDataParallel` (FSDP1) with each pair of values of its options, next to one device, bit for
+bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import ShardError
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.reference import one_device, own_part, sgd
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.sharded.flat_parameters import Way, quiet, step_of, whole_of
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["assert_flat_options_agree"]
+
+_DOUBLE = torch.float64
+_DTYPES: Mapping[str, Any] = {
+    "float32": None,
+    "float64": MixedPrecision(param_dtype=_DOUBLE, reduce_dtype=_DOUBLE, buffer_dtype=_DOUBLE),
+    "reduced in float64": MixedPrecision(reduce_dtype=_DOUBLE, cast_forward_inputs=True),
+    "inputs not cast": MixedPrecision(param_dtype=_DOUBLE, cast_root_forward_inputs=False),
+    "gradients not cast": MixedPrecision(keep_low_precision_grads=True),
+}
+"""Policies of mixed precision. Float64 holds each value of float32, so results must have the bits of one device."""
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    "named": (True, False),
+    "unsynchronized": (False, True),
+    "ahead": (False, True),
+    "dtypes": tuple(_DTYPES),
+    "start": ("the same", "sync_module_states", "param_init_fn"),
+    "process_group": (None, "world"),
+    "ignored": (False, True),
+    "hook": (False, True),
+}
+"""Options of FullyShardedDataParallel, the default first.
+
+`start` is how ranks get the parameters: all build them, the first broadcasts them, or a function fills those of 'meta'.
+`ignored` excludes the first layer, whose gradients the check reduces by itself.
+"""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether FullyShardedDataParallel takes these options together."""
+    if row.get("ignored") and (
+        row.get("dtypes") in ("float64", "inputs not cast") or row.get("start", "the same") != "the same"
+    ):
+        return False  # torch neither casts nor sends what it ignores
+    if row.get("ignored") and row.get("hook"):
+        return False
+    # A world of one rank has no shards, and then torch does not cast gradients for a hook.
+    return not (row.get("hook") and row.get("dtypes") in ("float64", "reduced in float64", "inputs not cast"))
+
+
+def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
+    """Assert that a model in `FullyShardedDataParallel` trains as on one device with each pair of options. A
+    collective.
+
+    Args:
+        more: whether to train with all rows of options, or with a sixth of them, by the seed of the training.
+
+    Raises:
+        GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
+        ShardError: parameters that are summoned, a norm, or a state that is loaded is wrong.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training)
+    own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
+    wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
+    with Findings() as findings, quiet():
+        reached = rank.size == 1  # one rank has no shards to summon
+        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
+            what = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
+            model = _wrapped(training, rank, row)
+            way = Way(row["strategy"], row["named"], row["unsynchronized"], row["ahead"])
+            optimizer = sgd(training, model)
+            before = optimizer.register_step_pre_hook(
+                lambda *_, model=model, row=row: _reduce_ignored(model, row, rank)
+            )
+            got: dict[str, torch.Tensor] = {}
+            for step, batch in enumerate(training.batches(), 1):
+                x, y = own_part(batch, rank)
+                given = x.double() if row["dtypes"] == "inputs not cast" else x
+                outputs = step_of(model, optimizer, (given, y), rank.size, way, windows=2 if step == 1 else 1)
+                got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs).float()}
+            before.remove()
+            with findings.collected():
+                assert_same(got, {name: wanted[name] for name in got}, what, rank.index)
+            if not reached and row["strategy"] != "NO_SHARD" and not row["ignored"]:
+                reached = True
+                _judge_access(model, optimizer, got, training, what, findings, rank)
+
+
+def _wrapped(training: ExactTraining, rank: Rank, row: Mapping[str, Any]) -> FullyShardedDataParallel:
+    source = training.model()
+    model = training.model()
+    options: dict[str, Any] = {"use_orig_params": row["named"], "device_id": rank.device}
+    if row["start"] == "param_init_fn":
+        values = dict(zip(map(id, model.modules()), source.modules(), strict=True))
+        model = model.to("meta")
+        options["param_init_fn"] = _filling(values, rank.device)
+    else:
+        if row["start"] == "sync_module_states":
+            options["sync_module_states"] = True
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.add_(rank.index)
+        model = model.to(rank.device)
+    if row["ahead"]:
+        options |= {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
+    if row["ignored"]:
+        options["ignored_modules"] = [model[0]]
+    made = FullyShardedDataParallel(
+        model,
+        process_group=rank.group if row["process_group"] else None,
+        sharding_strategy=ShardingStrategy[row["strategy"]],
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        mixed_precision=_DTYPES[row["dtypes"]],
+        **options,
+    )
+    if row["hook"]:
+        made.register_comm_hook(rank, _mean)
+    return made
+
+
+def _filling(values: Mapping[int, nn.Module], device: torch.device) -> Callable[[nn.Module], None]:
+    """Return a function that gives a module of 'meta' memory, and the values of its twin."""
+
+    def fill(module: nn.Module) -> None:
+        twin = values[id(module)]
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            for name, value in module.named_parameters(recurse=False):
+                value.copy_(twin.get_parameter(name))
+
+    return fill
+
+
+@torch.no_grad()
+def _mean(rank: Rank, gradient: torch.Tensor, part: torch.Tensor | None = None) -> None:
+    """Average the gradients over the ranks: a communication hook, which gets `part` if it is to divide the mean."""
+    if part is None:
+        dist.all_reduce(gradient)
+        gradient.div_(rank.size)
+        return
+    dist.reduce_scatter(part, list(gradient.chunk(rank.size)))
+    part.div_(rank.size)
+
+
+def _reduce_ignored(model: nn.Module, row: Mapping[str, Any], rank: Rank) -> None:
+    """Average the gradients of the first layer if the model ignores it, and it is not done."""
+    if row["ignored"]:
+        for name, value in model.named_parameters():
+            if name.rpartition(".")[0].endswith("module.0") or name.startswith("0."):
+                assert value.grad is not None, "each rank takes part in each micro-batch"
+                dist.all_reduce(value.grad)
+                value.grad.div_(rank.size)
+
+
+def _judge_access(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    got: Mapping[str, torch.Tensor],
+    training: ExactTraining,
+    what: str,
+    findings: Findings,
+    rank: Rank,
+) -> None:
+    """Check the ways to reach parameters, norms and state of the trained model. A collective."""
+    last = f"step {training.steps}: "
+    right = {name.removeprefix(last): value for name, value in got.items() if name.startswith(last)}
+
+    def check(holds: bool, text: str) -> None:
+        with findings.collected():
+            if not holds:
+                raise ShardError(f"{what}, rank {rank.index}: {text}", ranks=[rank.index])
+
+    modules: list[nn.Module] = []
+    model.apply(modules.append)
+    check(len(modules) == len(list(model.modules())), f"apply reached {len(modules)} modules")
+    check(model.check_is_root(), "it says that it is not the root")
+    check(FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model], "root_only finds other modules")
+    gradients = [value for name, value in right.items() if name.startswith("gradient of ")]
+    for kind in (1.0, float("inf")):
+        norm = float(model.clip_grad_norm_(1e30, kind))
+        exact = torch.cat([value.double().reshape(-1) for value in gradients]).norm(kind) if gradients else norm
+        check(abs(norm - float(exact)) <= 1e-4 * float(exact), f"the {kind}-norm is {norm}, expected {float(exact)}")
+    summon = FullyShardedDataParallel.summon_full_params
+    with torch.no_grad(), summon(model, rank0_only=True, offload_to_cpu=True, writeback=False):
+        for name, value in model.named_parameters():
+            name = name.replace("_fsdp_wrapped_module.", "")
+            if rank.index == 0 and name in right:
+                check(
+                    value.is_cpu and torch.equal(copied(value), right[name].float()), f"{name} is summoned as {value}"
+                )
+    for layer in FullyShardedDataParallel.fsdp_modules(model)[1:]:
+        with summon(layer, recurse=False, writeback=True):
+            for value in layer.parameters():
+                value.detach().add_(1)
+    with summon(model, writeback=False):
+        for name, value in model.named_parameters():
+            name = name.replace("_fsdp_wrapped_module.", "")
+            if name in right:
+                check(torch.equal(copied(value), right[name].float() + 1), f"{name} lost what was written to it")
+    if training.momentum:
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for entry in optimizer.state.values():
+            entry["momentum_buffer"] = torch.zeros_like(entry["momentum_buffer"])
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+        again = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        for name, entry in state["state"].items():
+            held = again[name]["momentum_buffer"]
+            check(torch.equal(copied(held), copied(entry["momentum_buffer"])), f"the momentum of {name} was not loaded")

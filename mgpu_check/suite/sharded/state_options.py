@@ -1,0 +1,100 @@
+"""Take and set state dicts of a sharded model with each pair of values of StateDictOptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.reference import one_device, sgd
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.sharded.fully_sharded import sharded
+from mgpu_check.suite.sharded.states import step_of
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["assert_state_options_agree"]
+
+_FROZEN = "0.bias"
+_WAYS = (False, True)
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "full_state_dict": _WAYS,
+    "cpu_offload": _WAYS,
+    "ignore_frozen_params": _WAYS,
+    "strict": (True, False),
+    "dsd_fqn_modifiers": ("_fqn_modifiers", "_no_modifiers"),
+}
+"""Options of state dicts, the default first."""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether each rank gets a state, and torch sets it."""
+    if row.get("ignore_frozen_params") and row.get("strict", True):
+        return False
+    # The first rank alone gets a full state on the CPU: see `assert_state_dict_agrees`.
+    return not (row.get("full_state_dict") and row.get("cpu_offload"))
+
+
+def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
+    """Assert that state dicts have the values of one device, and can be set again, with each pair of options. A
+    collective.
+
+    One parameter is frozen after the first step. Unless options are strict, an entry of the state is missing when it is
+    set, and torch must name it.
+
+    Args:
+        more: whether to use all rows of options, or half of them, by the seed of the training.
+
+    Raises:
+        ShardError: an entry is missing, is on another device, or has another value.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training)
+    with Findings() as findings:
+        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=2):
+            what = f"state dict with {words_of(row, _OPTIONS)}, on {rank.device}, rank {rank.index}"
+            model = sharded(training, rank)
+            optimizer = sgd(training, model)
+            step_of(training, 1, model, optimizer, rank)
+            model.get_parameter(_FROZEN).requires_grad_(False)
+            options = StateDictOptions(**row)
+            taken: Any = get_state_dict(model, optimizer, options=options)
+            parameters, moments = taken
+            whole = {name: _whole(value) for name, value in parameters.items()}
+            names = [name for name, _ in model.named_parameters()]
+            kept = [name for name in names if not (row["ignore_frozen_params"] and name == _FROZEN)]
+            findings.require([*whole] == kept, f"{what}: has {[*whole]}, expected {kept}", ranks=[rank.index])
+            for name, value in whole.items():
+                right = same_bits(expected[f"step 1: {name}"].float(), value)
+                findings.require(right, f"{what}: {name} is {value}, as it was not after the step", ranks=[rank.index])
+                place = "cpu" if row["cpu_offload"] else rank.device.type
+                there = parameters[name].device.type == place
+                findings.require(there, f"{what}: {name} is on {parameters[name].device}", ranks=[rank.index])
+            fresh = sharded(replace(training, seed=training.seed + 1), rank)
+            again = sgd(training, fresh)
+            fresh.get_parameter(_FROZEN).requires_grad_(False)
+            left = [] if row["strict"] else [kept[-1]]
+            given = {name: value for name, value in parameters.items() if name not in left}
+            found = set_state_dict(fresh, again, model_state_dict=given, optim_state_dict=moments, options=options)
+            # Torch completes a full state by the model's own values.
+            named = row["full_state_dict"] or {*found.missing_keys} - {_FROZEN} == {*left}
+            findings.require(named, f"{what}: {found.missing_keys} are missing, expected {left}", ranks=[rank.index])
+            for name, value in fresh.named_parameters():
+                if name in whole and name not in left:
+                    right = same_bits(whole[name], _whole(value))
+                    findings.require(right, f"{what}, set again: {name} is another one", ranks=[rank.index])
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """Return all of a tensor on the CPU. A collective for DTensors of devices."""
+    if isinstance(value, DTensor):
+        moved: Any = value.to(value.device_mesh.device_type)
+        value = moved.full_tensor()
+    return copied(value)
