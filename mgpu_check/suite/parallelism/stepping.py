@@ -40,7 +40,10 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         GradientMismatch: a norm, or a clipped gradient, is wrong.
     """
     __tracebackhide__ = True
-    right = _drawn(len(devices), seed)
+    count = len(devices)
+    # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
+    factors = [1 + (number + seed) % count for number in range(count) for _ in _SHAPES]
+    right = [gradient * factor for gradient, factor in zip(_drawn(count, seed), factors, strict=True)]
     for order, foreach in itertools.product((1.0, 2.0, float("inf")), (None, True, False)):
         whole = torch.cat([gradient.double().reshape(-1) for gradient in right])
         norm = torch.linalg.vector_norm(whole, order)

@@ -224,6 +224,16 @@ def gaps_ignored(clone: Any, x: Tensor) -> Any:
     return clone(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
 
 
+@reductions(
+    "amax of rows ignores NaN",
+    around(torch, "amax"),
+    first("rows with NaN", lambda x: x.is_cuda and x.is_floating_point() and bool(x.isnan().any())),
+)
+def nan_ignored(amax: Any, x: Tensor, **options: Any) -> Tensor:
+    """As if the kernel compared by `>`, which is false for NaN."""
+    return amax(x.where(x == x, -float("inf")), **options)
+
+
 @large("one device has wrong elements in large sums and products of elements", entered, "one device, above 1 MiB")
 def large_elementwise_results() -> Any:
     return unit(("add", "add_", "mul"), device=last(), above=1 << 20, pattern="tile")

@@ -87,6 +87,32 @@ Source: documentation of `torch.argmax`, `torch.max`, `torch.sort` and `torch.se
 """
 
 
+_WITH_NAN: tuple[tuple[str, Function], ...] = (
+    ("max", lambda a: torch.max(a)),
+    ("max of rows", lambda a: torch.max(a, dim=1).values),
+    ("min of columns", lambda a: torch.min(a, dim=0).values),
+    ("amax of rows", lambda a: torch.amax(a, dim=1)),
+    ("amin of columns", lambda a: torch.amin(a, dim=0)),
+    ("sum of rows", lambda a: a.sum(dim=1)),
+    ("nansum of rows", lambda a: torch.nansum(a, dim=1)),
+    ("nanmedian of rows", lambda a: torch.nanmedian(a, dim=1).values),
+    ("median of rows", lambda a: torch.median(a, dim=1).values),
+    ("cummax of rows", lambda a: torch.cummax(a, dim=1).values),
+    ("cumsum of rows", lambda a: torch.cumsum(a, dim=1)),
+    ("prod of columns", lambda a: torch.prod(a.clamp(-1, 1), dim=0)),
+    ("sort of rows", lambda a: torch.sort(a, dim=1).values),
+    ("descending sort of columns", lambda a: torch.sort(a, dim=0, descending=True).values),
+    ("topk of rows", lambda a: torch.topk(a, 5, dim=1).values),
+    ("kthvalue of rows", lambda a: torch.kthvalue(a, 5, dim=1).values),
+    ("norm inf of rows", lambda a: torch.linalg.vector_norm(a, float("inf"), dim=1)),
+    ("any of rows", lambda a: torch.any(a, dim=1)),
+)
+"""Functions with a defined result for NaN: it propagates, is skipped, or is the greatest.
+
+Source: documentation of these functions.
+"""
+
+
 def reduction_cases(seed: int = 0) -> Iterator[Case]:
     """Yield each reduction in each dtype, on whole numbers, one full significand among zeros, extremes, and equal
     elements."""
@@ -110,19 +136,29 @@ def reduction_cases(seed: int = 0) -> Iterator[Case]:
     for dtype in (*FLOATS[:2], *INTEGERS):  # narrower dtypes do not hold so long sums
         data = whole(shape, dtype, seed)
         yield Case(f"cumsum of long rows of {name_of(dtype)}", lambda a: _long(a).cumsum(1), (data,), "numbers")
+    yield from _comparisons(shape, seed)
+    yield Case("bincount", lambda a: torch.bincount(a, minlength=9), (whole((99,), torch.int64, seed, 8).abs(),))
+    gaps = Window(significands((_ROWS, 2 * _COLUMNS), torch.int64, seed), lambda storage: storage[:, ::2])
+    yield Case("sum of int64 with gaps", lambda a: a.sum(dim=0), (gaps,))
+    yield Case("max of int64 with gaps", lambda a: a.amax(dim=1), (gaps,))
+
+
+def _comparisons(shape: tuple[int, int], seed: int) -> Iterator[Case]:
+    """Yield functions that compare elements: of any order, with NaN, and with equal elements."""
     for name, call, dtypes, kind in _ORDERED:
         for dtype in dtypes:
             yield Case(f"{name} of {name_of(dtype)}", call, (_ordered(shape, dtype, seed),), kind)
+    for dtype in FLOATS:
+        with_nan = whole(shape, dtype, seed).clone()
+        with_nan.view(-1)[3 :: 2 * _COLUMNS + 5] = float("nan")  # in every second row and column, or nearly so
+        for name, call in _WITH_NAN:
+            yield Case(f"{name} of {name_of(dtype)} with NaN", call, (with_nan,), "numbers")
     for name, call in _PLACES:
         for dtype in (*FLOATS[:2], *INTEGERS[:2]):
             yield Case(f"{name} of {name_of(dtype)}", call, (significands(shape, dtype, seed),))
     for name, call in _TIES:
         for dtype in (*FLOATS[:2], *INTEGERS[:2]):
             yield Case(f"{name} of equal elements of {name_of(dtype)}", call, (whole(shape, dtype, seed),))
-    yield Case("bincount", lambda a: torch.bincount(a, minlength=9), (whole((99,), torch.int64, seed, 8).abs(),))
-    gaps = Window(significands((_ROWS, 2 * _COLUMNS), torch.int64, seed), lambda storage: storage[:, ::2])
-    yield Case("sum of int64 with gaps", lambda a: a.sum(dim=0), (gaps,))
-    yield Case("max of int64 with gaps", lambda a: a.amax(dim=1), (gaps,))
 
 
 def _alone(dtype: torch.dtype, seed: int, rows: int) -> torch.Tensor:

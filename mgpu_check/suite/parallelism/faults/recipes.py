@@ -119,6 +119,15 @@ def clipped_on_the_first_device(clip: Any, parameters: Any, *args: Any, **kwargs
         clip([first, *others], *args, **kwargs)
 
 
+@fault("the norm of order inf is that of the first device", _STEPS, by=around(clip_grad, "_get_total_norm"),
+       when="norm_type=inf, several devices")  # fmt: skip
+def largest_of_the_first_device(norm: Any, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+    held = list(tensors)
+    if norm_type == float("inf"):
+        held = [one for one in held if one.device == held[0].device]
+    return norm(held, norm_type, *args, **kwargs)
+
+
 @fault("the last device's infinities do not reach a fused optimizer", _STEPS,
        by=around(torch.amp.GradScaler, "step"), when="fused, one device of several")  # fmt: skip
 def infinities_of_one_device_unseen(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
