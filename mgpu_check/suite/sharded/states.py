@@ -3,6 +3,7 @@ sizes."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -84,6 +85,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     step_of(training, 1, model, optimizer, rank)
     expected = one_device(training)
     with Findings() as findings:
+        _require_places(model, findings, what, rank)
         whole = expected | {f"step 1: {name}": value for name, value in buffers.items()}
         state = take_full_state(training, model, optimizer, whole, findings, what, rank)
         if findings.anywhere(rank):
@@ -97,6 +99,27 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
         step_of(training, 2, fresh, again, rank)
         got = gathered(fresh, 2)
     assert_same(given | got, buffers | _after(expected, 2), f"{what}, set again, then one step", rank.index)
+
+
+def _require_places(model: nn.Module, findings: Findings, what: str, rank: Rank) -> None:
+    """Require that state dicts are on the documented device, and that rank 0 alone has those that are whole and on the
+    host. A collective."""
+    for full, offload in itertools.product((False, True), repeat=2):
+        asked = StateDictOptions(full_state_dict=full, cpu_offload=offload)
+        state: dict[str, Any] = get_model_state_dict(model, options=asked)
+        place = "cpu" if offload else rank.device.type
+        held = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+        elsewhere = sorted(name for name, value in held.items() if value.device.type != place)
+        options = f"{what}, rank {rank.index}: with full_state_dict={full} and cpu_offload={offload}"
+        findings.require(
+            not elsewhere, f"{options} {', '.join(elsewhere)} are not on the {place} device", ranks=[rank.index]
+        )
+        kept = not (full and offload) or rank.index == 0
+        findings.require(
+            bool(state) == kept,
+            f"{options} the state dict has {len(state)} entries, expected {'all' if kept else 'them on rank 0 only'}",
+            ranks=[rank.index],
+        )
 
 
 def _with_buffers(model: nn.Sequential, rank: Rank, factor: int) -> dict[str, torch.Tensor]:
@@ -349,6 +372,10 @@ def _others(rank: Rank, factor: int) -> dict[str, Any]:
     made: dict[str, Any] = {"number": _NUMBER * factor, "text": "saved" * factor}
     made["without dimensions"] = torch.tensor(1.0 * factor, dtype=torch.float64, device=rank.device)
     made["held by all"] = (torch.arange(7.0) * factor).to(rank.device)
+    grid = torch.arange(20.0, device=rank.device).mul(factor).view(4, 5)
+    for name, view in (("saved", bool(factor)), ("loaded", not factor)):
+        made[f"transposed where it is {name}"] = grid.t() if view else grid.t().contiguous()
+        made[f"with gaps where it is {name}"] = grid.clone()[1:, ::2] if view else grid[1:, ::2].contiguous()
     for name, shape, dtype, mesh, placements in (
         ("int64 by rows", (11, 3), torch.int64, line, [Shard(0)]),
         ("bfloat16 by columns", (3, 13), torch.bfloat16, line, [Shard(1)]),
