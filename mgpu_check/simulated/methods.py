@@ -15,7 +15,7 @@ from mgpu_check.simulated.pinned import is_pinned, pin
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import captured_to_host, move
-from mgpu_check.simulated.wrappers import convert_local, is_distributed, to_host
+from mgpu_check.simulated.wrappers import convert_local, is_distributed
 from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_methods"]
@@ -63,8 +63,6 @@ def _to(original: Method) -> Method:
         target = None if device is None else _target(device)
         if isinstance(self, LAZY):
             return uninitialized_on(self, target or self.device, dtype)
-        if target is not None and target.type == "cpu" and is_distributed(self) and self.is_cuda:
-            return to_host(self if dtype in (None, self.dtype) else original(self, dtype=dtype))  # type: ignore[arg-type]
         if target is None or (target.type != "cuda" and not isinstance(self, SimulatedTensor)):
             if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
                 return original(self, dtype, *rest, **_without(kwargs, "other"))

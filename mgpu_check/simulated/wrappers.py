@@ -18,7 +18,7 @@ from torch.distributed import device_mesh
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["convert_local", "install_wrappers", "is_distributed", "to_host"]
+__all__ = ["convert_local", "install_wrappers", "is_distributed"]
 
 _DTENSOR = "torch.distributed.tensor"
 _FAKE = "_rebuild_tensor_from_dtensor_meta"
@@ -40,26 +40,6 @@ def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tenso
     made: torch.Tensor = type(given).from_local(
         local, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
     )
-    return made
-
-
-class _ToHost(torch.autograd.Function):
-    """Copy the local tensor of a DTensor to the host. `from_local` would bring it back to the devices of the mesh."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Any) -> torch.Tensor:
-        ctx.device = t.device
-        made: torch.Tensor = type(t)(t._local_tensor.detach().to("cpu"), t._spec, requires_grad=False)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.to(ctx.device)
-
-
-def to_host(t: torch.Tensor) -> torch.Tensor:
-    """Return DTensor ``t``, whose mesh is one of devices, with its local tensor on the host."""
-    made: torch.Tensor = _ToHost.apply(t)
     return made
 
 

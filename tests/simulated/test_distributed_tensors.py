@@ -100,21 +100,3 @@ def test_fully_shard_of_a_model_from_meta(on_ranks):
     first, second = on_ranks(from_meta)
     assert first[:2] == (0, 0) and second[:2] == (1, 1)
     assert first[2] == second[2] and first[3] == 32  # every shard has numbers of its own
-
-
-def moved_to_host(rank, size):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    there = distribute_tensor(torch.arange(6.0).reshape(2, 3), init_device_mesh("cuda", (size,)), [Shard(0)])
-    there.requires_grad_()
-    here = there.to(device="cpu")
-    (here.to_local() * 2).sum().backward()
-    local = here.to_local()
-    return here is there, str(local.device), local.tolist(), there.grad.to_local().tolist(), there.device.type
-
-
-def test_a_copy_of_a_distributed_tensor_on_the_host_is_one_of_its_own(on_ranks):
-    for rank, seen in enumerate(on_ranks(moved_to_host)):
-        row = [3.0 * rank, 3.0 * rank + 1, 3.0 * rank + 2]
-        assert seen == (False, "cpu", [row], [[2.0, 2.0, 2.0]], "cuda")
