@@ -15,7 +15,7 @@ from mgpu_check.simulated.pinned import is_pinned, pin
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import captured_to_host, move
-from mgpu_check.simulated.wrappers import convert_local, is_distributed
+from mgpu_check.simulated.wrappers import convert_local, distributed_to_host, is_distributed
 from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_methods"]
@@ -63,7 +63,7 @@ def _to(original: Method) -> Method:
         target = None if device is None else _target(device)
         if isinstance(self, LAZY):
             return uninitialized_on(self, target or self.device, dtype)
-        if target is None or (target.type != "cuda" and not isinstance(self, SimulatedTensor)):
+        if target is None or (target.type != "cuda" and not self.is_cuda):
             if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
                 return original(self, dtype, *rest, **_without(kwargs, "other"))
             return original(self, *args, **kwargs)
@@ -73,6 +73,8 @@ def _to(original: Method) -> Method:
         memory_format = kwargs.get("memory_format") or torch.preserve_format
         if target == self.device:
             return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
+        if is_distributed(self) and target.type != "cuda":
+            return distributed_to_host(self, dtype, non_blocking)  # type: ignore[arg-type]
         if is_distributed(self):
             moved = functools.partial(torch.Tensor.to, device=target, dtype=dtype, non_blocking=non_blocking)
             return convert_local(self, moved)
@@ -108,6 +110,8 @@ def _cpu(original: Method) -> Method:
     def cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> object:
         if isinstance(self, SimulatedTensor):
             return move(self, torch.device("cpu"), memory_format=memory_format)
+        if is_distributed(self) and self.is_cuda:
+            return distributed_to_host(self)
         if isinstance(self, LAZY) and active_node() is not None:
             return uninitialized_on(self, torch.device("cpu"), None)
         return original(self, memory_format=memory_format)

@@ -18,7 +18,7 @@ from torch.distributed import device_mesh
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["convert_local", "install_wrappers", "is_distributed"]
+__all__ = ["convert_local", "distributed_to_host", "install_wrappers", "is_distributed"]
 
 _DTENSOR = "torch.distributed.tensor"
 _FAKE = "_rebuild_tensor_from_dtensor_meta"
@@ -41,6 +41,25 @@ def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tenso
         local, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
     )
     return made
+
+
+class _ToHost(torch.autograd.Function):
+    """Copy the local tensor of a DTensor to the host. `DTensor.from_local` would move it back to the mesh's devices."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any, non_blocking: bool) -> Any:
+        ctx.device = t.device
+        return type(t)(t._local_tensor.to("cpu", non_blocking=non_blocking), t._spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.device), None
+
+
+def distributed_to_host(t: torch.Tensor, dtype: torch.dtype | None = None, non_blocking: bool = False) -> torch.Tensor:
+    """Return a DTensor whose local tensor is a copy of that of ``t`` on the host."""
+    moved: torch.Tensor = _ToHost.apply(t if dtype is None else t.to(dtype), non_blocking)
+    return moved
 
 
 def _inner(self: torch.Tensor) -> torch.Tensor:

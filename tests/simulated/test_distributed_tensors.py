@@ -100,3 +100,22 @@ def test_fully_shard_of_a_model_from_meta(on_ranks):
     first, second = on_ranks(from_meta)
     assert first[:2] == (0, 0) and second[:2] == (1, 1)
     assert first[2] == second[2] and first[3] == 32  # every shard has numbers of its own
+
+
+def on_the_host(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole: Any = distribute_tensor(torch.arange(4.0).cuda(), init_device_mesh("cuda", (size,)), [Shard(0)])
+    whole.requires_grad_()
+    for host in (whole.cpu(), whole.to("cpu"), whole.to("cpu", torch.float64)):
+        assert host.is_cpu and host.device == host.to_local().device == torch.device("cpu")
+        assert host.to_local().tolist() == [2.0 * rank, 2.0 * rank + 1] and host.placements == whole.placements
+        whole.grad = None
+        host.to_local().sum().backward()
+        assert whole.grad.is_cuda and whole.grad.to_local().tolist() == [1, 1]
+    return host.dtype, host.cuda().to_local().get_device()
+
+
+def test_distributed_tensors_move_to_the_host(on_ranks):
+    assert on_ranks(on_the_host) == [(torch.float64, 0), (torch.float64, 1)]
