@@ -209,6 +209,19 @@ def test_the_surface_has_functions_constructors_methods_and_operators():
     assert called_by(shape.__get__) == called_by(print) == ""
 
 
+def test_operators_have_the_options_of_their_schemas():
+    """`torch.overrides` has signatures without them."""
+
+    def options(path: str) -> dict[str, Any]:
+        return {one.name: one for one in operators()[path].parameters}
+
+    assert options("torch.index_add")["alpha"].default == 1
+    assert options("torch.amax")["keepdim"].domain == {"True", "False"}
+    assert list(options("torch.argmax")) == ["input", "dim", "keepdim"]
+    assert [value for one, value in bound(operators()["torch.argmax"].parameters, (0, 1, True), {})] == [0, 1, True]
+    assert "reverse" not in options("torch.sort"), "list.sort has it"
+
+
 def test_calls_are_recorded_under_each_name_and_reported_once():
     module: Any = inspect.getmodule(test_calls_are_recorded_under_each_name_and_reported_once)
     before = vars(comm)["scatter"], torch.amp.GradScaler.__init__

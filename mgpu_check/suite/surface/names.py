@@ -164,9 +164,40 @@ def operators() -> dict[str, TensorFunction]:
         for function, twin in get_testing_overrides().items():
             path = called_by(function)
             if path and "__get__" not in path:
-                parameters = tuple(p._replace(name="input") if p.name == "self" else p for p in _parameters(twin))
-                found[path] = TensorFunction(f"{OPERATORS}.{_operator(path)}", parameters)
+                name = _operator(path)
+                parameters = {p.name: p for p in map(_input, _parameters(twin))}
+                found[path] = TensorFunction(
+                    f"{OPERATORS}.{name}", (*parameters.values(), *_left_out(name, tuple(parameters)))
+                )
     return dict(sorted(found.items()))
+
+
+def _input(parameter: SurfaceParameter) -> SurfaceParameter:
+    return parameter._replace(name="input") if parameter.name == "self" else parameter
+
+
+@functools.cache
+def _left_out(name: str, known: tuple[str, ...]) -> tuple[SurfaceParameter, ...]:
+    """Return the options of an operator's schemas that the signature in `torch.overrides` lacks, such as `alpha`."""
+    found: dict[str, SurfaceParameter] = {}
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name.replace('.', '_')}"):
+        if any(argument.is_out for argument in schema.arguments) or "Tensor" not in {
+            str(a.type) for a in schema.arguments
+        }:
+            continue  # also functions of Python, such as list.sort
+        earlier: list[str] = []
+        for argument in schema.arguments:
+            if argument.has_default_value() and argument.name not in {*known, *found, *_INTERNAL}:
+                default, last = argument.default_value, earlier == [*known, *found] and not argument.kwarg_only
+                kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if last else inspect.Parameter.KEYWORD_ONLY
+                domain = frozenset({"True", "False"} if isinstance(default, bool) else ())
+                found[argument.name] = SurfaceParameter(argument.name, kind, default, domain)
+            earlier.append("input" if argument.name == "self" else argument.name)
+    return tuple(found.values())
+
+
+_INTERNAL = frozenset({"self", "cudnn_enable", "implicit", "input_scale", "path"})
+"""Options of schemas that are not options of functions."""
 
 
 def _operator(path: str) -> str:

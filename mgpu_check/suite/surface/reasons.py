@@ -97,6 +97,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("it must be given together with another parameter that torch recommends in its place",
         "operators.*", "size_average reduce"),
     LeftOut("the result goes to a tensor that is given, from the same kernel", "operators.*", "out"),
+    LeftOut("only memory of the host can be pinned", "operators.*_like operators.to", "pin_memory"),
     LeftOut("an operator of sparse, quantized or other tensors that are not dense tensors of CUDA",
         _of("operators.", "q_* *quantize* fake_* fused_moving* *quantized* fbgemm* miopen* mkldnn* sparse* hspmm smm "
             "sspaddmm *_indices *indices_copy coalesce is_coalesced dense_dim to_sparse to_mkldnn int_repr qscheme "
