@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -13,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.acceptance.faults import all_hardware_faults
+from mgpu_check.acceptance.faults import all_hardware_faults, hardware_text, planted_from
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.machine import test_machine
 from mgpu_check.acceptance.machine.checks import _LIMITS, examine_kernel, of_host
 from mgpu_check.acceptance.machine.cores import _judged, vote_of_cores
 from mgpu_check.acceptance.machine.kernel import Component, read_kernel
-from mgpu_check.acceptance.machine.memory import examine_memory
+from mgpu_check.acceptance.machine.memory import CHUNK, WordPattern, examine_memory
 from mgpu_check.acceptance.machine.simulated import SimulatedHost, write_tree
 from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in, paths_of_rank
 from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.planting import hardware_planted
 from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Host
 from mgpu_check.devices.observations import Observation, Subject, Work
@@ -90,14 +92,31 @@ def test_the_cores_of_this_process_are_pinned_and_counted():
 def test_memory_is_compared_while_gpus_copy():
     with simulated_node(2):
         devices = [torch.device("cuda", index) for index in range(2)]
-        (right,) = examine_memory(devices, 10 << 20, 2)
+        (right,) = examine_memory(devices, 10 << 20, 2, 2)
         assert (right.outcome, right.work.bytes) == ("passed", 20 << 20)
-        found = examine_memory(devices, 10 << 20, 2, wrong=(1 << 20) + 3)
+        found = examine_memory(devices, 10 << 20, 2, 2, wrong=(1 << 20) + 3)
     assert wrong(found) == [
         f"host memory: 1 words wrong in pass {turn}, the first at byte {8 * ((1 << 20) + 3)}, bits 0x20"
         for turn in range(2)
     ]
     assert identify(found[0]).id == "MGPU-HOST-MEMORY-DATA"
+
+
+def test_copies_that_come_back_wrong_are_seen():
+    with simulated_node(2), hardware_planted(hardware_text([planted_from("upload-pinned:device=1")])):
+        found = examine_memory([torch.device("cuda", index) for index in range(2)], 1 << 20, 1, 2)
+    (seen,) = [one for one in found if one.outcome == "failed"]
+    assert re.fullmatch(r"\d+ of 131072 words came back wrong while host memory was under load", seen.seen)
+    assert (seen.subject, identify(seen).id) == (Subject("download", (1,)), "MGPU-HOST-LINK-DATA")
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_a_word_of_the_pattern_is_its_index_times_an_odd_number(turn):
+    chunk = torch.empty(5, dtype=torch.int64)
+    WordPattern(turn).write(3 * CHUNK, chunk)
+    right = [((3 * CHUNK + n) * -7046029254386353131 + turn // 2) % 2**64 for n in range(5)]
+    right = [~word % 2**64 for word in right] if turn % 2 else right
+    assert [word % 2**64 for word in chunk.tolist()] == right
 
 
 # --- what the kernel says ---
@@ -243,7 +262,7 @@ def test_each_planted_fault_of_a_host_rejects_it(name):
     assert set(fault.of_host) <= {field.name for field in fields(SimulatedHost)}
     found = [
         *test_machine.look_at_cores([], 1.0, host),
-        *examine_memory([], 1 << 20, 1, host.word),
+        *examine_memory([], 1 << 20, 1, 1, host.word),
         *test_machine.look_at_kernel([], {}, host),
     ]
     rejected = [one for one in (judged(one, {}) for one in found) if one.outcome == "failed"]

@@ -97,6 +97,8 @@ def test_a_node_is_suspect_only_beside_others_that_agree():
     assert (found.id, found.subject, found.times) == ("MGPU-NODE-SLOW", Subject("host", (2,)), 7)
     assert 'subject="host n2"' in prometheus.render(suspect) and 'verdict="SUSPECT"} 1' in prometheus.render(suspect)
     assert "verdict=SUSPECT code=5" in syslog.line(suspect, False)
+    again = joined(suspect, node("n3", run_reports.good(2, 5.0)))
+    assert view.headline(again) == "SUSPECT: host n2" and len(again.verdict.accusations) == 1
     for factors, why in (
         ((1.0, 0.7), "from 3 hosts on"),
         ((1.0, 1.0, 0.7, 0.7), "half of the nodes are slow, none is named: n2, n3"),

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance.machine.checks import of_host
-from mgpu_check.devices.observations import Observation, Work
+from mgpu_check.devices.observations import Observation, Subject, Work
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["examine_memory"]
+__all__ = ["CHUNK", "WordPattern", "examine_memory"]
 
-_CHUNK = 1 << 20
-_COPIES = 4
+CHUNK = 1 << 20
+"""Words that are written or compared at once: 8 MiB."""
+_ODD = -7046029254386353131  # 2^64 divided by the golden ratio
 _COPIED = 1 << 17
+"""Words of a copy."""
 _SHARE = 8
 """A divisor of the available memory: other programs need the rest."""
 
 
-def examine_memory(devices: Sequence[torch.device], size: int, passes: int, wrong: int = -1) -> list[Observation]:
-    """Return an observation of the memory of the host.
+def examine_memory(
+    devices: Sequence[torch.device], size: int, passes: int, copies: int, wrong: int = -1
+) -> list[Observation]:
+    """Return observations of the memory of the host, and of GPUs whose copies were wrong.
 
     Each word holds a number that derives from its address, in the next pass its complement.
 
@@ -30,6 +34,7 @@ def examine_memory(devices: Sequence[torch.device], size: int, passes: int, wron
         devices: GPUs that copy in the meantime.
         size: bytes; less if an eighth of the available memory is less.
         passes: number of times that all of it is written and read.
+        copies: number of times that each GPU copies 1 MiB from and to the host, for each 8 MiB written or read.
         wrong: index of the word in which a planted fault flips bit 5; -1 for none.
     """
     import torch
@@ -38,44 +43,69 @@ def examine_memory(devices: Sequence[torch.device], size: int, passes: int, wron
     held = torch.empty(words, dtype=torch.int64, device="cpu")
     sent = torch.arange(_COPIED, dtype=torch.int64, device="cpu").mul_(2654435761)
     sent = sent.pin_memory() if devices else sent
+    there = [torch.empty_like(sent, device=device) for device in devices]
+    back = [torch.zeros_like(sent, pin_memory=True) for _ in devices]
+
+    def load() -> None:
+        for on_device, target in zip(there, back, strict=True):
+            for _ in range(copies):
+                on_device.copy_(sent, non_blocking=True)
+                target.copy_(on_device, non_blocking=True)
+
     found: list[Observation] = []
     for turn in range(passes):
-        back = [torch.zeros_like(sent, pin_memory=True) for _ in devices]
-        for device, target in zip(devices, back, strict=True):
-            for _ in range(_COPIES):
-                target.copy_(sent.to(device, non_blocking=True), non_blocking=True)
-        for start, pattern in _patterns(words, turn):
-            held[start : start + len(pattern)] = pattern
+        pattern = WordPattern(turn)
+        for start in range(0, words, CHUNK):
+            load()
+            pattern.write(start, held[start : start + CHUNK])
         if 0 <= wrong < words:
             held[wrong] ^= 1 << 5
-        found += _compared(held, turn)
-        for device, target in zip(devices, back, strict=True):
+        found += _compared(held, pattern, turn, load)
+        for place, (device, target) in enumerate(zip(devices, back, strict=True)):
             torch.cuda.synchronize(device)
-            if not torch.equal(target, sent):
-                text = f"{int((target != sent).sum())} of {len(sent)} words came back wrong from {device} meanwhile"
-                found.append(of_host("failed", text, "memory", Work(operations=1), kind="host memory"))
+            if wrong_words := int((target != sent).sum()):
+                text = f"{wrong_words} of {len(sent)} words came back wrong while host memory was under load"
+                link = Subject("download", (place,))  # or the way there, or the GPU
+                found.append(Observation("machine", link, "failed", text, "memory", Work(operations=1)))
     evidence = {"copying GPUs": len(devices)}
     work = Work(bytes=8 * words * passes, operations=passes)
     return [*found, of_host("passed", "", "memory", work, **evidence)]
 
 
-def _patterns(words: int, turn: int) -> Iterator[tuple[int, torch.Tensor]]:
+class WordPattern:
+    """The content of memory in a pass: a word is its index times an odd number, or the complement of that."""
+
+    def __init__(self, turn: int) -> None:
+        import torch
+
+        self._other = turn % 2
+        self._shift = turn // 2
+        first = torch.arange(CHUNK, dtype=torch.int64, device="cpu").mul_(_ODD)
+        self._first = first.neg_() if self._other else first  # the complement of n is -n - 1
+
+    def write(self, start: int, chunk: torch.Tensor) -> None:
+        """Write the words from index `start` on to `chunk`, in one pass over it."""
+        import torch
+
+        added = start * _ODD + self._shift
+        added = -added - 1 if self._other else added
+        torch.add(self._first[: len(chunk)], (added + (1 << 63)) % (1 << 64) - (1 << 63), out=chunk)
+
+
+def _compared(held: torch.Tensor, pattern: WordPattern, turn: int, load: Callable[[], None]) -> Iterator[Observation]:
+    """Yield an observation for the first chunk with wrong words. Call `load` before each chunk."""
     import torch
 
-    for start in range(0, words, _CHUNK):
-        numbers = torch.arange(start, min(start + _CHUNK, words), dtype=torch.int64, device="cpu")
-        pattern = numbers.mul_(-7046029254386353131).add_(turn // 2)
-        yield start, pattern.bitwise_not_() if turn % 2 else pattern
-
-
-def _compared(held: torch.Tensor, turn: int) -> Iterator[Observation]:
-    """Yield an observation for the first chunk with wrong words."""
-    for start, pattern in _patterns(len(held), turn):
-        mine = held[start : start + len(pattern)]
-        wrong = (mine != pattern).nonzero()
-        if len(wrong):
+    scratch = torch.empty(CHUNK, dtype=torch.int64, device="cpu")
+    for start in range(0, len(held), CHUNK):
+        load()
+        mine = held[start : start + CHUNK]
+        right = scratch[: len(mine)]
+        pattern.write(start, right)
+        if not torch.equal(mine, right):
+            wrong = (mine != right).nonzero()
             first = int(wrong[0])
-            byte, bits = 8 * (start + first), hex((int(mine[first]) ^ int(pattern[first])) & (2**64 - 1))
+            byte, bits = 8 * (start + first), hex((int(mine[first]) ^ int(right[first])) & (2**64 - 1))
             text = f"host memory: {len(wrong)} words wrong in pass {turn}, the first at byte {byte}, bits {bits}"
             evidence = {"kind": "host memory", "byte": byte, "bits": bits}
             yield of_host("failed", text, "memory", Work(operations=1), **evidence)

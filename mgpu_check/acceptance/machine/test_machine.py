@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_check.acceptance.levels import seconds_for_a_call
 from mgpu_check.acceptance.machine.checks import examine_kernel, of_host
 from mgpu_check.acceptance.machine.cores import vote_of_cores
 from mgpu_check.acceptance.machine.kernel import KernelFacts, read_kernel
@@ -20,11 +21,14 @@ from mgpu_check.processes.machine import boot_id
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
 
-_SECONDS = {"quick": 0.3, "standard": 5.0, "long": 60.0}
-"""Seconds that the cores compute, at each level."""
-_MEMORY = {"quick": (64 << 20, 2), "standard": (1 << 30, 4), "long": (8 << 30, 8)}
-"""Bytes of host memory, and the number of passes, at each level."""
-_SIMULATED = (4 << 20, 2)
+_SECONDS = {"quick": 0.3, "standard": 5.0, "long": 30.0}
+"""Seconds that the cores compute, at each level; at most half of the time limit of a call."""
+_MEMORY = {"quick": (64 << 20, 1), "standard": (1 << 30, 2), "long": (1 << 30, 16)}
+"""Bytes of host memory, and how often other ones are taken, at each level. A call must end within its time limit."""
+_PASSES = 2
+_COPIES = 64
+"""Copies of 1 MiB in the time that a core takes for 8 MiB: enough to keep PCIe busy."""
+_SIMULATED = (4 << 20, 1)
 
 
 def _simulated(node: Node) -> SimulatedHost | None:
@@ -64,14 +68,17 @@ def look_at_kernel(
 
 def test_cores_compute_alike(node: Node) -> None:
     """Each core of the host computes the same bits of integers, products and functions."""
-    node.in_node_process("machine", look_at_cores, _SECONDS[node.level], _simulated(node))
+    seconds = min(_SECONDS[node.level], seconds_for_a_call() / 2)
+    node.in_node_process("machine", look_at_cores, seconds, _simulated(node))
 
 
 def test_memory_keeps_its_content(node: Node) -> None:
     """Memory of the host holds what was written while copies to and from the GPUs run."""
     simulated = _simulated(node)
-    size, passes = _SIMULATED if simulated else _MEMORY[node.level]
-    node.in_node_process("machine", examine_memory, size, passes, simulated.word if simulated else -1)
+    size, times = _SIMULATED if simulated else _MEMORY[node.level]
+    copies, wrong = (1, simulated.word) if simulated else (_COPIES, -1)
+    for _ in range(times):
+        node.in_node_process("machine", examine_memory, size, _PASSES, copies, wrong)
 
 
 def test_kernel_reports_no_errors(node: Node) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_check.acceptance.among_nodes import among_nodes
+from mgpu_check.acceptance.among_nodes import SLOW_NODE, among_nodes
 from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.report.sightings import same_host, sightings
 from mgpu_check.acceptance.run_report import Accusation, Gpu, Kind, RunReport, Verdict
@@ -131,8 +131,10 @@ def _with_moves(whole: RunReport, moves: Mapping[int, Sequence[str]]) -> RunRepo
 
 
 def _with_suspects(whole: RunReport) -> RunReport:
-    """Add an accusation of each host that is slower than the others of its model."""
-    slow = [judged(one.observation, whole.policy) for one in among_nodes([whole]).outliers]
+    """Add an accusation of each host that is slower than the others of its model, unless an earlier merge has."""
+    known = {one.part for one in whole.verdict.accusations if one.findings == (SLOW_NODE,)}
+    found = [one for one in among_nodes([whole]).outliers if Part("host", (one.host,)) not in known]
+    slow = [judged(one.observation, whole.policy) for one in found]
     numbers: dict[int, list[int]] = {}
     for number, entry in enumerate(slow, len(whole.observations)):
         if entry.outcome == "failed":
