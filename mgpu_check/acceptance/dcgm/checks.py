@@ -60,7 +60,9 @@ def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Map
 
 def _observation(subject: Subject, result: DiagnosticResult, case: str) -> Observation:
     outcome = _OUTCOMES[result.state]
-    seen = "" if outcome == "passed" else f"{result.test}: {result.state}{f': {result.told}' if result.told else ''}"
+    seen = (
+        "" if outcome == "passed" else f"{result.test}: {result.state}{f': {result.message}' if result.message else ''}"
+    )
     evidence = {"kind": f"dcgm {result.state}", "test": result.test, "category": result.category}
     if outcome == "failed":
         evidence["advice"] = _ADVICE

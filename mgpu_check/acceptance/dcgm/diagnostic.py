@@ -32,7 +32,7 @@ class DiagnosticResult:
         gpu: index of the GPU for DCGM; None for the host.
         serial: serial number of the GPU; "" if the file has none.
         state: "Pass", "Fail", "Warn" or "Skip".
-        told: the messages, in one line.
+        message: the messages, in one line.
         errors: DCGM's numbers of the errors.
     """
 
@@ -41,7 +41,7 @@ class DiagnosticResult:
     gpu: int | None
     serial: str
     state: str
-    told: str = ""
+    message: str = ""
     errors: tuple[int, ...] = ()
 
 
@@ -139,10 +139,10 @@ def _results(
             texts.insert(0, f"{entry.get('entity_group')} {entry.get('entity_id')}")
     elif (named := str(entry.get("gpu_id", entry.get("gpu_ids", "")))) not in ("", "-1"):
         gpus = [int(word) for word in named.split(",")]
-    told = "; ".join(" ".join(text.split()) for text in dict.fromkeys(texts) if text)
+    message = "; ".join(" ".join(text.split()) for text in dict.fromkeys(texts) if text)
     for gpu in gpus:
         serial = "" if gpu is None else serials.get(gpu, "")
-        yield DiagnosticResult(test, category, gpu, serial, state, told, tuple(int(error) for error in errors))
+        yield DiagnosticResult(test, category, gpu, serial, state, message, tuple(int(error) for error in errors))
 
 
 def _of(value: Any, what: str, kind: type) -> Any:

@@ -110,8 +110,8 @@ def _of_device(root: Path, device: Path, model: str, allowed: Collection[int]) -
         kind = _value(root / "sys/kernel/iommu_groups" / group.resolve().name / "type") if group.exists() else None
         if kind is not None:
             values["iommu"] = kind
-        told = _text(root / "proc/driver/nvidia/gpus" / device.name / "information") or ""
-        if match := re.search(r"GPU Firmware:\s*(\S+)", told):
+        text = _text(root / "proc/driver/nvidia/gpus" / device.name / "information") or ""
+        if match := re.search(r"GPU Firmware:\s*(\S+)", text):
             values["gsp"] = match[1]
     return values
 

@@ -87,7 +87,7 @@ def test_kernel_reports_no_errors(node: Node) -> None:
 
 
 def _absent(node: Node) -> dict[str, bool]:
-    """Return the reasons for which paths cannot be tried, and whether they hold."""
+    """Return each reason not to try paths, and whether it holds."""
     return {
         "simulated GPUs have no NCCL": node.simulated,
         "one GPU has no path to another": len(node.numbers) < 2,

@@ -1,4 +1,4 @@
-"""Find which paths NCCL uses between GPUs, from its debug log, and whether a faster path is there."""
+"""Read the paths between GPUs from the debug log of NCCL, and compare them with the paths that the hardware has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def paths_of_rank(rank: Rank) -> dict[tuple[int, int], str] | str:
-    """Sum over all ranks, and return the paths that NCCL has logged in this process, or why there are none."""
+    """Sum over all ranks, and return the paths in the log of this process, or why the log has no path."""
     import torch
     import torch.distributed as dist
 

@@ -22,7 +22,7 @@ from mgpu_check.devices.telemetry.fields import FIELDS, names
 __all__ = ["FleetHistory", "GpuChange", "GpuHistory", "Point", "history", "lines"]
 
 _OF_CHIPS = 0.5
-"""Share of `LEAST_SHORTFALL` that counts here: a GPU is compared with itself, so differences between chips are none."""
+"""Share of `LEAST_SHORTFALL` that counts here: a GPU is compared with itself, so chips do not differ."""
 
 _WIDTH = 12
 """Most values of one GPU in a line."""
