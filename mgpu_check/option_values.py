@@ -10,8 +10,10 @@ __all__ = [
     "ACCEPTANCE_SUFFIXES",
     "LEVELS",
     "REPORT_SUFFIXES",
+    "Depth",
     "Level",
     "acceptance_reports",
+    "depth_of",
     "duration",
     "file",
     "gpus",
@@ -28,8 +30,10 @@ REPORT_SUFFIXES = (".md",)
 ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml", ".prom")
 """Suffixes of the reports of an acceptance: a page, JSON, Markdown, JUnit, a textfile for Prometheus."""
 
-Level = Literal["quick", "standard", "long"]
+Level = Literal["glance", "quick", "standard", "long"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+Depth = Literal["quick", "standard", "long"]
+"""How much a check does at a level; see `Settings.depth`."""
 
 
 def gpus(text: str) -> int | None:
@@ -70,6 +74,11 @@ def duration(text: str) -> float | None:
     if match is None or not float(match[1]):
         raise ValueError("choose a time above 0 with its unit, such as 90s, 30m, 2h or 3d")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def depth_of(level: Level) -> Depth:
+    """Return how much a check does at a level: a glance makes fewer checks, each as a quick run does."""
+    return "quick" if level == "glance" else level
 
 
 def level(text: str) -> Level:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from mgpu_check import option_values
-from mgpu_check.option_values import Level
+from mgpu_check.option_values import Depth, Level
 
 __all__ = ["OPTIONS", "Option", "Settings", "activate", "active", "resolve", "unknown_variables"]
 
@@ -167,7 +167,7 @@ class Settings:
     gpu_level: Level = _option(
         DEFAULT_LEVEL,
         option_values.level,
-        "how much the packaged suites do: quick, standard or long",
+        "how much the packaged suites do: quick, standard or long; glance: some checks of an acceptance, else as quick",
         f"{DEFAULT_LEVEL}; accept and selftest: standard",
         {"metavar": "|".join(option_values.LEVELS)},
     )
@@ -263,6 +263,11 @@ class Settings:
     def asked(self) -> bool:
         """True if this run asks for devices at all."""
         return self.gpus != 0
+
+    @property
+    def depth(self) -> Depth:
+        """How much a check does: the level, or quick for a glance."""
+        return option_values.depth_of(self.gpu_level)
 
     @property
     def gpus_of_host(self) -> int:

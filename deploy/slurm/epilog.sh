@@ -11,7 +11,8 @@
 #   SECONDS_MOST  the run is ended after so many seconds, default 240; keep it below PrologEpilogTimeout
 #   REPORTS       directory for reports, default /var/log/mgpu-check; without it there is no report
 #   UNDECIDED     "drain" gives exit code 1 without a verdict, too; default "keep"
-#   SELECTION     checks to run, such as "inventory or health or links"; default all at the level quick
+#   LEVEL         glance, quick, standard or long; default quick
+#   SELECTION     checks to run, such as "inventory or health or links"; default all of the level
 set -u
 here=$(dirname "$(readlink -f "$0")")
 # shellcheck source=/dev/null
@@ -33,7 +34,7 @@ fi
 verdict=$(mktemp) || exit 0 # a full disk is no fault of a GPU
 trap 'rm -f "$verdict"' EXIT
 reports=${REPORTS:-/var/log/mgpu-check}
-options=(--gpus=all --gpu-level=quick "--verdict-file=$verdict")
+options=(--gpus=all "--gpu-level=${LEVEL:-quick}" "--verdict-file=$verdict")
 [ -n "${SELECTION:-}" ] && options+=(-k "$SELECTION")
 [ -w "$reports" ] && options+=("--report=$reports/$(hostname -s)-${SLURM_JOB_ID:-0}.json")
 

@@ -9,6 +9,6 @@
 #              HealthCheckNodeState=IDLE,CYCLE
 set -u
 here=$(dirname "$(readlink -f "$0")")
-export GPUS=all SLURM_JOB_ID=idle SELECTION="${HEALTH_SELECTION:-inventory or health}" SECONDS_MOST=45
+export GPUS=all SLURM_JOB_ID=idle LEVEL=glance SELECTION="${HEALTH_SELECTION:-inventory or health}" SECONDS_MOST=45
 "$here/epilog.sh" && exit 0
 scontrol update nodename="${SLURMD_NODENAME:-$(hostname -s)}" state=drain reason="mgpu-check: GPUs rejected"

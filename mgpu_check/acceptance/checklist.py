@@ -13,7 +13,9 @@ class Check:
     """Static properties of a check.
 
     Attributes:
-        least: least number of operations for each subject at each level; None if its floor does not count operations.
+        least: least number of operations for each subject at the levels quick, standard and long; None if its floor
+            does not count operations.
+        glance: the same at the level glance; 0 if this level does not have the check.
         alone: its ranks neither wait for each other nor exchange data.
         over_the_host: its data cross the link between host and GPU, so a bad link to the host makes it fail, too.
         of_driver: it reports what the driver says; an observation of a GPU accuses that GPU, however many have one.
@@ -23,6 +25,7 @@ class Check:
     """
 
     least: tuple[int, int, int] | None = None
+    glance: int = 0
     alone: bool = False
     over_the_host: bool = False
     of_driver: bool = False
@@ -31,17 +34,17 @@ class Check:
 
 
 CHECKLIST: Mapping[str, Check] = {
-    "inventory": Check((1, 1, 1), alone=True, of_driver=True, of_facts=True),
+    "inventory": Check((1, 1, 1), 1, alone=True, of_driver=True, of_facts=True),
     "memory": Check(alone=True),
-    "compute": Check((40, 400, 4000), alone=True, over_the_host=True, counts="results of a GPU"),
-    "links": Check((4, 20, 200), counts="copies on a link"),
+    "compute": Check((40, 400, 4000), 20, alone=True, over_the_host=True, counts="results of a GPU"),
+    "links": Check((4, 20, 200), 4, counts="copies on a link"),
     "collectives": Check((20, 200, 2000), over_the_host=True, counts="collectives"),
     "training": Check((12, 150, 4000), over_the_host=True, counts="steps of training"),
     "soak": Check(over_the_host=True),
     "performance": Check(alone=True),
     "dcgm": Check(alone=True, of_driver=True, of_facts=True),
     "machine": Check(of_facts=True),
-    "health": Check((2, 2, 2), alone=True, of_driver=True),
+    "health": Check((2, 2, 2), 2, alone=True, of_driver=True),
 }
 """All checks in the order they run. The soak and the results of DCGM run only on request."""
 

@@ -21,6 +21,7 @@ from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.verdict.localisation import SECONDS
 from mgpu_check.devices.observations import Observation
+from mgpu_check.option_values import depth_of
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.stash import INVOCATION, SESSION
 from mgpu_check.processes.signals import EndOnRequest
@@ -37,8 +38,16 @@ _MOST_LINES = 8
 _TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "glance(only): the level glance has this check; with only=True no other has")
     ENDING.begin()
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Start the fork server of simulated GPUs, which imports torch, while pytest imports the checks."""
+    gpu_session = session.config.stash[SESSION]
+    if gpu_session.settings.simulate == "cpu" and gpu_session.settings.gpus and not session.config.option.collectonly:
+        gpu_session.pool.start()
 
 
 def pytest_unconfigure() -> None:
@@ -99,7 +108,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         except session.Failed as failed:  # -x or --maxfail: second looks at the failures run all the same
             stopped = failed
         if run.log.any_failed():
-            live.phase("second looks at failures", SECONDS[run.plan.level])
+            live.phase("second looks at failures", SECONDS[depth_of(run.plan.level)])
         run.look_again()
     except BaseException:
         run.interrupted = True
@@ -118,12 +127,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort the checks by `CHECKS`: the most informative per second first, health last, because it covers all the
     others.
 
-    Deselect the soak and the results of DCGM unless they were requested.
+    Deselect the soak and the results of DCGM unless they were requested, and what the level does not have.
     """
     settings = config.stash[SESSION].settings
-    absent = {"soak": soak_of(settings) is None, "dcgm": settings.accept_dcgm is None}
-    if any(absent.values()):
-        left_out = [item for item in _ours(items) if absent.get(_check_of(item), False)]
+    requested = {"soak": soak_of(settings) is not None, "dcgm": settings.accept_dcgm is not None}
+
+    def is_wanted(item: pytest.Item) -> bool:
+        check = _check_of(item)
+        if check in requested:
+            return requested[check]
+        marked = item.get_closest_marker("glance")
+        return marked is not None if settings.gpu_level == "glance" else not (marked and marked.kwargs.get("only"))
+
+    left_out = [item for item in _ours(items) if not is_wanted(item)]
+    if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     order = {f"test_{check}": place for place, check in enumerate(CHECKS)}

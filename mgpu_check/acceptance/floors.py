@@ -36,13 +36,13 @@ def floors(
         soak: requested seconds of load; None without a soak.
         dcgm: whether results of DCGM's diagnostic were given.
     """
-    place = LEVELS.index(level)
+    glance, place = level == "glance", max(0, LEVELS.index(level) - 1)
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
     found: dict[str, dict[Subject, Work]] = {}
     for name, check in CHECKLIST.items():
         if check.least is not None:
             subjects = _ways(gpus) if name == "links" else each
-            found[name] = dict.fromkeys(subjects, Work(operations=check.least[place]))
+            found[name] = dict.fromkeys(subjects, Work(operations=check.glance if glance else check.least[place]))
     found["memory"] = {
         subject: Work(bytes=int(gpu.memory * memory_share * _SHARE_OF_MEMORY * _PASSES[place]))
         for subject, gpu in zip(each, gpus, strict=True)

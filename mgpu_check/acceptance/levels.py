@@ -26,7 +26,7 @@ def drawn(*, quick: int, standard: int, long: int) -> settings:
     directory.
     """
     return settings(
-        max_examples={"quick": quick, "standard": standard, "long": long}[active().gpu_level],
+        max_examples={"quick": quick, "standard": standard, "long": long}[active().depth],
         phases=(Phase.explicit, Phase.generate),
         deadline=None,
         database=None,
@@ -37,4 +37,4 @@ def drawn(*, quick: int, standard: int, long: int) -> settings:
 def seconds_for_a_call() -> float:
     """Return the time limit in seconds of one call on all GPUs: that of the level, or ``--rank-timeout`` if it is
     less."""
-    return min(_SECONDS[active().gpu_level], active().rank_timeout)
+    return min(_SECONDS[active().depth], active().rank_timeout)

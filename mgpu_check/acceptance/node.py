@@ -13,6 +13,7 @@ from mgpu_check.acceptance.verdict.troubles import observations_of
 from mgpu_check.devices.observations import Measurement, Observation, SubjectResult
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.errors import RankHang, StartupFailure
+from mgpu_check.option_values import Depth, depth_of
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.machine.kernel import KernelFacts
@@ -85,9 +86,9 @@ class Node:
         self._measuring: dict[tuple[Any, ...], Callable[[], object]] = {}
 
     @property
-    def level(self) -> str:
-        """ "quick", "standard" or "long"."""
-        return self.plan.level
+    def depth(self) -> Depth:
+        """How much each check does."""
+        return depth_of(self.plan.level)
 
     @property
     def memory_share(self) -> float:

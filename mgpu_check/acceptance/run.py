@@ -352,7 +352,7 @@ def _look() -> _FirstLook:
 
     import torch
 
-    software = {"torch": torch.__version__, "python": platform.python_version(), "mgpu-check": version()}
+    software = {"torch": str(torch.__version__), "python": platform.python_version(), "mgpu-check": version()}
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():

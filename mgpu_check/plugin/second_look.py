@@ -113,7 +113,7 @@ class _Second:
         self._began = time.monotonic()
         self._runs = 0
         self._hung = False
-        self._until = self._began + _SECONDS[session.settings.gpu_level]
+        self._until = self._began + _SECONDS[session.settings.depth]
         self._why = "reached its time limit; --gpu-level=long allows more time"
 
     def look(self) -> Reruns:
@@ -138,7 +138,7 @@ class _Second:
 
     def _allow_time(self) -> None:
         """Set the time limit: by the speed of the machine, and by the time that second looks of this run have left."""
-        fast = _SECONDS[self._session.settings.gpu_level]
+        fast = _SECONDS[self._session.settings.depth]
         took = (time.monotonic() - self._began) / self._runs
         limit = min(max(fast, _RERUNS * took), _SLOWEST * fast)
         self._until = self._began + max(0.0, _SHARE * limit - self._session.looked) / _SHARE

@@ -14,7 +14,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 class Node:
     """A node with a GPU of each of these models."""
 
-    level = "quick"
+    depth = "quick"
 
     def __init__(self, models: Sequence[str]) -> None:
         self.gpus = [Gpu(number, 0, number, model, f"uuid-{number}", 16 << 20) for number, model in enumerate(models)]

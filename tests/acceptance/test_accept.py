@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
     ("given", "told"),
     [
         ({"accept_for": "2x"}, "--for: '2x' is not valid; choose a time above 0 with its unit"),
-        ({"gpu_level": "fast"}, "choose one of quick, standard, long"),
+        ({"gpu_level": "fast"}, "choose one of glance, quick, standard, long"),
         ({"accept_memory": "1"}, "choose a share of the free memory, above 0 and below 1"),
         ({"accept_report": ["a.pdf"]}, "choose a file whose name ends in .html, .json, .md, .xml or .prom"),
         ({"accept_report": ["/no/such/a.md"]}, "--report: there is no directory /no/such"),
@@ -77,6 +79,27 @@ def test_a_wrong_call_is_exit_code_4(command: Command, arguments: tuple[str, ...
     text = command(*arguments, code=4)
     assert told in text
     assert "Traceback" not in text
+
+
+def test_a_glance_finds_a_wrong_link_and_says_what_it_left_out(command: Command) -> None:
+    faulty = ("accept", "--gpus=2", "--simulate", "--gpu-level=glance", "--plant=copy-zeros:device=0,peer=1")
+    text = command(*faulty, code=1)
+    assert text.splitlines()[-1] == (
+        "REJECTED on 2 SIMULATED cpu GPUs: link GPU 0 -> GPU 1; only compute, health, inventory, links ran"
+    )
+    assert "at the level glance" in text
+    assert (resolve({"gpu_level": "glance"}, {}, {}).depth, resolve({"gpu_level": "long"}, {}, {}).depth) == (
+        "quick",
+        "long",
+    )
+
+
+def test_the_pytest_process_plans_an_acceptance_without_torch() -> None:
+    code = (
+        "import sys, mgpu_check.acceptance.run; from mgpu_check.acceptance.faults import all_hardware_faults as faults; "
+        "from mgpu_check.acceptance.links import test_links; sys.exit(not faults() or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_collecting_gives_no_verdict(command: Command) -> None:

@@ -55,7 +55,7 @@ class Stub:
     `answer(gpu, case)` returns what differs in the answer of a GPU, or None where it does not answer.
     """
 
-    level = "quick"
+    depth = "quick"
 
     def __init__(self, count, answer=lambda gpu, case: {}):
         self.gpus = tuple(Gpu(number, 0, number, "G", f"GPU-{number}", 16 << 20) for number in range(count))

@@ -155,7 +155,11 @@ def test_accept_without_arguments_takes_all_gpus(command, monkeypatch):
 
 @pytest.mark.parametrize("words", [(), ("accept",), ("selftest",)], ids=["suite", "accept", "selftest"])
 def test_what_is_missing_or_unknown_is_named_with_a_remedy(words, command):
-    for flag, value in (("--gpus", "N|all"), ("--rank-timeout", "SECONDS"), ("--gpu-level", "quick|standard|long")):
+    for flag, value in (
+        ("--gpus", "N|all"),
+        ("--rank-timeout", "SECONDS"),
+        ("--gpu-level", "glance|quick|standard|long"),
+    ):
         assert f"{flag} needs a value: {flag}={value}" in command(*words, flag, code=4)
     text = command(*words, "--gpus=2", "--simulate", "test_nowhere.py", code=4)
     some = "test_memory.py" if words == ("accept",) else "test_scatter.py"

@@ -83,6 +83,8 @@ def test_only_a_rejected_gpu_drains(node: Node, script: str, verdict: str, code:
 
 def test_a_prolog_is_short(node: Node) -> None:
     node.run("prolog.sh", "ACCEPTED", 0)
+    assert "--gpu-level=glance" in node.text("command") and "-k" not in node.text("command")
+    node.run("prolog.sh", "ACCEPTED", 0, PROLOG_SELECTION="inventory or health")
     assert "-k inventory or health" in node.text("command")
 
 

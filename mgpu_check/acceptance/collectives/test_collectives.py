@@ -68,7 +68,7 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
     usable = [dtype for dtype in DTYPES if reduction != "avg" or "float" in dtype]
     chosen: Sequence[str] = usable
     place_of_operation = OPERATIONS.index((operation, reduction))
-    if node.level == "quick" and (operation, reduction) != ("all_reduce", "sum"):
+    if node.depth == "quick" and (operation, reduction) != ("all_reduce", "sum"):
         # The only example of a quick run is the simplest one, so rotate the dtypes to cover others in each operation.
         first = place_of_operation * 2 % len(usable)
         chosen = data.draw(st.permutations([*usable[first:], *usable[:first]]), label="dtypes")[:2]
@@ -76,8 +76,8 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
     around = st.integers(-100, 100)
     cases: list[RepeatedCollective] = []
     for place, dtype in enumerate(chosen):
-        borders = [border for border in _BORDERS[node.level] if fits(node, border)]
-        for border in borders[place % 2 :: 2] if node.level == "quick" else borders:
+        borders = [border for border in _BORDERS[node.depth] if fits(node, border)]
+        for border in borders[place % 2 :: 2] if node.depth == "quick" else borders:
             size = border + data.draw(around, label="bytes around the border")
             cases.append(
                 RepeatedCollective(
@@ -91,8 +91,8 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
                     seed=seed + place,
                 )
             )
-    if operation in ("all_reduce", "all_to_all") and reduction == "sum" and fits(node, _LARGEST[node.level]):
-        cases.append(RepeatedCollective(operation, "float32", _LARGEST[node.level], iterations=5, seed=seed))
+    if operation in ("all_reduce", "all_to_all") and reduction == "sum" and fits(node, _LARGEST[node.depth]):
+        cases.append(RepeatedCollective(operation, "float32", _LARGEST[node.depth], iterations=5, seed=seed))
     look(node, cases)
 
 
@@ -128,7 +128,7 @@ def groups(node: Node) -> list[tuple[int, ...]]:
     pairs = sorted(itertools.combinations(range(count), 2), key=lambda pair: hosts[pair[0]] == hosts[pair[1]])
     found = {tuple(range(count // 2)), tuple(range(count // 2, count)), tuple(range(0, count, 2))}
     larger = sorted(members for members in found if 2 < len(members) < count)
-    return [*larger, *(pairs[: _MOST_PAIRS[active().gpu_level]] if count > 2 else [])]
+    return [*larger, *(pairs[: _MOST_PAIRS[active().depth]] if count > 2 else [])]
 
 
 @drawn(quick=1, standard=1, long=4)
@@ -138,9 +138,9 @@ def test_many_iterations(node: Node, seed: int, burst: int) -> None:
     1 MiB, where protocols change."""
     from mgpu_check.suite.collectives.exact import RepeatedCollective
 
-    times = (_MANY_SIMULATED if node.simulated else _MANY)[node.level]
+    times = (_MANY_SIMULATED if node.simulated else _MANY)[node.depth]
     look(node, [RepeatedCollective("all_reduce", "float32", 1 << 20, iterations=times, burst=burst, seed=seed)])
-    if node.simulated and node.level == "quick":
+    if node.simulated and node.depth == "quick":
         return
     for operation in MEASURED:
         sizes = (4 << 10, 64 << 10, 1 << 20)
@@ -155,15 +155,15 @@ def test_speed_of_collectives(node: Node) -> None:
 
     numbers = node.numbers
     # Simulated time has no noise, so few repeats are enough.
-    repeats, inner = (3, 1) if node.simulated else (_MEASURED[node.level], 4)
+    repeats, inner = (3, 1) if node.simulated else (_MEASURED[node.depth], 4)
     if len(numbers) < 2:
         return
-    sizes = [size for size in (LATENCY_BYTES, 1 << 20, _LARGEST[node.level]) if fits(node, size)]
+    sizes = [size for size in (LATENCY_BYTES, 1 << 20, _LARGEST[node.depth]) if fits(node, size)]
     cases = [
         RepeatedCollective(operation, "float32", size, pair, root=root, iterations=inner)
         for operation in MEASURED
         for size in (sizes[0], sizes[-1])
-        for pair in itertools.chain(*rounds_of(len(numbers))[: _MOST_ROUNDS[node.level]])
+        for pair in itertools.chain(*rounds_of(len(numbers))[: _MOST_ROUNDS[node.depth]])
         for root in range(2 if TRANSFERS[operation].root else 1)
     ]
     if len(numbers) > 2:

@@ -51,8 +51,8 @@ def _side(node: Node) -> int:
 @given(seed=SEEDS)
 def test_results_are_right(node: Node, family: str, seed: int) -> None:
     """Each operation agrees with its oracle in each dtype, and gives the same bits every time and on all GPUs."""
-    dense, quick = family in _DENSE, node.level == "quick"
-    repeats, seconds, share = {"quick": (4, 0.2, 2), "standard": (16, 0.5, 1), "long": (64, 2.0, 1)}[node.level]
+    dense, quick = family in _DENSE, node.depth == "quick"
+    repeats, seconds, share = {"quick": (4, 0.2, 2), "standard": (16, 0.5, 1), "long": (64, 2.0, 1)}[node.depth]
     side = max(32, _side(node) // (share if dense else 4))
     cases = [
         ComputeCase(operation, dtype, side, seed, repeats, seconds, timed=operation in TIMED)
@@ -62,9 +62,24 @@ def test_results_are_right(node: Node, family: str, seed: int) -> None:
     compute(node, cases)
 
 
+@pytest.mark.glance(only=True)
+@drawn(quick=1, standard=1, long=1)
+@given(seed=SEEDS)
+def test_each_kind_of_kernel_once(node: Node, seed: int) -> None:
+    """One operation of each kind of kernel is right; products in each dtype."""
+    side = max(32, _side(node) // 4)
+    cases = [
+        ComputeCase(operation, dtype, side, seed, repeats=2, seconds=0.2)
+        for number, operation in enumerate(TIMED)
+        for place, dtype in enumerate(OPERATIONS[operation])
+        if operation == TIMED[0] or place == (seed + number) % len(OPERATIONS[operation])
+    ]
+    compute(node, cases)
+
+
 def test_speed_of_launches(node: Node) -> None:
     """Measure the time of small kernels; the check of performance judges it."""
-    node.on_ranks("compute", measure_launches, {"quick": 5, "standard": 15, "long": 51}[node.level])
+    node.on_ranks("compute", measure_launches, {"quick": 5, "standard": 15, "long": 51}[node.depth])
 
 
 def _every_other(dtypes: Sequence[str], start: int) -> Sequence[str]:
@@ -75,7 +90,7 @@ def _repeated() -> list[str]:
     """Return the operations to repeat at the level of this run. A quick run repeats only products: its few repeats of
     the other operations would add nothing to `test_results_are_right`.
     """
-    return [operation for operation in _REPEATED if active().gpu_level != "quick" or _REPEATED[operation] == 1]
+    return [operation for operation in _REPEATED if active().depth != "quick" or _REPEATED[operation] == 1]
 
 
 @pytest.mark.parametrize("operation", _repeated())
@@ -86,14 +101,14 @@ def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
 
     Operands are small to allow many repeats.
     """
-    repeats, seconds = _MANY[node.level]
+    repeats, seconds = _MANY[node.depth]
     share = _REPEATED[operation]
     side = max(32, min(512, _side(node) // 4))
     cases = [
         ComputeCase(operation, dtype, side, seed, max(2, int(share * repeats)), share * seconds)
         for dtype in OPERATIONS[operation]
     ]
-    if node.level == "quick":
+    if node.depth == "quick":
         compute(node, cases)
         return
     for case in cases:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.acceptance.health.xids import examine_past_xids
 
@@ -14,12 +16,13 @@ _SAMPLES = {"quick": 3, "standard": 20, "long": 60}
 """Samples of each GPU under load, taken even if no other check ran."""
 
 
+@pytest.mark.glance
 def test_gpus_are_well(node: Node) -> None:
     """No error counter grew, no repair is pending, no clock was held down, and the driver answers for all GPUs."""
     telemetry = node.telemetry
     if telemetry is None or not node.boundaries:
         return
-    telemetry.under_load(node, "health", _SAMPLES[node.level] * telemetry.interval)
+    telemetry.under_load(node, "health", _SAMPLES[node.depth] * telemetry.interval)
     last = telemetry.snapshot()
     samples, troubles = telemetry.samples(), telemetry.troubles()
     for host, gpus in telemetry.hosts.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from mgpu_check.acceptance.inventory.checks import Reference, examine_inventory, examine_pcie
 from mgpu_check.acceptance.inventory.identity import examine_identity
 from mgpu_check.acceptance.skus import packaged_floors
@@ -39,6 +41,7 @@ def _references(node: Node, host: int) -> tuple[list[Reference], list[str]]:
     return found, missing
 
 
+@pytest.mark.glance
 def test_gpus_are_equal(node: Node) -> None:
     """The GPUs agree with the baseline, the data sheet and each other in model, memory, driver, VBIOS, modes, limits
     and links, and no two have one identity."""
@@ -52,6 +55,7 @@ def test_gpus_are_equal(node: Node) -> None:
         node.record(examine_identity(taken, {gpu: node.slots.get(gpu, "") for gpu in gpus}, host=host))
 
 
+@pytest.mark.glance
 def test_pcie_is_trained_under_load(node: Node) -> None:
     """PCIe runs under load at the generation and width that the GPU and its slot support."""
     if node.telemetry is None or not node.boundaries:

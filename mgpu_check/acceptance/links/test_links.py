@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.levels import drawn
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.settings import active
+from mgpu_check.suite.devices.copy_cases import Copies, Path
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
-    from mgpu_check.suite.devices.links import Path
 
+_BETWEEN_GPUS, _WITH_HOST = (
+    NamedFunction(f"mgpu_check.suite.devices.links:{name}") for name in ("examine_copies", "examine_host_copies")
+)
 PATHS = ("engine", "strided", "casting")
 
 _SMALL = st.one_of(st.integers(37, 5000), st.integers(1, 36))
@@ -40,7 +44,7 @@ _MANY_SIMULATED = {
 def sizes(draw: st.DrawFn) -> tuple[int, ...]:
     """Draw sizes in bytes: a small one, sizes around limits where the implementation of copies changes, and a large
     one."""
-    level = active().gpu_level
+    level = active().depth
     around = st.integers(-70, 70)
     borders = [64 << 10, 2 << 20] if level == "quick" else [4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20]
     # Above the border, so that a fault that starts there shows.
@@ -62,12 +66,10 @@ def test_copies_between_gpus(
     node: Node, path: Path, sizes: tuple[int, ...], source: int, destination: int, seed: int
 ) -> None:
     """Copies of each ordered pair arrive unchanged, one pair after the other and all pairs at once."""
-    from mgpu_check.suite.devices.links import Copies, examine_copies
-
     # The only example of a quick run has zero offsets, so the second call uses other alignments.
-    node.in_node_process("links", examine_copies, Copies(path, sizes, source, destination, seed=seed))
+    node.in_node_process("links", _BETWEEN_GPUS, Copies(path, sizes, source, destination, seed=seed))
     together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, seed=seed + 1)
-    node.in_node_process("links", examine_copies, together)
+    node.in_node_process("links", _BETWEEN_GPUS, together)
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
@@ -79,31 +81,37 @@ def test_copies_from_and_to_the_host(
     node: Node, pinned: bool, sizes: tuple[int, ...], source: int, destination: int, path: Path, seed: int
 ) -> None:
     """Copies to each GPU and back arrive unchanged, one GPU after the other and all GPUs at once."""
-    from mgpu_check.suite.devices.links import Copies, examine_host_copies
-
     alone = Copies(path, sizes, source, destination, pinned=pinned, seed=seed)
-    node.in_node_process("links", examine_host_copies, alone)
+    node.in_node_process("links", _WITH_HOST, alone)
     together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, pinned=pinned, seed=seed + 1)
-    node.in_node_process("links", examine_host_copies, together)
+    node.in_node_process("links", _WITH_HOST, together)
+
+
+@pytest.mark.glance(only=True)
+@drawn(quick=1, standard=1, long=1)
+@given(seed=st.integers(0, 2**30), destination=ALIGNMENTS)
+def test_each_link_once(node: Node, seed: int, destination: int) -> None:
+    """A few copies in each direction arrive: between GPUs by both paths, from and to pinned memory of the host."""
+    size = (64 << 10 if node.simulated else 2 << 20) + 1
+    paths: tuple[Path, ...] = ("engine", "casting")
+    for path in paths:
+        node.in_node_process("links", _BETWEEN_GPUS, Copies(path, (37, size), 0, destination, pieces=4, seed=seed))
+    node.in_node_process("links", _WITH_HOST, Copies("engine", (37, size), 0, destination, pieces=4, seed=seed))
 
 
 @drawn(quick=1, standard=1, long=1)
 @given(seed=st.integers(0, 2**30))
 def test_many_copies(node: Node, seed: int) -> None:
     """Each of many copies of each size class arrives, between GPUs and from and to the host: faults may be rare."""
-    from mgpu_check.suite.devices.links import Copies, examine_copies, examine_host_copies
-
     paths: tuple[Path, ...] = ("engine", "casting")
     for path in paths:
-        for size, pieces in (_MANY_SIMULATED if node.simulated else _MANY)[node.level]:
+        for size, pieces in (_MANY_SIMULATED if node.simulated else _MANY)[node.depth]:
             case = Copies(path, (size * pieces,), pieces=pieces, seed=seed)
-            for examine in (examine_copies, examine_host_copies):
+            for examine in (_BETWEEN_GPUS, _WITH_HOST):
                 node.in_node_process("links", examine, case)
 
 
 def test_speed_of_copies(node: Node) -> None:
     """Measure bandwidth and latency of each copy direction; the check of performance judges them."""
-    from mgpu_check.acceptance.links.speed import measure_copies
-
-    size, repeats = _MEASURED[node.level]
-    node.in_node_process("links", measure_copies, size, repeats)
+    size, repeats = _MEASURED[node.depth]
+    node.in_node_process("links", NamedFunction("mgpu_check.acceptance.links.speed:measure_copies"), size, repeats)

@@ -30,11 +30,11 @@ def _memory(rank: Rank, case: MemoryCase) -> list[Any]:
 @given(seed=SEEDS)
 def test_memory_holds_what_is_written(node: Node, pattern: str, seed: int) -> None:
     """Each bit of most of the free memory holds 0 and 1, at its own address."""
-    node.on_ranks("memory", _memory, MemoryCase(pattern, node.memory_share, seed, _PASSES[node.level]))
+    node.on_ranks("memory", _memory, MemoryCase(pattern, node.memory_share, seed, _PASSES[node.depth]))
 
 
 @drawn(quick=1, standard=1, long=2)
 @given(seed=SEEDS)
 def test_memory_keeps_what_was_written(node: Node, seed: int) -> None:
     """Most of the free memory holds random numbers, and their complement, while the GPU computes."""
-    node.on_ranks("memory", _memory, MemoryCase("random", node.memory_share, seed, held=_HELD[node.level]))
+    node.on_ranks("memory", _memory, MemoryCase("random", node.memory_share, seed, held=_HELD[node.depth]))

@@ -28,7 +28,7 @@ def test_gpus_and_links_are_fast_enough(node: Node) -> None:
     keys = ("quantity", "unit", "size")
     slow = {tuple(entry.evidence[key] for key in keys) for entry in found if entry.outcome == "failed"}
     if slow:
-        until = time.monotonic() + SECONDS[node.level]
+        until = time.monotonic() + SECONDS[node.depth]
         again = node.measure_again([m for m in measurements if m.kind[:3] in slow], lambda: time.monotonic() > until)
         found = judge(measurements, gpus, again=again, **given)
     node.record(found)

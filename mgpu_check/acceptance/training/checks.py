@@ -36,9 +36,9 @@ def sized(node: Node, case: TransformerCase) -> TransformerCase:
     """Return the case with sizes and steps that fit the memory and the level of `node`."""
     memory = min(gpu.memory for gpu in node.gpus)
     size = _SIMULATED if memory < _LEAST_MEMORY["quick"] else _QUICK
-    if node.level != "quick" and memory >= _LEAST_MEMORY[node.level]:
+    if node.depth != "quick" and memory >= _LEAST_MEMORY[node.depth]:
         size = _LARGE
-    return replace(case, **size, steps=_STEPS[node.level])
+    return replace(case, **size, steps=_STEPS[node.depth])
 
 
 def largest(node: Node) -> tuple[bool, dict[str, Any]]:

@@ -62,13 +62,13 @@ def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monoto
     for entry, call in log.failed_calls():
         if entry.subject.kind == "group" and len(call.gpus) > 1:
             calls.setdefault(call.case, call)
-    until = clock() + SECONDS[node.level]
-    for call in itertools.islice(calls.values(), _CASES[node.level]):
+    until = clock() + SECONDS[node.depth]
+    for call in itertools.islice(calls.values(), _CASES[node.depth]):
         section = log.begin(call.check, f"second look at {call.case}")
         try:
             look = _SecondRun(node, call, lambda: clock() > until).look()
         except _TimeIsOver:
-            seen = f"a second look did not end: the time for all of them, {SECONDS[node.level]:g} s, was over"
+            seen = f"a second look did not end: the time for all of them, {SECONDS[node.depth]:g} s, was over"
             look = Look(call.case, call.check, call.gpus, (seen,))
         finally:
             section.ended = log.now()
@@ -96,7 +96,7 @@ class _SecondRun:
         self.is_late = is_late
         self.node = node
         self.call = call
-        self.repeats = _REPEATS[node.level]
+        self.repeats = _REPEATS[node.depth]
 
     def look(self) -> Look:
         group = tuple(gpu for gpu in self.call.gpus if gpu not in self.node.lost)
@@ -188,7 +188,7 @@ class _SecondRun:
             seen.append("fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too")
         else:
             seen.append("only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1")
-        if self.node.level in _ARMS_FROM:
+        if self.node.depth in _ARMS_FROM:
             for name, environment in _ARMS.items():
                 seen.append(f"{'fails' if self._fails(group, environment) else 'is right'} {name}")
         return seen

@@ -121,7 +121,7 @@ class Progress:
             self._tell("mgpu-check: counting the GPUs of this machine")  # takes seconds: a process imports torch for it
         yield
         self._tell(self._session.header())  # because pytest's own header is off
-        self._tell(told_level(self._session.settings.gpu_level))
+        self._tell(told_level(self._session.settings.depth))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expect([item.nodeid for item in session.items])

@@ -18,7 +18,7 @@ __all__ = ["print_to", "tell"]
 
 def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
     """Print the closing table, interrupted and dead ranks, remarks, and tests skipped because of too few devices."""
-    table.print_to(terminal, session.settings.gpu_level)
+    table.print_to(terminal, session.settings.depth)
     if session.notes.interrupted:
         terminal.section("ranks that were interrupted", red=True)
         terminal.line(session.notes.interrupted)

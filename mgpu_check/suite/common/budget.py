@@ -9,7 +9,7 @@ from mgpu_check.settings import active
 
 __all__ = ["MORE", "at_level", "examples"]
 
-MORE = st.builds(lambda: active().gpu_level != "quick")
+MORE = st.builds(lambda: active().depth != "quick")
 """True above the level "quick". Drawn, because the options are known when examples are drawn, but not on ranks."""
 
 _FEWEST = 12
@@ -31,7 +31,7 @@ def examples(count: int, *, quick: int | None = None) -> settings:
         quick: number of examples at the level "quick", at most `count`. Default a quarter of `count`, but at least 12.
     """
     made = settings(
-        max_examples=_count(count, quick, active().gpu_level),
+        max_examples=_count(count, quick, active().depth),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         deadline=None,
         database=None,

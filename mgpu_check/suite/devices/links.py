@@ -6,53 +6,19 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from mgpu_check.devices.observations import Observation, Subject, SubjectResult, Work
 from mgpu_check.suite.common.contents import CHUNK, HOST, WrongBytes, bytes_of_content, compare, fill, tag_of
+from mgpu_check.suite.devices.copy_cases import Copies, Path
 
-__all__ = ["BORDERS", "Copies", "Path", "examine_copies", "examine_host_copies"]
-
-Path = Literal["engine", "strided", "casting"]
-
-BORDERS = (4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20, 64 << 20, 512 << 20)
-"""Sizes in bytes at which drivers and libraries change their method of copying."""
+__all__ = ["Copies", "Path", "examine_copies", "examine_host_copies"]
 
 _GUARD = 256
 _SHARE = 0.7
 _CHUNKS = 6
 """Chunks of memory that a comparison needs in addition to the compared data."""
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Copies of several sizes, made for each pair.
-
-    Attributes:
-        path: "engine": contiguous, by a copy engine; "strided": every second byte, and "casting": uint8 to int16, by a
-            kernel that reads or writes the memory of its peer.
-        sizes: elements of each copy; sizes that do not fit into memory are replaced by one that does.
-        source, destination: the offset of the copy in its allocation, in bytes, which sets its alignment.
-        together: copy all pairs at once; else one pair after the other.
-        pinned: whether memory of the host is pinned.
-        pieces: number of copies that transfer each size, of equal parts of it.
-    """
-
-    path: Path
-    sizes: tuple[int, ...]
-    source: int = 0
-    destination: int = 0
-    together: bool = False
-    pinned: bool = True
-    pieces: int = 1
-    seed: int = 0
-
-    def __str__(self) -> str:
-        sizes = "+".join(map(str, self.sizes))
-        how = f" in {self.pieces} pieces" * (self.pieces > 1) + ", all at once" * self.together
-        return f"{self.path}, {sizes} bytes, alignment {self.source} to {self.destination}{how}, seed {self.seed}"
 
 
 @dataclass(frozen=True)

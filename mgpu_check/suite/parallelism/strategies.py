@@ -14,7 +14,7 @@ __all__ = ["mechanism_cases"]
 @st.composite
 def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:
     """Draw a case of each mechanism; at the level "quick" of one, which the seed of the run chooses."""
-    names = list(MECHANISMS) if active().gpu_level != "quick" else [draw(st.sampled_from(list(MECHANISMS)))]
+    names = list(MECHANISMS) if active().depth != "quick" else [draw(st.sampled_from(list(MECHANISMS)))]
     return [
         MechanismCase(
             name,
