@@ -29,6 +29,17 @@ _fault("broadcast-nan", "broadcast leaves a NaN on one GPU", {"operation": "broa
 _fault("all-to-all-wrong", "all_to_all is wrong on one GPU", {"operation": "all_to_all"})
 _fault("collective-of-three", "collectives of three GPUs or more are wrong on one GPU", {"ranks": 3})
 _fault(
+    "all-reduce-seldom",
+    "all_reduce of 1 MiB is wrong one time in 50 on one GPU",
+    {"operation": "all_reduce", "bytes": 1 << 20, "every": 50},
+)
+_fault(
+    "all-gather-seldom",
+    "one all_gather in 60 is wrong on one GPU",
+    {"operation": "all_gather", "every": 60},
+    level="standard",
+)
+_fault(
     "all-reduce-rare",
     "all_reduce of 1 MiB is wrong one time in 300 on one GPU",
     {"operation": "all_reduce", "bytes": 1 << 20, "every": 300},

@@ -32,9 +32,9 @@ _link("copy-by-kernel", "only kernels that write to the peer's memory write zero
 _link("copy-by-engine", "only the copy engine delivers zeros", {"path": "engine"})
 _link("copy-under-load", "copies over a link have a wrong bit if other copies run", {"load": 1, "seed": 0}, what="bit")
 _link("copy-lanes", "copies over a link have a wrong bit in each 32nd word", {"seed": 0}, what="lane")
-_link(
-    "copy-seldom", "one copy in 20 over a link has a wrong bit", {"every": 20, "seed": 0}, level="standard", what="bit"
-)
+_link("copy-seldom", "one copy in 20 over a link has a wrong bit", {"every": 20, "seed": 0}, what="bit")
+_link("copy-stale-seldom", "one copy in 50 over a link leaves the old content", {"every": 50}, "Stale")
+_link("copy-stale-rare", "one copy in 500 over a link leaves the old content", {"every": 500}, "Stale", "standard")
 hardware_fault(
     HardwareFault(
         "copy-out",
@@ -47,6 +47,20 @@ hardware_fault(
 )
 _host_link("upload-truncated", "copies from the host lose their second half", {}, what="half", upload=True)
 _host_link("download-truncated", "copies to the host lose their second half", {}, what="half", download=True)
+_host_link(
+    "upload-seldom",
+    "one copy in 50 from pinned memory loses its second half",
+    {"memory": "pinned", "every": 50},
+    what="half",
+    upload=True,
+)
+_host_link(
+    "download-seldom",
+    "one copy in 50 to pinned memory has a wrong bit",
+    {"memory": "pinned", "every": 50, "seed": 0},
+    what="bit",
+    download=True,
+)
 _host_link(
     "upload-pinned",
     "copies from pinned memory have a wrong bit",
