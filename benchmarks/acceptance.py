@@ -172,7 +172,7 @@ _ALIKE = ("clock-beside", "collective-of-three")
 """Faults other than those of the inventory that only a majority shows, or groups of three."""
 
 
-def _shown_on(fault: HardwareFault, gpus: int) -> bool:
+def shown_on(fault: HardwareFault, gpus: int) -> bool:
     """Return whether a node of `gpus` GPUs can show a fault: one GPU has no peers, and two have no majority."""
     if gpus == 1 and ("peer" in fault.defaults or fault.caught_by in (("collectives",), ("links",))):
         return fault.name.startswith(("upload", "download"))
@@ -216,7 +216,7 @@ def cases_of(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
             yield text, given.seed
         return
     chosen_from = random.Random(given.seed)
-    quick = [fault for fault in faults if fault.level == "quick" and _shown_on(fault, given.gpus)]
+    quick = [fault for fault in faults if fault.level == "quick" and shown_on(fault, given.gpus)]
     kinds = [True] * given.faults + [False] * given.healthy
     chosen_from.shuffle(kinds)
     for number, planted in enumerate(kinds):

@@ -307,3 +307,16 @@ def test_on_two_gpus_a_wrong_collective_accuses_neither_a_gpu_nor_the_link() -> 
     assert parts(run(3, wrong)) == {Part("link", (0, 1)), Part("link", (1, 0))}, "both are right with GPU 2"
     assert parts(run(2, wrong, ("memory", Subject("gpu", (1,))))) == {Part("gpu", (1,))}
     assert parts(run(2, wrong, ("links", Subject("copy", (0, 1))))) == {Part("link", (0, 1))}
+
+
+def test_a_check_that_all_gpus_of_a_host_fail_accuses_the_host() -> None:
+    """No GPU is right beside them. Two broken GPUs are as likely as one cause, and three are not."""
+    for count in range(3, 9):
+        every = [("compute", Subject("gpu", (gpu,))) for gpu in range(count)]
+        assert parts(run(count, *every), (0,) * count) == {Part("host", (0,))}
+    found = explain(run(2, *every[:2]), (0, 0))
+    assert not found.parts
+    assert set(found.rivals) == {(Part("host", (0,)),), (Part("gpu", (0,)), Part("gpu", (1,)))}
+    several = [("compute", Subject("gpu", (0,))), ("memory", Subject("gpu", (1,))), ("compute", Subject("gpu", (2,)))]
+    assert parts(run(3, *several), (0, 0, 0)) == {Part("gpu", (gpu,)) for gpu in range(3)}, "they fail different checks"
+    assert parts(run(8, *several[:2])) == {Part("gpu", (0,)), Part("gpu", (1,))}

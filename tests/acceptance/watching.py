@@ -22,12 +22,14 @@ GPUS = (0, 1, 2, 3)
 SLOTS = {gpu: f"00000000:{gpu:02X}:00.0" for gpu in GPUS}
 """The slots as torch reports them."""
 
-NOMINAL = Reference(
-    "the data sheet",
-    next(sku.facts(len(GPUS)) for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",)),
-    nominal=True,
-)
-"""The facts that simulated GPUs should have."""
+
+def nominal(gpus: int) -> Reference:
+    """Return the facts that a node of so many simulated GPUs should have."""
+    (sku,) = (sku for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",))
+    return Reference("the data sheet", sku.facts(gpus), nominal=True)
+
+
+NOMINAL = nominal(len(GPUS))
 
 
 @dataclass
@@ -44,19 +46,22 @@ class Run:
 
 
 def watched(
-    monkeypatch: pytest.MonkeyPatch, overrides: Sequence[Override] = (), profile: Mapping[str, Any] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: Sequence[Override] = (),
+    profile: Mapping[str, Any] | None = None,
+    gpus: Sequence[int] = GPUS,
 ) -> Run:
     """Three tests of ten seconds each, with ten samples."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
     monkeypatch.setattr(simulated, "time", clock)
-    source = SimulatedSource({gpu: f"uuid-{gpu}" for gpu in GPUS}, SimulatedTelemetry(profile or {}, overrides))
+    source = SimulatedSource({gpu: f"uuid-{gpu}" for gpu in gpus}, SimulatedTelemetry(profile or {}, overrides))
     run = Run()
     lost: dict[int, str] = {}
 
     def read(gpu: int, *kinds: Any) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for name in asked(kinds, gpu, GPUS):
+        for name in asked(kinds, gpu, gpus):
             try:
                 values[name] = None if gpu in lost else source.query(gpu, name)
             except GpuLost as error:
@@ -69,7 +74,7 @@ def watched(
         return values
 
     def snapshot() -> Snapshot:
-        every = {gpu: read(gpu, *get_args(Kind)) for gpu in GPUS}
+        every = {gpu: read(gpu, *get_args(Kind)) for gpu in gpus}
         every = {gpu: values for gpu, values in every.items() if gpu not in lost}
 
         def of(*kinds: str) -> dict[int, Any]:
@@ -89,7 +94,7 @@ def watched(
         run.snapshots.append((test, snapshot()))
         for _ in range(10):
             now[0] += 1.0
-            for gpu in GPUS:
+            for gpu in gpus:
                 values = read(gpu, "gauge", "counter")
                 if gpu not in lost:
                     run.samples.append(TelemetrySample(now[0], gpu, values))

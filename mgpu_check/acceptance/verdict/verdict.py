@@ -9,6 +9,9 @@ GPU.
 A link that only collectives accuse needs a control: each of its GPUs is right with a third one. Without it, as on a
 node of two GPUs, the link is as dear as one of its GPUs, so that none of the three is named.
 
+If all GPUs of a host fail one check, none is right beside them, and one cause is likelier than several. So the host is
+cheaper than three of them, and as dear as two.
+
 A part is named only if every smallest set contains it. If several sets explain the rest, they are *rivals*: none is
 named, and what they explain remains unexplained.
 
@@ -34,6 +37,7 @@ _BOTH_WAYS = 1.0
 # Cost of a link if the data point at one of its GPUs and no copy over it failed: more than that of the GPU.
 _AGAINST_DATA = 1.1
 _SPOILED = 0.3  # largest surcharge, for a part whose other observations all passed
+_ONE_CAUSE = 0.9  # of the price of three GPUs or more
 _ALIKE = 0.05
 """Prices up to this difference count as equal: GPUs take part in slightly different numbers of observations."""
 
@@ -172,7 +176,22 @@ class _Candidates:
             ends = {(Part("gpu", (member,)),) for member in pair}
             if not self._controlled(pair):
                 price[link] = max(price[link], min(price[one] for one in candidates if one.parts in ends))
+        for suspect in (one for one in candidates if one.parts[0].kind == "host"):
+            if failing := self._all_that_fail(suspect.parts[0].members[0]):
+                together = sum(price[one] for one in candidates if one.parts in failing)
+                price[suspect] = min(price[suspect], together * (_ONE_CAUSE if len(failing) > 2 else 1.0))
         return smallest_sets(explained, price, _ALIKE) or []
+
+    def _all_that_fail(self, host: int) -> set[tuple[Part, ...]]:
+        """Return the GPUs of a host, two or more, if each of them fails the same check alone; else nothing."""
+        gpus = {gpu for gpu, its in enumerate(self.hosts) if its == host}
+        failing: dict[str, set[int]] = {}
+        for check, subject, _, _ in self.failed:
+            if subject.kind == "gpu":
+                failing.setdefault(check, set()).update(subject.members)
+        if len(gpus) < 2 or not any(gpus <= some for some in failing.values()):
+            return set()
+        return {(Part("gpu", (gpu,)),) for gpu in gpus}
 
     def _controlled(self, pair: tuple[int, ...]) -> bool:
         """Return whether a copy over a link failed, or each of its GPUs is right in a group without the other."""
