@@ -68,14 +68,14 @@ def look_at_kernel(
 
 def test_cores_compute_alike(node: Node) -> None:
     """Each core of the host computes the same bits of integers, products and functions."""
-    seconds = min(_SECONDS[node.level], seconds_for_a_call() / 2)
+    seconds = min(_SECONDS[node.depth], seconds_for_a_call() / 2)
     node.in_node_process("machine", look_at_cores, seconds, _simulated(node))
 
 
 def test_memory_keeps_its_content(node: Node) -> None:
     """Memory of the host holds what was written while copies to and from the GPUs run."""
     simulated = _simulated(node)
-    size, times = _SIMULATED if simulated else _MEMORY[node.level]
+    size, times = _SIMULATED if simulated else _MEMORY[node.depth]
     copies, wrong = (1, simulated.word) if simulated else (_COPIES, -1)
     for _ in range(times):
         node.in_node_process("machine", examine_memory, size, _PASSES, copies, wrong)
@@ -91,7 +91,7 @@ def _absent(node: Node) -> dict[str, bool]:
     return {
         "simulated GPUs have no NCCL": node.simulated,
         "one GPU has no path to another": len(node.numbers) < 2,
-        "at quick, there is no time to start NCCL again": node.level == "quick",
+        "at quick, there is no time to start NCCL again": node.depth == "quick",
     }
 
 

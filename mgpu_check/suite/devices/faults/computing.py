@@ -231,7 +231,8 @@ def gaps_ignored(clone: Any, x: Tensor) -> Any:
 )
 def nan_ignored(amax: Any, x: Tensor, **options: Any) -> Tensor:
     """As if the kernel compared by `>`, which is false for NaN."""
-    return amax(x.where(x == x, -float("inf")), **options)
+    found: Tensor = amax(x.where(x == x, -float("inf")), **options)
+    return found
 
 
 @large("one device has wrong elements in large sums and products of elements", entered, "one device, above 1 MiB")
