@@ -158,14 +158,14 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
     # Hypothesis stores tables there even without an example database. xdist's workers inherit the variable.
     kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
     try:
-        return int(pytest.main([*ours, *chosen], plugins=[_Run(package), *plugins]))
+        return int(pytest.main([*ours, *chosen], plugins=[_SuitePlugin(package), *plugins]))
     finally:
         if kept == str(scratch.path):
             del os.environ[_HYPOTHESIS_HOME]
         scratch.remove()
 
 
-class _Run:
+class _SuitePlugin:
     """A pytest plugin for the process of a command. Rejects arguments that name no test file, with a clearer message
     than pytest's."""
 
