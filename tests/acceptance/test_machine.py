@@ -329,7 +329,7 @@ def test_a_slower_path_than_there_is_rejects_the_host() -> None:
 def test_paths_that_were_not_tried_are_said(simulated, numbers, level, why):
     recorded: list[Observation] = []
     node: Any = SimpleNamespace(
-        simulated=simulated, numbers=numbers, level=level, hosts={0: [0], 1: [1]}, record=recorded.extend
+        simulated=simulated, numbers=numbers, depth=level, hosts={0: [0], 1: [1]}, record=recorded.extend
     )
     test_machine.test_collectives_use_the_fabric(node)
     skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
