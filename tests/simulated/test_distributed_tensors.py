@@ -1,4 +1,4 @@
-"""DTensor and its clients: tensor parallel training, products fused with its collectives, and FSDP2 of a model that was built on 'meta'."""
+"""DTensor and its clients: tensor parallel training, also with fused products, and FSDP2 of a model built on 'meta'."""
 
 from __future__ import annotations
 

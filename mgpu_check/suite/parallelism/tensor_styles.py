@@ -146,7 +146,7 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
     collective.
 
     The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of
-    one device.
+    one device. With an odd seed both get DTensors.
 
     Raises:
         GradientMismatch: inputs, keyword arguments, outputs or gradients differ.
@@ -168,7 +168,8 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
         "gradient of y": 3 * factors[1],
     }
     with Findings() as findings:
-        for how, module in _prepared(mesh).items():
+        local = seed % 2 == 0
+        for how, module in _prepared(mesh, local=local).items():
             own, other = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
             first, word, second = module(own, "word", y=other)
             first, second = _own(first), _own(second)
@@ -188,9 +189,13 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
             findings.require(word == "word", f"{how}: a word came back as {word!r}", ranks=(rank.index,))
 
 
-def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
+def _prepared(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
     """Return modules that gather `x`, given by rows, and divide `y`, given whole, by columns; outputs are moved
-    back."""
+    back.
+
+    Args:
+        local: modules and callers get the parts of this rank, else DTensors.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         PrepareModuleInput,
@@ -209,20 +214,12 @@ def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
         "output_layouts": (Replicate(), None, Shard(1)),
         "desired_output_layouts": (Shard(0), None, Replicate()),
     }
-    apart = parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs, use_local_output=True))
+    apart = parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs, use_local_output=local))
+    parallelize_module(apart, mesh, PrepareModuleOutput(**outputs, use_local_output=local))
+    both = PrepareModuleInputOutput(**inputs, **outputs, use_local_input=local, use_local_output=local)
     return {
-        "PrepareModuleInput and PrepareModuleOutput": parallelize_module(apart, mesh, PrepareModuleOutput(**outputs)),
-        "PrepareModuleInputOutput": parallelize_module(
-            _Told(), mesh, PrepareModuleInputOutput(**inputs, **outputs, use_local_input=True)
-        ),
-        "PrepareModuleInput and PrepareModuleOutput, with DTensors": parallelize_module(
-            parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs)),
-            mesh,
-            PrepareModuleOutput(**outputs, use_local_output=False),
-        ),
-        "PrepareModuleInputOutput, with DTensors": parallelize_module(
-            _Told(), mesh, PrepareModuleInputOutput(**inputs, **outputs, use_local_input=False, use_local_output=False)
-        ),
+        "PrepareModuleInput and PrepareModuleOutput": apart,
+        "PrepareModuleInputOutput": parallelize_module(_Told(), mesh, both),
     }
 
 

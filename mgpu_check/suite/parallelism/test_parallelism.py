@@ -152,7 +152,7 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
 
 
 @pytest.mark.gpus(least=2)
-@examples(10, quick=3)
+@examples(10, quick=2)
 @given(size=strategies.large_worlds(least=2), cases=mechanism_cases())
 def test_mechanisms(ranks: Ranks, size: int, cases: list[MechanismCase]) -> None:
     """Mechanisms of model parallelism, from experts to attention by heads, give the results of one device."""

@@ -35,11 +35,6 @@ _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8
 _REDUCED = ("float32", "int64", "bfloat16", "float64", "int32", "float16")
 _FLOATS = ("float32", "float64")
 _WHOLE = (Shard(0), Shard(1), Replicate())
-_TARGETS: dict[int, list[tuple[Placement, ...]]] = {
-    1: [(place,) for place in _WHOLE],
-    2: [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(1))],
-}
-"""Placements of whole tensors, by the dimensions of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +179,16 @@ def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMes
     )
 
 
+def _targets(mesh: DeviceMesh, seed: int) -> list[tuple[Placement, ...]]:
+    """Return placements of whole tensors: all in one dimension, one by `seed` in two."""
+    if mesh.ndim == 1:
+        return [(place,) for place in _WHOLE]
+    return [((Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(1)))[seed % 3]]
+
+
 def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
     """Distribute the tensor of one rank, while the others pass different values, and yield the errors."""
-    for number, target in enumerate(_TARGETS[mesh.ndim]):
+    for number, target in enumerate(_targets(mesh, seed)):
         case = _RedistributionCase((2 * rank.size + 1, rank.size + 1), torch.float32, (), target)
         whole = _whole(case, seed + number)
         # With None each rank keeps its part of its own tensor.
@@ -199,13 +201,13 @@ def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
 
 def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
     """Draw random numbers in each placement, apply dropout to shards, and yield the errors."""
-    for number, target in enumerate(_TARGETS[mesh.ndim]):
-        draw = (random_tensor, uniform_tensor)[number % 2]
+    for number, target in enumerate(_targets(mesh, seed)):
+        draw = (random_tensor, uniform_tensor)[(seed + number) % 2]
         held: Any = draw(
             2 * rank.size,
             64 * rank.size,
-            dtype=getattr(torch, _FLOATS[number % 2]),
-            requires_grad=(seed + number) % 2 == 1,
+            dtype=getattr(torch, _FLOATS[(seed + number) % 2]),
+            requires_grad=(seed + number) % 3 == 0,
             device_mesh=mesh,
             placements=target,
         ).detach()
