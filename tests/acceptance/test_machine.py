@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_check.acceptance.checklist import CHECKS
+from mgpu_check.acceptance.dcgm import test_dcgm
 from mgpu_check.acceptance.faults import all_hardware_faults, hardware_text, planted_from
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.machine import test_machine
@@ -331,7 +333,7 @@ def test_paths_that_were_not_tried_are_said(simulated, numbers, level, why):
     node: Any = SimpleNamespace(
         simulated=simulated, numbers=numbers, depth=level, hosts={0: [0], 1: [1]}, record=recorded.extend
     )
-    test_machine.test_collectives_use_the_fabric(node)
+    test_machine.test_the_fabric_is_used(node)
     skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
     assert recorded == [skipped, skipped.on((), 1)]
 
@@ -342,7 +344,7 @@ def test_paths_are_asked_of_the_ranks_with_the_fabric_of_the_host(healthy):
     node = Node(SimpleNamespace(), RunLog(), run_reports.gpus(2), plan, (Host(0, "node-a"), Host(1, "node-b")))  # type: ignore[arg-type]
     node.kernel_before = {("node-a", ""): healthy, ("node-b", ""): {}}
     node.on_ranks = lambda check, fn, **more: asked.append((check, fn, more)) or [{(0, 1): "NET/IB/0"}]  # type: ignore[method-assign, func-returns-value]
-    test_machine.test_collectives_use_the_fabric(node)
+    test_machine.test_the_fabric_is_used(node)
     assert node.fabric == {0: "mlx5_0 port 1"}
     assert asked == [("machine", paths_of_rank, {"environment": environment()})]
     (seen,) = node._log.observations()
@@ -373,3 +375,11 @@ def test_the_kernel_of_this_machine_is_judged_beside_its_own_facts_of_before() -
     )
     silent = [sum(one.evidence["not known"].values()) for one in (known, unknown)]
     assert silent[0] < silent[1] or not read_kernel().keys() - {"host"}
+
+
+def test_no_name_of_a_test_selects_it_with_another_check():
+    """``-k memory`` must not run the tests of this check."""
+    tests = [name for module in (test_machine, test_dcgm) for name in vars(module) if name.startswith("test_")]
+    assert len(tests) == 5
+    clashes = [(test, check) for test in tests for check in CHECKS if check in test.replace("test_dcgm_", "")]
+    assert clashes == []

@@ -66,13 +66,13 @@ def look_at_kernel(
     return examine_kernel(*facts)
 
 
-def test_cores_compute_alike(node: Node) -> None:
+def test_cores_agree(node: Node) -> None:
     """Each core of the host computes the same bits of integers, products and functions."""
     seconds = min(_SECONDS[node.depth], seconds_for_a_call() / 2)
     node.in_node_process("machine", look_at_cores, seconds, _simulated(node))
 
 
-def test_memory_keeps_its_content(node: Node) -> None:
+def test_ram_keeps_its_content(node: Node) -> None:
     """Memory of the host holds what was written while copies to and from the GPUs run."""
     simulated = _simulated(node)
     size, times = _SIMULATED if simulated else _MEMORY[node.depth]
@@ -81,7 +81,7 @@ def test_memory_keeps_its_content(node: Node) -> None:
         node.in_node_process("machine", examine_memory, size, _PASSES, copies, wrong)
 
 
-def test_kernel_reports_no_errors(node: Node) -> None:
+def test_no_errors_were_counted(node: Node) -> None:
     """NICs, slots and memory controllers counted no errors in the run, and links have their full rate."""
     node.in_node_process("machine", look_at_kernel, node.kernel_before, _simulated(node))
 
@@ -95,7 +95,7 @@ def _absent(node: Node) -> dict[str, bool]:
     }
 
 
-def test_collectives_use_the_fabric(node: Node) -> None:
+def test_the_fabric_is_used(node: Node) -> None:
     """NCCL uses direct access where GPUs have it, and InfiniBand where hosts have it."""
     why = next((why for why, absent in _absent(node).items() if absent), "")
     if why:
