@@ -256,7 +256,7 @@ class Node:
             wrong = isinstance(error, StartupFailure) or any(one.outcome == "failed" for one in found.observations)
             if isinstance(error, RankHang):
                 self._hung.add(check)
-            if wrong and not self._probing:
+            if (wrong or isinstance(error, RankHang)) and not self._probing:
                 self._probe(check)
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from mgpu_check.acceptance import node
+from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.run_log import RunLog
+from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.verdict.troubles import ErrorObservations, observations_of
-from mgpu_check.devices.observations import Subject
+from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.engine.failures import NODE, Account, Died, Finished, Interrupted, Raised, Who
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
 from mgpu_check.processes.protocol import RaisedInRank
@@ -45,6 +50,15 @@ def test_a_gpu_that_fails_by_itself_is_lost(ending: Any, deadline: float | None,
     trouble = failed({0: Finished(), 1: ending, 2: Finished()}, deadline, check)
     assert seen(trouble) == [("failed", ONE)]
     assert trouble.lost == {5}
+
+
+def test_a_call_that_ends_in_time_on_no_gpu_accuses_none() -> None:
+    """Only a GPU that has ended in time shows that the time suffices on this host."""
+    late = Interrupted(20.0, "")
+    trouble = failed(dict.fromkeys(range(3), late), 20.0)
+    assert seen(trouble) == [("unknown", Subject("gpu", (gpu,))) for gpu in GPUS] and not trouble.lost
+    assert trouble.observations[0].seen == "examine it did not end within 20 s on any GPU"
+    assert failed({0: Finished(), 1: late, 2: late}, 20.0).lost == {5, 6}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -95,3 +109,37 @@ def test_a_device_that_refuses_a_process_is_at_fault_unless_others_use_it(cause:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), RankDied("without an account")])
 def test_other_errors_are_not_noted(error: BaseException) -> None:
     assert observations_of(error, "memory", "examine", GPUS) is None
+
+
+class LatePool:
+    """The part of a pool that a node uses: a call on several GPUs is late on all, and a probe on some."""
+
+    def __init__(self, *silent: int) -> None:
+        self.silent = silent
+        self.probed: list[int] = []
+
+    def run(self, fn: Any, *args: Any, devices: Sequence[int], **more: Any) -> list[Any]:
+        if len(devices) == 1:
+            self.probed += devices
+        if len(devices) == 1 and devices[0] not in self.silent:
+            return [[Observation("memory", Subject("gpu", (0,)), "passed")]]
+        hang = RankHang("late")
+        hang.account = Account(
+            dict.fromkeys(range(len(devices)), Interrupted(20.0, "")), Who(len(devices)), deadline=20.0
+        )
+        raise hang
+
+
+def test_after_a_call_that_was_late_on_all_gpus_each_is_asked_whether_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "seconds_for_a_call", lambda: 20.0)
+    for silent in ((), (1,)):
+        pool, log = LatePool(*silent), RunLog()
+        gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(3)]
+        here = node.Node(pool, log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+        assert here.on_ranks("memory", print) == []
+        assert pool.probed == [0, 1, 2]
+        failed = [entry.subject for entry in log.observations() if entry.outcome == "failed"]
+        assert failed == [Subject("gpu", (gpu,)) for gpu in silent] and here.lost == set(silent)
+        assert sum(entry.outcome == "unknown" for entry in log.observations()) == 3

@@ -69,8 +69,14 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
         else:
             _add(trouble, check, rank, gpus, f"{what} could not run: {failure.headline}", "raised", outcome="unknown")
     if account.hung is not None:
-        for rank in account.interrupted if alone else [NODE]:
-            _add(trouble, check, rank, gpus, f"{what} did not end within {account.hung:g} s", "hung", lost=alone)
+        late = f"{what} did not end within {account.hung:g} s"
+        if (
+            alone and len(gpus) > 1 and not account.finished
+        ):  # no GPU shows that the time suffices: the host may be busy
+            _add(trouble, check, NODE, gpus, f"{late} on any GPU", "hung", outcome="unknown")
+        else:
+            for rank in account.interrupted if alone else [NODE]:
+                _add(trouble, check, rank, gpus, late, "hung", lost=alone)
     if not trouble.observations:
         seen = f"{what} could not run: {str(error).splitlines()[0]}"
         _add(trouble, check, NODE, gpus, seen, "raised", outcome="unknown")
