@@ -39,8 +39,14 @@ def _flip_lowest_bit(tensor: torch.Tensor) -> None:
         tensor.detach().copy_(values)
 
 
+def _emptied(tensor: torch.Tensor) -> None:
+    tensor.zero_()
+
+
 register(
     __name__,
+    FaultRow("last-gathers-nothing", "the last device of one process gathers nothing", "test_nccl_in_one_process",
+        returned("torch.cuda.nccl", "all_gather"), lambda _, inputs, outputs, *more: _emptied(outputs[-1])),
     FaultRow("sum-misses-the-last-rank", "all_reduce and reduce leave out the last rank", _THEN_BROADCAST,
         given(dist, "all_reduce", "reduce"), lambda tensor, *_, **__: tensor.zero_() if is_last() else None),
     FaultRow("ring-skips-a-chunk", "the ring leaves out the last chunk", "test_ring_allreduce",

@@ -55,6 +55,15 @@ def test_broadcast_of_every_layout(gpus: tuple[torch.device, ...], data: Contrib
     assert_broadcast(data, gpus, gpus[home % len(gpus)])
 
 
+@examples(6, quick=1)
+@given(seed=strategies.seeds())
+def test_nccl_in_one_process(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """The functions of `torch.cuda.nccl` give the right results on all devices of a process."""
+    from mgpu_check.suite.allreduce.nccl_calls import assert_nccl_calls
+
+    assert_nccl_calls(gpus, seed)
+
+
 @examples(120)
 @given(size=strategies.world_sizes(), data=contributions(layouts=DENSE), place=PLACES)
 def test_all_reduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:

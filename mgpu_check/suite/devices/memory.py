@@ -22,6 +22,7 @@ _LARGE_BLOCK = (16 << 20) + 4096  # bytes: the allocator treats blocks above a f
 _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_allocated": lambda device: torch.cuda.memory_allocated(device),
     "max_memory_allocated": lambda device: torch.cuda.max_memory_allocated(device),
+    "max_memory_reserved": lambda device: torch.cuda.max_memory_reserved(device),
     "memory_reserved": lambda device: torch.cuda.memory_reserved(device),
     "mem_get_info": lambda device: torch.cuda.mem_get_info(device),
 }
@@ -118,6 +119,9 @@ def _peaks_begin_anew(device: torch.device) -> None:
     for form in _forms(device):
         torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
         torch.cuda.reset_peak_memory_stats(form)
+        torch.cuda.reset_accumulated_memory_stats(form)
+        counted = torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0)
+        _require(device, counted == 0, f"reset_accumulated_memory_stats({form!r}) leaves {counted} allocated bytes")
         peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         text = f"max_memory_allocated is {peak} after reset_peak_memory_stats({form!r}), and {now} is allocated"
         _require(device, peak == now, text)

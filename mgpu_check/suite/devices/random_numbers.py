@@ -107,6 +107,14 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
         seeding(seed)
         for device in reversed(devices):
             _require_same(first[device], _draws(device), f"seeded twice with {seed} by {name}", device)
+    torch.cuda.seed_all()
+    chosen = {torch.cuda.default_generators[device.index].initial_seed() for device in devices}
+    if len(chosen) != 1:
+        raise _wrong(f"torch.cuda.seed_all() has given devices the seeds {sorted(chosen)}, expected one seed", *devices)
+    with torch.cuda.device(devices[0]):
+        torch.cuda.seed()
+        if torch.cuda.initial_seed() in chosen:
+            raise _wrong(f"{devices[0]}: torch.cuda.seed() has chosen the seed of before", devices[0])
     torch.manual_seed(seed + 1)
     for device in devices:
         same = [name for name, word in _draws(device).items() if word == first[device][name]]

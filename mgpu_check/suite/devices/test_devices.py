@@ -201,6 +201,15 @@ def test_streams_wait_for_each_other(gpus: tuple[torch.device, ...], seed: int) 
     assert_devices_wait(gpus, seed)
 
 
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_graphs_replay(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """CUDA graphs replay on the present values of their inputs, and graphed layers train."""
+    from mgpu_check.suite.devices.graphs import assert_graphs_replay
+
+    assert_graphs_replay(gpus, seed)
+
+
 def test_events_tell_the_time(gpus: tuple[torch.device, ...]) -> None:
     """An event completes when its stream reaches it, and not before."""
     from mgpu_check.suite.devices.streams import assert_events_tell

@@ -41,10 +41,7 @@ _COMPRESSING: tuple[tuple[Hook, torch.dtype], ...] = (
     (default_hooks.fp16_compress_hook, torch.float16),
     (default_hooks.bf16_compress_hook, torch.bfloat16),
 )
-_QUANTIZING: tuple[Hook, ...] = (
-    quantization_hooks.quantization_pertensor_hook,
-    quantization_hooks.quantization_perchannel_hook,
-)
+_QUANTIZING = ("quantization_pertensor_hook", "quantization_perchannel_hook")
 
 
 def _wrapped() -> list[tuple[Hook, torch.dtype]]:
@@ -140,7 +137,7 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
     place = Place.of(rank)
     with judged() as findings:
         for quantizing in _QUANTIZING:
-            _quantized(runs[0], place, findings, quantizing)
+            _quantized(runs[0], place, findings, getattr(quantization_hooks, quantizing))
         for run in runs:
             for hook, dtype in (*_COMPRESSING, *(_wrapped() if run is runs[0] else ())):
                 _compressed(run, place, findings, hook, dtype)

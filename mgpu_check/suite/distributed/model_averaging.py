@@ -53,7 +53,7 @@ def assert_averagers_average(rank: Rank) -> None:
             hierarchical = HierarchicalModelAverager(
                 OrderedDict([(2, 2), (4, rank.size)]), warmup_steps=1, process_group=rank.group
             )
-            due = {1: everybody, 3: pair, 5: everybody}
+            due = {2: pair, 4: everybody}
             _judge(rank, findings, "HierarchicalModelAverager", hierarchical.average_parameters, due)
             # The averager never destroys its group, and each example would keep another one, with memory on every GPU.
             dist.destroy_process_group(hierarchical.period_process_group_dict[2])
@@ -85,6 +85,9 @@ def _resume(rank: Rank, findings: Findings) -> None:
     )
     for optimizer in (first, second):
         optimizer.add_param_group({"params": [other]})
+        for value in (parameter, other):
+            value.grad = torch.ones_like(value)
+        optimizer.zero_grad(set_to_none=True)
         for value in (parameter, other):
             value.grad = torch.ones_like(value)
         optimizer.zero_grad(set_to_none=False)

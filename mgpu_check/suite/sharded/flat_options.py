@@ -31,12 +31,12 @@ from mgpu_check.torch_hooks.tensors import copied
 __all__ = ["assert_flat_options_agree"]
 
 _DOUBLE = torch.float64
-_DTYPES: Mapping[str, Any] = {
-    "float32": None,
-    "float64": MixedPrecision(param_dtype=_DOUBLE, reduce_dtype=_DOUBLE, buffer_dtype=_DOUBLE),
-    "reduced in float64": MixedPrecision(reduce_dtype=_DOUBLE, cast_forward_inputs=True),
-    "inputs not cast": MixedPrecision(param_dtype=_DOUBLE, cast_root_forward_inputs=False),
-    "gradients not cast": MixedPrecision(keep_low_precision_grads=True),
+_DTYPES: Mapping[str, dict[str, Any]] = {
+    "float32": {},
+    "float64": {"param_dtype": _DOUBLE, "reduce_dtype": _DOUBLE, "buffer_dtype": _DOUBLE},
+    "reduced in float64": {"reduce_dtype": _DOUBLE, "cast_forward_inputs": True},
+    "inputs not cast": {"param_dtype": _DOUBLE, "cast_root_forward_inputs": False},
+    "gradients not cast": {"keep_low_precision_grads": True},
 }
 """Policies of mixed precision. Float64 holds each value of float32, so results must have the bits of one device."""
 _OPTIONS: Mapping[str, Sequence[Any]] = {
@@ -132,7 +132,7 @@ def _wrapped(training: ExactTraining, rank: Rank, row: Mapping[str, Any]) -> Ful
         process_group=rank.group if row["process_group"] else None,
         sharding_strategy=ShardingStrategy[row["strategy"]],
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        mixed_precision=_DTYPES[row["dtypes"]],
+        mixed_precision=MixedPrecision(**_DTYPES[row["dtypes"]]) if _DTYPES[row["dtypes"]] else None,
         **options,
     )
     if row["hook"]:

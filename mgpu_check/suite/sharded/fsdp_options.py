@@ -190,7 +190,8 @@ def _sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping
     _configure(model, [one for one in model.modules() if isinstance(one, FSDPModule)], row)
     if row["unneeded_in_backward"]:
         # The gradient of the first weight needs the inputs alone.
-        roots[0].set_unshard_in_backward(False)
+        for value in (True, False):
+            roots[0].set_unshard_in_backward(value)
     return model
 
 
@@ -210,15 +211,21 @@ def _configure(model: nn.Sequential, layers: Sequence[FSDPModule], row: Mapping[
             for enable in (False, True):
                 layer.set_force_sum_reduction_for_comms(enable)
         if row["doubled_by_hook"]:
-            layer.set_all_reduce_hook(_double)
+            layer.set_all_reduce_hook(_double, stream=torch.cuda.Stream() if row["dimensions"] == 1 else None)
     if row["communication"] == "separate group":
+        for enable in (True, False):
+            layers[0].set_separate_reduce_scatter_group(enable)
         for layer in layers:
             layer.set_separate_reduce_scatter_group(recurse=False)
-    first = layers[0]
+    _configure_more(model, layers[0], row)
+
+
+def _configure_more(model: nn.Sequential, first: FSDPModule, row: Mapping[str, Any]) -> None:
     if row["more"] == "buffers":
-        first.set_reduce_scatter_max_input_buffers(2)
+        first.set_reduce_scatter_max_input_buffers(2, recurse=row["recurse"])
     elif row["more"] == "unused":
-        first.set_reduce_scatter_unused_params(True, recurse=row["recurse"])
+        for value in (False, True):
+            first.set_reduce_scatter_unused_params(value, recurse=row["recurse"])
     elif row["more"] == "method":
         vars(model)["computed"] = functools.partial(nn.Sequential.forward, model)
         register_fsdp_forward_method(model, "computed")

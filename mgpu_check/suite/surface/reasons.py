@@ -83,9 +83,10 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         "memory_usage device_memory_used list_gpu_processes")),
     LeftOut("it replaces the allocator of the process, or its memory, which the simulated node refuses",
         _of(_CUDA, "CUDAPluggableAllocator* MemPool* use_mem_pool GreenContext* change_current_allocator "
-            "caching_allocator_* *ipc* get_stream_from_external")),
+            "caching_allocator_* *ipc* get_stream_from_external *_per_process_memory_fraction")),
     LeftOut("a figure about the build or the process, without effect on a result",
-        _of(_CUDA, "get_arch_list get_gencode_flags get_allocator_backend current_blas_handle current_solver_handle "
+        _of(_CUDA, "can_device_access_peer get_arch_list get_gencode_flags get_allocator_backend "
+            "current_blas_handle current_solver_handle "
             "is_tf32_supported is_bf16_supported get_sync_debug_mode set_sync_debug_mode memory_snapshot "
             "memory_summary host_memory_stats* reset_*host_memory_stats")),
     LeftOut("another name of a function that is drawn",
@@ -94,6 +95,48 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         "torch.utils.data.*DataPipe* torch.utils.data.DFIterDataPipe* torch.utils.data.DataChunk* "
         "torch.utils.data.*_datapipe* torch.utils.data.runtime_validation* torch.utils.data.argument_validation "
         "torch.utils.data.non_deterministic* torch.utils.data.guaranteed_*"),
+    LeftOut("torch passes it between its own planners and storages",
+        _of(_DIST, "checkpoint.LoadPlan checkpoint.Metadata checkpoint.WriteItem"),
+        "planner_data storage_data storage_meta version bytes_io_data"),
+    LeftOut("it needs the package safetensors", _DIST + "checkpoint.FileSystemWriter", "serialization_format"),
+    LeftOut("each checkpoint would start a process on each rank, which imports torch",
+        _DIST + "checkpoint.async_save", "async_checkpointer_type", "PROCESS"),
+    LeftOut("deprecated: torch warns of each use, and names get_state_dict and set_state_dict in its place",
+        _of(_DIST, "fsdp.FullyShardedDataParallel.*state_dict_type fsdp.StateDictSettings"), "state_dict_type"),
+    LeftOut("deprecated: torch warns of each use, and names get_state_dict and set_state_dict in its place",
+        _of(_DIST, "fsdp.FullyShardedDataParallel.*optim_state_dict fsdp.*StateDictConfig "
+            "checkpoint.load_sharded_optimizer_state_dict")),
+    LeftOut("deprecated: torch warns of each use", _of(_DIST, "checkpoint.state_dict.*"),
+        "submodules keep_submodule_prefixes"),
+    LeftOut("deprecated: torch ignores it, and warns", "torch.utils.data.DataLoader", "pin_memory_device"),
+    LeftOut("for an optimizer or a policy whose class torch keeps private",
+        _of(_DIST, "fsdp.FullyShardedDataParallel.optim_state_dict_to_load")
+        + " torch.nn.parallel.DistributedDataParallel", "is_named_optimizer mixed_precision"),
+    LeftOut("it moves parameters to the host within a step, which the simulated node refuses",
+        _of(_DIST, "fsdp.CPUOffload fsdp.FullyShardedDataParallel"), "offload_params cpu_offload"),
+    LeftOut("NCCL alone has such memory, and the simulated node runs gloo",
+        _of(_DIST, "fsdp.FSDPModule.set_symm_mem_for_comm "
+            "fsdp.FSDPModule.set_allocate_memory_from_process_group_for_comm")),
+    LeftOut("an interface whose method the returned object replaces", _DIST + "fsdp.UnshardHandle.wait"),
+    LeftOut("it needs a process group of torch's C++ that only C++ makes", _of(_CUDA, "nccl.*"), "comms"),
+    LeftOut("another name of a parameter that is drawn", _of(_CUDA, "nccl.reduce"), "outputs"),
+    LeftOut("its backward pass has sums only, and raises for others",
+        _of(_FUNCTIONAL, "reduce_scatter_*_autograd"), "reduceOp"),
+    LeftOut("with a backward pass in two parts torch receives in another order than it sends: pytorch#178815",
+        _of(_DIST, "pipelining.Schedule*"), "defer_pp_recv"),
+    LeftOut("an experimental overlap, whose hooks are in no public module",
+        _DIST + "optim.ZeroRedundancyOptimizer", "overlap_with_ddp"),
+    LeftOut("it reads a variable of the environment that the launcher sets",
+        _of(_DIST, "get_node_local_rank is_torchelastic_launched")),
+    LeftOut("an address of a graph, its description, or marks in a trace, for other libraries and tools",
+        _of(_CUDA, "CUDAGraph.raw_cuda_graph* CUDAGraph.get_graph_data")),
+    LeftOut("an address of a graph, its description, or marks in a trace, for other libraries and tools",
+        _CUDA + "graph", "enable_annotations"),
+    LeftOut("it makes sparse tensors by an old constructor, which the simulated node lacks",
+        "torch.optim.SparseAdam*"),
+    LeftOut("quotients of inner products, which narrow dtypes round too coarsely to compare", "torch.optim.LBFGS",
+        "params", "*float16"),
+    LeftOut("torch has it for the CPU only", "torch.optim.Adagrad", "fused", "True"),
     LeftOut("it must be given together with another parameter that torch recommends in its place",
         "operators.*", "size_average reduce"),
     LeftOut("the result goes to a tensor that is given, from the same kernel", "operators.*", "out"),

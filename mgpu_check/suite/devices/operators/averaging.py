@@ -93,6 +93,10 @@ def _hooked(x: Tensor) -> list[Tensor]:
     optimizer.register_state_dict_post_hook(noted(4, lambda own, state: {**state, "extra": 1}))
     optimizer.register_load_state_dict_pre_hook(noted(5, lambda own, state: {**state, "extra": 2}))
     optimizer.register_load_state_dict_post_hook(noted(6))
+    optimizer.register_state_dict_pre_hook(noted(7), prepend=True)
+    optimizer.register_state_dict_post_hook(noted(8), prepend=True)
+    optimizer.register_load_state_dict_pre_hook(noted(9), prepend=True)
+    optimizer.register_load_state_dict_post_hook(noted(10), prepend=True)
     for _ in range(2):
         parameter.grad = parameter.detach().abs() + 0.5
         optimizer.step()
