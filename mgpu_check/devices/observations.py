@@ -79,6 +79,11 @@ class Subject:
     members: tuple[int, ...]
 
     @property
+    def is_pair(self) -> bool:
+        """Whether it is a copy between two GPUs, or a group of two."""
+        return self.kind == "copy" or (self.kind == "group" and len(self.members) == 2)
+
+    @property
     def in_any_order(self) -> Subject:
         """The same group with its ranks in order; any other subject unchanged."""
         return Subject(self.kind, tuple(sorted(self.members))) if self.kind == "group" else self

@@ -89,7 +89,7 @@ def test_numbers_that_are_not_finite_and_values_that_json_lacks_are_kept(tmp_pat
         ({"seconds": "long"}, 'seconds is "long"; give a number'),
         ({"seconds": True}, "seconds is true; give a number"),
         ({"seconds": []}, "seconds is []; give a number"),
-        ({"level": "slow"}, 'level is "slow"; give one of quick, standard, long'),
+        ({"level": "slow"}, 'level is "slow"; give one of glance, quick, standard, long'),
         ({"gpus": {}}, "gpus is {}; give a list"),
         ({"gpus": [{"number": 0}]}, "gpus[0].host is missing; give an integer"),
         ({"verdict": {"kind": "MAYBE"}}, 'verdict.kind is "MAYBE"; give one of ACCEPTED, REJECTED, INCONCLUSIVE'),

@@ -38,10 +38,6 @@ def gpus_of(subject: Subject) -> tuple[int, ...]:
     return () if subject.kind == "host" else subject.members
 
 
-def _is_pair(subject: Subject) -> bool:
-    return subject.kind == "copy" or (subject.kind == "group" and len(subject.members) == 2)
-
-
 def among_peers(
     measurements: Sequence[Measurement], gpus: Mapping[int, Gpu], links: Mapping[tuple[int, int], str]
 ) -> tuple[dict[int, Comparison], list[Group]]:
@@ -56,7 +52,7 @@ def among_peers(
         if why:
             found[number] = Comparison("peers", "unknown", why=why)
             continue
-        kind, pair = measurement.kind, _is_pair(measurement.subject)
+        kind, pair = measurement.kind, measurement.subject.is_pair
         turn = turns[(measurement.subject, *kind)]
         turns[(measurement.subject, *kind)] += 1
         members = [gpus[gpu] for gpu in gpus_of(measurement.subject)]
@@ -68,7 +64,7 @@ def among_peers(
         groups[(turn, *kind, kinds, where, link)][number] = measurement
     split: list[Group] = []
     for key, group in groups.items():
-        if _is_pair(next(iter(group.values())).subject) and len(group) > 2:
+        if next(iter(group.values())).subject.is_pair and len(group) > 2:
             found.update(_pairs(group, bool(key[-1])))
             continue
         compared, divided = _majority(group)

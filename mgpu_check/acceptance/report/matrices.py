@@ -48,8 +48,10 @@ def heat_maps(report: RunReport) -> list[Matrix]:
 def _by_pair(report: RunReport) -> dict[Key, dict[tuple[int, int], Measurement]]:
     pairs: dict[Key, dict[tuple[int, int], Measurement]] = {}
     for one in report.measurements:
-        if one.subject.kind == "copy":
-            _worst(pairs.setdefault((one.quantity, one.unit, one.size), {}), _pair(one.subject), one)
+        if one.subject.is_pair:
+            mine, pair = pairs.setdefault((one.quantity, one.unit, one.size), {}), _pair(one.subject)
+            for way in (pair,) if one.subject.kind == "copy" else (pair, pair[::-1]):
+                _worst(mine, way, one)
     return pairs
 
 
@@ -275,7 +277,7 @@ def others(report: RunReport) -> list[dict[str, str]]:
             extent = _extent(key[1], key[2])
             rows.append({"what": key[0], "subject": view.what(len(values), name), "size": extent, "value": said})
     for one in report.measurements:
-        if one.subject.kind in ("group", "host"):
+        if one.subject.kind in ("group", "host") and not one.subject.is_pair:
             value, extent = amount(one.value, one.unit), _extent(one.unit, one.size)
             rows.append({"what": one.quantity, "subject": str(one.subject), "size": extent, "value": value})
     return rows
