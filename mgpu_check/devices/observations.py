@@ -204,6 +204,10 @@ class Measurement(SubjectResult):
     size: int
     spread: Number | None = None
 
+    def on(self, gpus: Sequence[int], host: int = 0) -> Self:
+        moved = super().on(gpus, host)  # the ranks of a group may have had another order before
+        return replace(moved, subject=moved.subject.in_any_order)
+
     @property
     def kind(self) -> tuple[str, Unit, int, SubjectKind, int]:
         """The key that two measurements must share to be compared, apart from the hardware."""

@@ -16,18 +16,23 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
 from mgpu_check.acceptance.findings import identify, judged
+from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.performance.checks import judge, unmeasured
 from mgpu_check.acceptance.performance.peers import link_classes
+from mgpu_check.acceptance.performance.test_performance import test_gpus_and_links_are_fast_enough as check
+from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.report.detected import slowness
 from mgpu_check.acceptance.report.matrices import heat_maps, others
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
+from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Measurement, Observation, Part, Subject, median_and_spread
+from mgpu_check.settings import activate, resolve
 from mgpu_check.simulated.rates import Rates
 
 NONE = Floors("none.json", ())
@@ -219,6 +224,36 @@ def test_a_slow_gpu_is_named_if_both_looks_show_it():
         ((warned,), rest) = ([o for o in found if o.finding], [o for o in found if not o.finding])
         assert (warned.finding, warned.ruling) == ("MGPU-SPEED-ONCE", "warn") and "in one of two looks" in warned.seen
         assert {o.outcome for o in of_measurements(rest)} == {"passed"}
+
+
+class Pool:
+    """The part of a pool that a node uses: its GPU 1 is slow in the first calls. It keeps the orders of the GPUs."""
+
+    def __init__(self, slow_calls: int) -> None:
+        self.orders: list[tuple[int, ...]] = []
+        self.slow_calls = slow_calls
+
+    def run(self, fn: Any, *args: Any, devices: Any, **more: Any) -> list[list[Measurement]]:
+        self.orders.append(tuple(devices))
+        slow = 1 if len(self.orders) <= self.slow_calls else None
+        values = [3e14 * (0.5 if gpu == slow else 1.0) for gpu in devices]
+        return [[measurement("gpu", (rank,), value)] for rank, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(("slow_calls", "finding"), [(0, None), (1, "MGPU-SPEED-ONCE"), (2, "MGPU-GPU-SLOW")])
+def test_a_slow_gpu_is_measured_again_in_the_reverse_order(slow_calls, finding):
+    pool, log = Pool(slow_calls), RunLog()
+    activate(resolve({}, {}, {}))
+    try:
+        any_pool: Any = pool
+        one = Node(any_pool, log, gpus(3), Plan("quick", 0.9, None, None))
+        one.on_ranks("compute", amount)
+        check(one)
+    finally:
+        activate(None)
+    assert pool.orders == [(0, 1, 2), (2, 1, 0)][: 1 + bool(slow_calls)]
+    found = {(o.subject.members, o.finding) for o in log.observations() if o.finding}
+    assert found == ({((1,), finding)} if finding else set())
 
 
 def test_what_was_not_measured_again_keeps_its_failure():

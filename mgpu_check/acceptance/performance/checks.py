@@ -78,7 +78,7 @@ def judge(
     floors = packaged_floors() if floors is None else floors
     by_number = {gpu.number: gpu for gpu in gpus}
     first_look = len(measurements)
-    measurements = [replace(one, subject=one.subject.in_any_order) for one in (*measurements, *again)]
+    measurements = [*measurements, *again]
     unknown = sorted({gpu for m in measurements for gpu in gpus_of(m.subject)} - set(by_number))
     if unknown:
         raise ValueError(f"judge: measurements are of GPUs {unknown}, but gpus has {sorted(by_number)}")
