@@ -33,8 +33,8 @@ LATENCY_BYTES = 64
 def measure_collectives(rank: Rank, cases: Cases, repeats: int) -> list[Measurement]:
     """Measure `cases` on all ranks; rank 0 returns the measurements, others none.
 
-    The subject of a pair with a root is the copy from the root to the other rank, else the group. Like in nccl-tests, a
-    time is the mean over ranks.
+    The subject of a pair with a root is the copy from or to the root, else the group. Like in nccl-tests, a time is the
+    mean over ranks.
     """
     results: list[list[list[float]]] = [[] for _ in range(rank.size)]
     dist.all_gather_object(results, time_collectives(rank, cases.all, repeats))  # over the host
@@ -53,7 +53,8 @@ def _speeds(case: RepeatedCollective, members: Sequence[int], times: Sequence[fl
     row, pair = TRANSFERS[case.operation], len(members) == 2
     subject = Subject("group", tuple(members))
     if pair and row.root:
-        subject = Subject("copy", (members[case.root], members[1 - case.root]))
+        pair_of_root = (members[case.root], members[1 - case.root])
+        subject = Subject("copy", pair_of_root if row.givers == "root" else pair_of_root[::-1])
     name = f"{case.operation} of a pair" if pair else case.operation
     if case.bytes <= LATENCY_BYTES:
         value, spread = median_and_spread(times)

@@ -27,7 +27,7 @@ OPERATIONS = (
     ("send_recv", "sum"),
 )
 MEASURED = tuple(name for name, row in TRANSFERS.items() if row.takers == "all" and name != "scatter")
-"""Collectives whose speed is measured: those of training that give every rank a result."""
+"""Collectives of training that give every rank a result: their speed over all GPUs is measured."""
 
 _BORDERS = {
     "quick": (4 << 10, 64 << 10),
@@ -161,7 +161,7 @@ def test_speed_of_collectives(node: Node) -> None:
     sizes = [size for size in (LATENCY_BYTES, 1 << 20, _LARGEST[node.depth]) if fits(node, size)]
     cases = [
         RepeatedCollective(operation, "float32", size, pair, root=root, iterations=inner)
-        for operation in MEASURED
+        for operation in TRANSFERS
         for size in (sizes[0], sizes[-1])
         for pair in itertools.chain(*rounds_of(len(numbers))[: _MOST_ROUNDS[node.depth]])
         for root in range(2 if TRANSFERS[operation].root else 1)

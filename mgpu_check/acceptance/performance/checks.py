@@ -155,7 +155,7 @@ def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list
 
 def _differ(group: Group, second: bool) -> _JudgedSpeed:
     """Return the observation of GPUs that differ; none of them is accused."""
-    several = list(group.values())
+    several = sorted(group.values(), key=lambda one: one.subject)
     first, values = several[0], {str(m.subject): amount(m.value, m.unit) for m in several}
     members = tuple(sorted({gpu for m in several for gpu in gpus_of(m.subject)}))
     key = "differ to the host" if first.subject.kind in ("upload", "download") else "differ"
