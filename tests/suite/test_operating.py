@@ -58,7 +58,7 @@ def test_several_devices_and_cases_are_named(node: Devices) -> None:
             node, [_product(0, 3), SUM, Case("product", _wrong_on(3), (torch.ones(2, 2), torch.ones(2, 3)))]
         )
     first, *lines = str(caught.value).splitlines()
-    assert first.startswith("cuda:3 is wrong in product, 2x2 and 2x3: 1 of 6 elements")
+    assert first.startswith("cuda:0, cuda:3 are wrong, cuda:3 in product, 2x2 and 2x3: 1 of 6 elements")
     assert lines == [
         "cuda:0: 1 of 3 cases are wrong: [matmul of float32, 3x4 and 4x5]",
         "cuda:3: 2 of 3 cases are wrong: [matmul of float32, 3x4 and 4x5], [product, 2x2 and 2x3]",

@@ -7,6 +7,7 @@ import operator
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,11 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
     """
     __tracebackhide__ = True
     everybody = tuple(range(rank.size))
-    calls = [call for call in calls if not left_out(call) and set(call.members) <= set(everybody)]
+    calls = [
+        replace(call, root=call.root % len(call.members or everybody))  # messages name the root that there is
+        for call in calls
+        if not left_out(call) and set(call.members) <= set(everybody)
+    ]
     covered(
         function={call.function for call in calls},
         dtype={call.dtype for call in calls},

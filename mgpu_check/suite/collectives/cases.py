@@ -102,7 +102,9 @@ class CollectiveCall:
         if self.layout != "dense":
             parts.append(self.layout)
         if self.function in ROOTED:
-            parts.append(f"root {self.root} by {self.root_by} rank")
+            by_group = self.root_by == "group" or not self.members
+            root = self.root if by_group else self.members[self.root % len(self.members)]
+            parts.append(f"root {root} by {self.root_by} rank")
         if self.members:
             parts.append(f"group {list(self.members)}")
         if self.asynchronous:

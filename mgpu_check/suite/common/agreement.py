@@ -184,11 +184,14 @@ def named_wrong(
     odd = [one.device for one in first]
     faulty = {one.device for one in wrong}
     others = [device for device in devices if device not in faulty]
-    who = _who(odd, devices, alone=len(faulty) == 1)
+    text = f"{_who(odd, devices, alone=len(faulty) == 1)} wrong in {first[0].case}: "
+    if len(faulty) > len(odd):  # in other cases, so the devices of this one are not the only suspects
+        named = ", ".join(map(str, odd))
+        text = f"{_who([one for one in devices if one in faulty], devices)} wrong, {named} in {first[0].case}: "
     if len({one.what for one in first}) == 1:
-        text = f"{who} wrong in {first[0].case}: {first[0].what}"
+        text += first[0].what
     else:
-        text = f"{who} wrong in {first[0].case}: " + "; ".join(f"{one.device}: {one.what}" for one in first)
+        text += "; ".join(f"{one.device}: {one.what}" for one in first)
     if others:
         text += (
             f"; the other {len(others)} agree with {reference}"
@@ -203,7 +206,7 @@ def named_wrong(
     return DeviceMismatch(text, ranks=indices_of(*(one.device for one in wrong)))
 
 
-def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bool) -> str:
+def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bool = False) -> str:
     if len(odd) == 1:
         return f"{odd[0]} alone is" if alone and len(devices) > 1 else f"{odd[0]} is"
     if len(odd) == len(devices):

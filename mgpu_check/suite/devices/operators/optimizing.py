@@ -51,7 +51,7 @@ def _case(
 ) -> Case:
     words = ", ".join(f"{option}={value}" for option, value in options.items())
     return Case(
-        f"{name} with {words} of {name_of(dtype)}",
+        f"GradScaler, and {name} with {words}, of {name_of(dtype)}",
         lambda x: _stepped(x, kind, options),
         (small((5, 13), dtype, seed),),
         "close",
