@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,32 +28,41 @@ def use(name: str) -> Callable[[Use], Use]:
     return register
 
 
-def build() -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
+def build(uses: int = 1) -> nn.ModuleList:
+    """A layer for each use, and the last for a mistake."""
+    return nn.ModuleList([*(nn.Linear(4, 4) for _ in range(uses)), nn.Linear(4, 2)])
 
 
 def reference(model: nn.ModuleList, batch: torch.Tensor) -> None:
-    (model[0](batch).logsumexp(1).mean() + model[1](batch).square().mean()).backward()
+    *of_uses, last = model
+    loss = last(batch).square().mean()
+    for layer in of_uses:
+        loss = loss + layer(batch).logsumexp(1).mean()
+    loss.backward()
 
 
-def step(model: nn.ModuleList, batch: torch.Tensor, rank: Rank, name: str, mistake: str) -> None:
-    """Shift logits by a number that ranks find together, as a stable softmax does: the loss does not depend on it.
+def step(model: nn.ModuleList, batch: torch.Tensor, rank: Rank, names: Sequence[str], mistake: str) -> None:
+    """Shift logits by numbers that ranks find together, as a stable softmax does: the loss does not depend on them.
 
     Args:
-        mistake: what is done to the gradients of the second layer: "doubled", "local", or "" for nothing.
+        names: the use for each layer but the last.
+        mistake: what is done to the gradients of the last layer: "doubled", "local", or "" for nothing.
     """
     model.to(rank.device).zero_grad()
+    *of_uses, last = model
     x = batch.chunk(rank.size)[rank.index].to(rank.device)
-    logits = model[0](x)
-    given = x if name.endswith(" of data") else logits if "differentiable" in name else logits.detach()
-    shift = USES[name.removesuffix(" of data")](given, rank)
-    loss = ((logits - shift).logsumexp(1) + shift).mean() + model[1](x).square().mean()
+    loss = last(x).square().mean()
+    for layer, name in zip(of_uses, names, strict=True):
+        logits = layer(x)
+        given = x if name.endswith(" of data") else logits if "differentiable" in name else logits.detach()
+        shift = USES[name.removesuffix(" of data")](given, rank)
+        loss = loss + ((logits - shift).logsumexp(1) + shift).mean()
     loss.backward()
-    for index, layer in enumerate(model):
+    for layer in model:
         for parameter in layer.parameters():
-            if index == 0 or mistake != "local":
+            if layer is not last or mistake != "local":
                 dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-            if index == 1 and mistake == "doubled":
+            if layer is last and mistake == "doubled":
                 parameter.grad *= 2
 
 
