@@ -195,9 +195,10 @@ def half(name: str) -> dict[str, str]:
             [],
         ),
         ({"proc/driver/nvidia/gpus/0000:02:00.0/information": "GPU Firmware: \t N/A"}, ["MGPU-GSP"]),
+        ({"proc/driver/nvidia/gpus/0000:02:00.0/information": None}, []),
         ({"sys/class/net/eth0/operstate": "down"}, []),  # many interfaces are not in use
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_states_are_judged_after_the_run(tmp_path, changes, found):
     facts = after(tmp_path, changes)

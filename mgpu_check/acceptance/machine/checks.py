@@ -117,7 +117,7 @@ def _states(facts: KernelFacts) -> Iterator[tuple[str, Component, str]]:
             yield "nic idle", one, f"its state is {one.values.get('state', 'unknown')}, so nothing uses it"
         if one.model == "nic":
             yield from ((*("nic pcie", one), text) for text in _trained(one, facts))
-    usual = Counter(one.values.get("gsp") for one in gpus).most_common(1)
+    usual = Counter(one.values["gsp"] for one in gpus if "gsp" in one.values).most_common(1)
     for one in gpus:
         if one.values.get("numa_node") == -1 and int(facts["host"].values["nodes"]) > 1:
             yield "affinity", one, "the kernel does not know its NUMA node"
@@ -125,11 +125,11 @@ def _states(facts: KernelFacts) -> Iterator[tuple[str, Component, str]]:
             yield "affinity", one, "this process may use no core of its NUMA node"
         if str(one.values.get("iommu", "")).startswith("DMA"):
             yield "iommu", one, f"the IOMMU translates its addresses ({one.values['iommu']})"
-        if one.values.get("gsp") != usual[0][0] and 2 * usual[0][1] > len(gpus):
+        if "gsp" in one.values and one.values["gsp"] != usual[0][0] and 2 * usual[0][1] > len(gpus):
             yield (
                 "gsp",
                 one,
-                f"its firmware of the GSP is {one.values.get('gsp')}, and that of the others {usual[0][0]}",
+                f"its firmware of the GSP is {one.values['gsp']}, and that of the others {usual[0][0]}",
             )
     above = {slot for one in gpus for slot in one.slots[:-1]} if len(gpus) > 1 else set()
     for one in facts.values():
