@@ -41,7 +41,12 @@ _COMPRESSING: tuple[tuple[Hook, torch.dtype], ...] = (
     (default_hooks.fp16_compress_hook, torch.float16),
     (default_hooks.bf16_compress_hook, torch.bfloat16),
 )
-_QUANTIZING = ("quantization_pertensor_hook", "quantization_perchannel_hook")
+_QUANTIZING: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("quantization_pertensor_hook", {}),
+    ("quantization_perchannel_hook", {}),
+    ("quantization_perchannel_hook", {"bucket_size": 32}),
+)
+"""Hooks that send 8 bits for each gradient, by name, with their options."""
 
 
 def _wrapped() -> list[tuple[Hook, torch.dtype]]:
@@ -136,8 +141,8 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
     __tracebackhide__ = True
     place = Place.of(rank)
     with judged() as findings:
-        for quantizing in _QUANTIZING:
-            _quantized(runs[0], place, findings, getattr(quantization_hooks, quantizing))
+        for name, options in _QUANTIZING:
+            _quantized(runs[0], place, findings, name, options)
         for run in runs:
             for hook, dtype in (*_COMPRESSING, *(_wrapped() if run is runs[0] else ())):
                 _compressed(run, place, findings, hook, dtype)
@@ -157,19 +162,19 @@ def _compressed(
     _judge_compressed(replica, replica.one.parts(shards), dtype)
 
 
-def _quantized(run: WholeRun, place: Place, findings: Findings, hook: Hook) -> None:
+def _quantized(run: WholeRun, place: Place, findings: Findings, name: str, options: dict[str, Any]) -> None:
     """Run one backward pass with a hook that sends 8 bits for each gradient, and compare the gradients."""
-    replica = Replica(run, place, findings, what=hook.__name__)
-    replica.parallel.register_comm_hook(_group_of(place), hook)
+    replica = Replica(run, place, findings, what=f"{name} with {options}")
+    hook: Hook = getattr(quantization_hooks, name)
+    replica.parallel.register_comm_hook(_group_of(place), lambda group, bucket: hook(group, bucket, **options))
     shards = replica.shards(replica.next_batch())
     replica.backward(shards[place.index])
     parts = replica.one.parts(shards)
     # Each rank rounds to 1/255 of the range of its own gradients, which contains 0.
     ranges = [max((float(one.abs().max()) for one in part.values() if one is not None), default=0.0) for part in parts]
-    for name, parameter in replica.module.named_parameters():
-        replica.judge_gradient(
-            name, parameter, torch.stack(terms_of(parts, name)).sum(0), sum(ranges) * 2 / 255, "quantized"
-        )
+    for key, parameter in replica.module.named_parameters():
+        right = torch.stack(terms_of(parts, key)).sum(0)
+        replica.judge_gradient(key, parameter, right, sum(ranges) * 2 / 255, "quantized")
 
 
 def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:

@@ -238,7 +238,7 @@ def _stepped(kind: _Kind, row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
         _step(optimizer, parameters, kind.data, step, by_closure=row["closure"] or kind.data == "loss")
     moved = torch.cat([parameter.reshape(-1) for parameter in parameters])
     if kind.data == "loss" and row["dtype"] == torch.float32:
-        return [moved.detach().half()]
+        return [moved.detach().to(torch.float16)]
     if kind.data == "matrices" and row["dtype"] != torch.bfloat16:  # Muon computes in bfloat16
         return [(moved - torch.cat([part.reshape(-1) for part in before])).detach().bfloat16()]
     return [moved.detach(), *(torch.autograd.grad(moved.sum(), [leaf]) if inner else ())]
