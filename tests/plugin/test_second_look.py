@@ -168,7 +168,7 @@ class Node:
         self.random = random.Random(f"{faults} {rate}")
         self.clock, self.cost = clock, cost
         self.looked = 0.0
-        self.settings = SimpleNamespace(gpu_level="quick", per_host=())
+        self.settings = SimpleNamespace(depth="quick", per_host=())
         self.pool = SimpleNamespace(devices=count, run=self.run)
         self.trials: list[tuple[int, ...]] = []
         self.on_ranks = lambda: None
