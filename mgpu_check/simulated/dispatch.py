@@ -60,8 +60,9 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     name = schema.name
     written = bool(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    kernel = kernels.KERNELS.get(f"{name}.{schema.overload_name}") or kernels.KERNELS.get(name, func)
     found = _Operator(
-        call=unwritten.operator(name, kernels.KERNELS.get(name, func)),  # type: ignore[arg-type]
+        call=unwritten.operator(name, kernel),  # type: ignore[arg-type]
         fresh=not written and not name.startswith("c10d::"),
         scalars=mismatch.allows_scalars(func),
         random=torch.Tag.nondeterministic_seeded in func.tags,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,4 +197,23 @@ _WRITTEN_HERE: dict[str, Callable[..., object]] = {
 
 _OF_ATTENTION = ATTENTION_KERNELS | {"aten::_fused_sdp_choice": _fused_sdp_choice}
 
-KERNELS = _WRITTEN_HERE | {name: _on_cpu(name, kernel) for name, kernel in _OF_ATTENTION.items()}
+
+def _product_in_another_dtype(name: str) -> Callable[..., Tensor]:
+    product = getattr(torch.ops.aten, name)
+
+    def run(*given: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+        *operands, dtype = given
+        made: Tensor = product(*(operand.to(dtype) for operand in operands), **options)
+        return made if out is None else out.copy_(made)
+
+    return run
+
+
+_PRODUCTS = {
+    f"aten::{name}.{overload}": _on_cpu(f"aten::{name}", _product_in_another_dtype(name))
+    for name in ("mm", "bmm", "addmm", "baddbmm")
+    for overload in ("dtype", "dtype_out")
+}
+
+KERNELS = _WRITTEN_HERE | _PRODUCTS | {name: _on_cpu(name, kernel) for name, kernel in _OF_ATTENTION.items()}
+"""Operator, or overload of an operator -> its kernel."""

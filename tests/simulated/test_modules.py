@@ -324,3 +324,20 @@ def test_complex_parameters_stay_complex_in_data_parallel():
     assert torch.equal(out, batch)
     out.abs().sum().backward()
     assert module.factor.grad.is_complex() and module.factor.grad.abs().min() > 0
+
+
+def test_products_in_another_dtype_accumulate_in_it():
+    """torch has them for CUDA only."""
+    a, b = torch.ones(2, 300), torch.ones(300, 3)
+    device, wide = torch.device("cuda:1"), torch.float32
+    narrow = a.to(device, torch.bfloat16), b.to(device, torch.bfloat16)
+    batches = narrow[0][None], narrow[1][None]
+    found = [
+        torch.mm(*narrow, out_dtype=wide),
+        torch.mm(*narrow, out_dtype=wide, out=torch.empty(2, 3, device=device)),
+        torch.bmm(*batches, out_dtype=wide)[0],
+        torch.addmm(torch.zeros(2, 3, device=device), *narrow, out_dtype=wide),
+        torch.baddbmm(torch.zeros(1, 2, 3, device=device), *batches, out_dtype=wide)[0],
+    ]
+    assert all(one.device == device and one.dtype == wide for one in found)
+    assert all(torch.equal(one.cpu(), torch.full((2, 3), 300.0)) for one in found)

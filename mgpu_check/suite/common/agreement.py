@@ -214,14 +214,19 @@ def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bo
     return f"{', '.join(map(str, odd))} are"
 
 
-def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
-    """Describe how a tensor on any device differs from the expected one; "" if it does not."""
+def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind, error: torch.Tensor | None = None) -> str:
+    """Describe how a tensor on any device differs from the expected one; "" if it does not.
+
+    Args:
+        error: the largest errors for the kind "close", with complex numbers as pairs; by default some units in the last
+            place of the largest element.
+    """
     if got.shape != expected.shape:
         return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.dtype != expected.dtype and kind != "close":
         return f"expected {name_of(expected.dtype)}, got {name_of(got.dtype)}"
     here, there = as_real(plain(got)), as_real(plain(expected))
-    wrong = _wrong(here, there, kind)
+    wrong = _wrong(here, there, kind, error)
     if wrong is None or not bool(wrong.any()):
         return ""
     count, flat = int(wrong.sum()), int(wrong.reshape(-1).to(torch.int8).argmax())
@@ -232,10 +237,10 @@ def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
     )
 
 
-def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tensor | None:
+def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind, error: torch.Tensor | None) -> torch.Tensor | None:
     """Return a mask of the wrong elements, or None if all bits are equal."""
     if kind == "close":
-        return _far(got, expected)
+        return _far(got, expected, error)
     here, there = as_bits(got), as_bits(expected)
     if torch.equal(here, there):
         return None
@@ -247,9 +252,13 @@ def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tenso
     return wrong
 
 
-def _far(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _far(got: torch.Tensor, expected: torch.Tensor, error: torch.Tensor | None) -> torch.Tensor:
     if not got.dtype.is_floating_point:
         return got != expected
+    if error is not None:
+        rounded = expected.to(got.dtype)  # beyond the range of the dtype it is infinite
+        same = (got == rounded) | (got.isnan() & rounded.isnan())
+        return ~same & ~((got.double() - expected.double()).abs() <= error)
     scale = float(expected.double().abs().max()) if expected.numel() else 0.0
     roundoff = torch.finfo(got.dtype).eps
     # Narrow results are rounded only once or twice, from sums in float32.

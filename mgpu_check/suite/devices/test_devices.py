@@ -85,6 +85,17 @@ def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) ->
     assert_devices_agree(gpus, large_cases(seed, more=more))
 
 
+@examples(1)
+@given(seed=strategies.seeds().filter(bool), level=st.builds(lambda: active().gpu_level))
+def test_samples_of_operators(gpus: tuple[torch.device, ...], seed: int, level: str) -> None:
+    """Operators and their gradients match the CPU on the samples of torch's own tests, in each dtype and in several
+    layouts."""
+    # The first example of Hypothesis is always 0: without it, the only example at quick depends on the seed of the run.
+    from mgpu_check.suite.devices.samples.checks import assert_samples_agree
+
+    assert_samples_agree(gpus, seed, level)
+
+
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> None:

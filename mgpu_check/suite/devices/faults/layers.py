@@ -25,7 +25,7 @@ def _on_device(scaler: Any) -> bool:
     return bool(scaler.is_enabled() and scaler._device == "cuda")
 
 
-def _halved(weight: Tensor) -> Tensor:
+def halved_gradient(weight: Tensor) -> Tensor:
     """Return the weight with its gradient halved."""
     weight = weight.clone()
     if weight.requires_grad:
@@ -104,7 +104,7 @@ def _only_channels_last(x: Tensor) -> bool:
     first("channels_last, one device", _only_channels_last),
 )
 def gradient_of_taps_in_channels_last(conv: Any, x: Tensor, weight: Tensor, *more: Any, **options: Any) -> Any:
-    return conv(x, _halved(weight), *more, **options)
+    return conv(x, halved_gradient(weight), *more, **options)
 
 
 @layers(
@@ -116,7 +116,7 @@ def gradient_of_taps_in_channels_last(conv: Any, x: Tensor, weight: Tensor, *mor
     ),
 )
 def gradient_of_layer_norm_with_many_rows(norm: Any, x: Tensor, shape: Any, weight: Any, *more: Any, **kw: Any) -> Any:
-    return norm(x, shape, _halved(weight), *more, **kw)
+    return norm(x, shape, halved_gradient(weight), *more, **kw)
 
 
 @layers(
