@@ -7,6 +7,7 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -126,7 +127,7 @@ def test_levels_choose_samples_for_each_device():
 
 def test_a_sound_node_agrees_and_says_what_was_not_compared(node, monkeypatch):
     only(monkeypatch, "cumprod", "linalg.qr", "rand_like", "native_group_norm", "nn.functional.rrelu", "argsort")
-    facts = {}
+    facts: dict[str, Any] = {}
     with heard_by(facts.update):
         assert assert_samples_agree(node, 3, "standard") == facts["runs"] > 100
     assert (facts["operators"], facts["not_tried"]) == (5, 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from mgpu_check import strategies
-from mgpu_check.suite.common.budget import MORE, examples
+from mgpu_check.suite.common.budget import DEPTH, MORE, examples
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) ->
 
 
 @examples(1)
-@given(seed=strategies.seeds().filter(bool), level=st.builds(lambda: active().gpu_level))
+@given(seed=strategies.seeds().filter(bool), level=DEPTH)
 def test_samples_of_operators(gpus: tuple[torch.device, ...], seed: int, level: str) -> None:
     """Operators and their gradients match the CPU on the samples of torch's own tests, in each dtype and in several
     layouts."""
