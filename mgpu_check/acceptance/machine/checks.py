@@ -102,6 +102,9 @@ def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Obser
     counts = Counter(one.kind for one in after.values())
     evidence = {"components": dict(counts), "not known": dict(silent)}
     found.append(of_host("passed", "", "kernel", Work(operations=judged), **evidence))
+    if silent:
+        names = ", ".join(f"{name} ({times})" for name, times in silent.items())
+        found.append(of_host("skipped", f"counters that could not be read before and after: {names}", "kernel", Work()))
     for kind, text in _KINDS.items():
         if not counts[kind]:
             found.append(of_host("skipped", f"the kernel shows no {text}", "kernel", Work()))
