@@ -61,7 +61,7 @@ def route(logits: torch.Tensor, top: int, capacity: int = 0) -> Routing:
     """Choose the `top` experts of each token: logits (tokens, experts).
 
     An expert takes the first `capacity` choices that fall on it; 0 is without limit. The weight of a single expert is
-    its probability. The weights of several are the probabilities of those that are kept, divided by their sum.
+    its probability. The weights of several are the probabilities of the kept experts, divided by their sum.
     """
     chosen = logits.topk(top).indices
     taken = F.one_hot(chosen.flatten(), logits.shape[1]).cumsum(0)
