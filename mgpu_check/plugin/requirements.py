@@ -120,8 +120,14 @@ def needs_of(item: pytest.Item) -> Needs | None:
         size = _parameter(item, SIZE_PARAMETER) or (sizes[0] if sizes else 0)
         return Needs("ranks", size, ranks_mark.kwargs.get("backend"), _timeout(ranks_mark))
     count, least = (0, 0) if gpus_mark is None else _counts(gpus_mark)
+    if gpus_mark is not None and "timeout" in gpus_mark.kwargs and "ranks" in arguments:
+        raise pytest.UsageError("mark gpus: timeout= is for the fixture 'gpus'; with 'ranks' write ranks.run(timeout=)")
     return Needs(
-        "parent" if "ranks" in arguments else "node", count, host=_parameter(item, HOST_PARAMETER), least=least
+        "parent" if "ranks" in arguments else "node",
+        count,
+        timeout=None if gpus_mark is None else _timeout(gpus_mark),
+        host=_parameter(item, HOST_PARAMETER),
+        least=least,
     )
 
 
@@ -149,9 +155,10 @@ def _check_combination(
 
 def _counts(mark: pytest.Mark) -> tuple[int, int]:
     """Return the exact and the minimum number of devices of a ``gpus`` mark; 0 for the one that it does not give."""
-    if not mark.args and mark.kwargs.keys() == {"least"}:
+    others = mark.kwargs.keys() - {"timeout"}
+    if not mark.args and others == {"least"}:
         return 0, _count("gpus", mark.kwargs["least"])
-    if len(mark.args) == 1 and not mark.kwargs:
+    if len(mark.args) == 1 and not others:
         return _count("gpus", mark.args[0]), 0
     raise pytest.UsageError(
         "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or the minimum number, for "
@@ -179,7 +186,7 @@ def _timeout(mark: pytest.Mark) -> float | None:
         return None
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
         raise pytest.UsageError(
-            f"mark ranks: timeout={timeout!r} is not valid; write a finite number of seconds above 0"
+            f"mark {mark.name}: timeout={timeout!r} is not valid; write a finite number of seconds above 0"
         )
     return timeout
 

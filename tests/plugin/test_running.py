@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mgpu_check.plugin import requirements
+
 GPUS = ("--gpus=4", "--simulate", "--rank-timeout=30")
 
 PASSING = """
@@ -414,3 +416,10 @@ def test_examples_and_sizes_are_properties_of_the_report(run, pytester):
     text = pytester.path.joinpath("out.xml").read_text()
     assert '<property name="mgpu_check.world_sizes" value="1 2"' in text
     assert '<property name="mgpu_check.simulated" value="cpu"' in text
+
+
+def test_the_mark_gpus_takes_a_timeout():
+    mark = pytest.mark.gpus(least=2, timeout=9).mark
+    assert (requirements._counts(mark), requirements._timeout(mark)) == ((0, 2), 9)
+    with pytest.raises(pytest.UsageError, match="mark gpus: timeout=0 is not valid"):
+        requirements._timeout(pytest.mark.gpus(2, timeout=0).mark)

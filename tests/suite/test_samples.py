@@ -121,8 +121,14 @@ def test_levels_choose_samples_for_each_device():
     assert chosen(2, "standard") == [1, 0, 1, 0]
     assert sorted(chosen(10, "long", 7)) == list(range(10))
     assert chosen(0, "long") == []
-    shares = [set(list(source.operators())[seed % 8 :: 8]) for seed in range(8)]
-    assert set().union(*shares) == set(source.operators())
+
+
+def test_different_seeds_try_all_operators_at_quick(node, monkeypatch):
+    tried = []
+    monkeypatch.setattr(checks._SampleTally, "add", lambda self, operator, *_: tried.append(operator.name))
+    for seed in range(100, 116):
+        assert_samples_agree(node, seed, "quick")
+    assert set(tried) == {name for name, operator in source.operators().items() if operator.dtypes}
 
 
 def test_a_sound_node_agrees_and_says_what_was_not_compared(node, monkeypatch):

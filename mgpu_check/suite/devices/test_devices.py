@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
@@ -85,6 +86,7 @@ def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) ->
     assert_devices_agree(gpus, large_cases(seed, more=more))
 
 
+@pytest.mark.gpus(least=1, timeout=900)  # at standard it takes half a minute on an idle machine, at long some minutes
 @examples(1)
 @given(seed=strategies.seeds().filter(bool), level=DEPTH)
 def test_samples_of_operators(gpus: tuple[torch.device, ...], seed: int, level: str) -> None:

@@ -38,7 +38,7 @@ class Amount(NamedTuple):
 
 
 AMOUNTS: Mapping[str, Amount] = types.MappingProxyType({
-    "quick": Amount(share=8, samples=1, among=12, every=False),
+    "quick": Amount(share=16, samples=1, among=12, every=False),
     "standard": Amount(share=1, samples=4, among=48, every=True),
     "long": Amount(share=1, samples=None, among=None, every=True),
 })  # fmt: skip
