@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ __all__ = ["Boundary", "Node"]
 _HURRY = 4
 
 _PROBE = 10.0
-"""Time limit in seconds for one addition on a GPU. A GPU that exceeds it counts as lost."""
+"""Time limit in seconds for one addition on a GPU, on an idle host. A GPU that exceeds it counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -272,9 +273,11 @@ class Node:
     def _probe(self, check: str) -> None:
         """Find the GPUs that still answer, one at a time: an error in a group does not name the GPU at fault."""
         self._probing = True
+        busy = os.getloadavg()[0] / (os.cpu_count() or 1)  # processes that wait for a core slow down healthy GPUs too
+        limit = min(_PROBE * max(1.0, busy), seconds_for_a_call())
         try:
             for number in self.numbers:
-                self.on_ranks(check, answers, check, gpus=[number], timeout=min(_PROBE, seconds_for_a_call()))
+                self.on_ranks(check, answers, check, gpus=[number], timeout=limit)
         finally:
             self._probing = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -117,10 +118,12 @@ class LatePool:
     def __init__(self, *silent: int) -> None:
         self.silent = silent
         self.probed: list[int] = []
+        self.limits: list[float] = []
 
-    def run(self, fn: Any, *args: Any, devices: Sequence[int], **more: Any) -> list[Any]:
+    def run(self, fn: Any, *args: Any, devices: Sequence[int], timeout: float, **more: Any) -> list[Any]:
         if len(devices) == 1:
             self.probed += devices
+            self.limits.append(timeout)
         if len(devices) == 1 and devices[0] not in self.silent:
             return [[Observation("memory", Subject("gpu", (0,)), "passed")]]
         hang = RankHang("late")
@@ -133,13 +136,15 @@ class LatePool:
 def test_after_a_call_that_was_late_on_all_gpus_each_is_asked_whether_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node, "seconds_for_a_call", lambda: 20.0)
-    for silent in ((), (1,)):
+    monkeypatch.setattr(node, "seconds_for_a_call", lambda: 60.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for silent, load, limit in (((), 1.0, 10.0), ((1,), 8.0, 40.0), ((), 80.0, 60.0)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         pool, log = LatePool(*silent), RunLog()
         gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(3)]
         here = node.Node(pool, log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
         assert here.on_ranks("memory", print) == []
-        assert pool.probed == [0, 1, 2]
+        assert pool.probed == [0, 1, 2] and pool.limits == [limit] * 3, "longer on a busy host"
         failed = [entry.subject for entry in log.observations() if entry.outcome == "failed"]
         assert failed == [Subject("gpu", (gpu,)) for gpu in silent] and here.lost == set(silent)
         assert sum(entry.outcome == "unknown" for entry in log.observations()) == 3
