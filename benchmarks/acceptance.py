@@ -169,14 +169,14 @@ VARIANTS = (
 """Faults with parameters other than their defaults, which other kernels, paths, sizes or fields show."""
 
 _ALIKE = ("clock-beside", "collective-of-three")
-"""Faults other than those of the inventory that only a majority shows, or groups of three."""
+"""Faults other than those of inventory and speed that only a majority shows, or groups of three."""
 
 
 def shown_on(fault: HardwareFault, gpus: int) -> bool:
     """Return whether a node of `gpus` GPUs can show a fault: one GPU has no peers, and two have no majority."""
     if gpus == 1 and ("peer" in fault.defaults or fault.caught_by in (("collectives",), ("links",))):
         return fault.name.startswith(("upload", "download"))
-    return gpus > 2 or (fault.caught_by != ("inventory",) and fault.name not in _ALIKE)
+    return gpus > 2 or (fault.caught_by not in (("inventory",), ("performance",)) and fault.name not in _ALIKE)
 
 
 def drawn(faults: Sequence[HardwareFault], gpus: int, chosen: random.Random) -> str:
