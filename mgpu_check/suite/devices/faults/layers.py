@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -152,6 +153,15 @@ def maximum_of_moments_forgotten(step: Any, *args: Any, **options: Any) -> Any:
     for largest in args[4]:
         largest.zero_()
     return step(*args, **options)
+
+
+@layers(
+    "RMSprop in its multi-tensor form does not center the second moment",
+    around(importlib.import_module("torch.optim.rmsprop"), "_multi_tensor_rmsprop"),
+    "centered, foreach, on the CPU too",
+)
+def second_moment_not_centered(step: Any, *args: Any, centered: bool, **options: Any) -> None:
+    step(*args, centered=False, **options)
 
 
 @layers(

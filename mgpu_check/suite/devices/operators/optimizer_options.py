@@ -13,7 +13,7 @@ from mgpu_check.suite.common.agreement import Case
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.values import small
 from mgpu_check.suite.devices.operators.averaging import averaging_cases
-from mgpu_check.suite.devices.operators.optimizing import FUSED
+from mgpu_check.suite.devices.operators.optimizing import FUSED, by_tensors
 
 __all__ = ["option_cases"]
 
@@ -224,6 +224,8 @@ def _stepped(kind: _Kind, row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
     options = {name: row[name] for name in kind.values} | _FORMS[row["form"]]
     if not x.is_cuda:
         options.pop("capturable", None)  # torch has it for devices only
+        if "loop" in kind.forms and row["form"] != "differentiable":
+            options = by_tensors(kind.make, options)
     inner = "differentiable" in options
     leaf = x.detach().clone().requires_grad_()
     before = _parts(leaf if inner else x, kind.data)

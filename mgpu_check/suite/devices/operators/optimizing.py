@@ -12,7 +12,7 @@ from mgpu_check.suite.common.agreement import Case
 from mgpu_check.suite.common.values import small
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["FUSED", "optimizer_cases"]
+__all__ = ["FUSED", "by_tensors", "optimizer_cases"]
 
 _OPTIMIZERS: tuple[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]], ...] = (
     ("SGD", torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "weight_decay": 0.25}),
@@ -46,13 +46,24 @@ def optimizer_cases(seed: int = 0) -> Iterator[Case]:
                 yield _case(name, kind, {**options, **form}, dtype, seed)
 
 
+def by_tensors(kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the reference, which steps tensor by tensor.
+
+    In the form of the device, its Python code could be wrong in the same way on the device and on the CPU.
+    """
+    if kind is torch.optim.ASGD:  # its rates are float32 tensors, and each form computes with them in another precision
+        return options
+    return {name: value for name, value in options.items() if name not in ("foreach", "fused")} | {"foreach": False}
+
+
 def _case(
     name: str, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype, seed: int
 ) -> Case:
     words = ", ".join(f"{option}={value}" for option, value in options.items())
+    plain = by_tensors(kind, options)
     return Case(
         f"GradScaler, and {name} with {words}, of {name_of(dtype)}",
-        lambda x: _stepped(x, kind, options),
+        lambda x: _stepped(x, kind, options if x.is_cuda else plain),
         (small((5, 13), dtype, seed),),
         "close",
     )
