@@ -93,12 +93,30 @@ def large_cases(seed: int = 0, *, more: bool = False) -> Iterator[Case]:
         yield Case(f"{name} of {MANY} rows of float32", call, (short,), "close")
     if not more:
         return
+    yield Case("mean of float32", lambda a: a.mean(), (numbers,), "close")
+    yield Case("max of float32", lambda a: a.max(), (sharp,), "numbers")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        pair = significands((300, 200), dtype, seed), monomial(200, 300, dtype)
+        right = _known(*pair)
+        for name, call in (
+            ("mm", lambda a, b: torch.mm(a.t().contiguous().t(), b.t().contiguous().t())),
+            ("bmm", lambda a, b: torch.bmm(a[None], b[None])[0]),
+            ("linear", lambda a, b: F.linear(a.t().contiguous().t(), b.t())),
+            ("mm out_dtype=", lambda a, b: _in_another_dtype(torch.mm, a, b)),
+            ("bmm out_dtype=", lambda a, b: _in_another_dtype(torch.bmm, a[None], b[None])[0]),
+        ):
+            yield Case(f"{name} of {name_of(dtype)}, 60,000 elements", call, pair, "numbers", right)
     yield Case("sort of int32", lambda a: a.sort().values, (anything(LEAST // 4 + 1, torch.int32, seed),))
     image, taps = (
         significands((2, 3, 850, 850), torch.float32, seed),
         monomial(27, 3, torch.float32).t().reshape(3, 3, 3, 3),
     )
     yield Case("conv2d of float32", lambda x, w: F.conv2d(x, w, stride=2), (image, taps), "numbers")
+
+
+def _in_another_dtype(product: Function, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a product that torch accumulates and returns in float32, which CUDA alone has, in the dtype of `a`."""
+    return product(a, b, out_dtype=torch.float32).to(a.dtype)  # type: ignore[no-any-return]
 
 
 def _known(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,17 @@ _LAYERS: tuple[tuple[str, Function], ...] = (
 """Functions of one matrix with elements in (-2, 2), of sizes or layouts that torch's own samples lack."""
 
 
+_IN_PLACE: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(["relu", "relu6", "celu", "elu", "hardtanh", "leaky_relu", "mish", "selu", "silu", "rrelu"], ()),
+    "threshold": (0.25, -3.0),
+}
+"""Functions of torch.nn.functional that can replace their operand -> their other arguments."""
+
+
+def _replaced(name: str) -> Function:
+    return lambda x: getattr(F, name)(x * 1, *_IN_PLACE[name], inplace=True)
+
+
 def layer_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
     """Yield each function in each dtype, gradients of a small network, and steps of optimizers.
 
@@ -54,6 +65,8 @@ def layer_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
             yield Case(f"{name} of {name_of(dtype)}", call, (x,), "close")
             if with_gradients:
                 yield Case(f"gradient of {name} of {name_of(dtype)}", _gradient(call), (x,), "close")
+        for name in _IN_PLACE if more else ():
+            yield Case(f"{name} in place of {name_of(dtype)}", _replaced(name), (x,), "close")
         weights = small((_COLUMNS, _COLUMNS), dtype, seed + 1), small((_COLUMNS, 3), dtype, seed + 2)
         yield Case(f"gradients of a network of {name_of(dtype)}", _network, (x, *weights), "close")
         yield from _exact_gradients(dtype, seed)
