@@ -131,15 +131,21 @@ def flat_momentum_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
         found["state"][name] = {key: value * 0 for key, value in found["state"][name].items()}
 
 
+@caught_by("test_options_of_checkpoints")(
+    "entries that a checkpoint lacks become zeros",
+    returned(default_planner, "create_default_local_load_plan"),
+    "allow_partial_load",
+)
+def lacking_set_to_zero(plan: Any, state: dict[str, Any], metadata: Any, *args: Any) -> None:
+    for name, value in state.items():
+        if name not in metadata.state_dict_metadata and isinstance(value, torch.Tensor):
+            value.zero_()
+
+
 register(
     __name__,
     FaultRow("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
         returned(DefaultSavePlanner, "resolve_data"), lambda found, *_: torch.zeros_like(found), _BFLOAT16),
-    FaultRow("partial-load-zeroes", "entries that a checkpoint lacks become zeros", "test_options_of_checkpoints",
-        returned(default_planner, "create_default_local_load_plan"),
-        lambda plan, state, metadata, *_: [value.zero_() for name, value in state.items()
-                                           if name not in metadata.state_dict_metadata] and None,
-        "allow_partial_load"),
     FaultRow("offload-not-done", "state dicts stay on the device", "test_options_of_state_dicts",
         given(state_dicts, "_maybe_full_or_cpu_state_dict"),
         lambda state, info: setattr(info, "cpu_offload", False), "cpu_offload"),
