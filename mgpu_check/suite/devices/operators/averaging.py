@@ -41,7 +41,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 def averaging_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
     """Yield averages with each pair of options; without `more`, some of them. Also yield hooks of an optimizer."""
-    for row in drawn_rows(_AVERAGES, _together, seed=seed, more=more, share=8):
+    for row in drawn_rows(_AVERAGES, _together, seed=seed, more=more, share=16):
         x = small((4, 6), torch.float32, seed)
         yield Case(
             f"AveragedModel with {words_of(row, _AVERAGES)}", lambda x, row=row: _averaged(row, x), (x,), "close"
