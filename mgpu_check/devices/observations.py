@@ -80,7 +80,7 @@ class Subject:
 
     @property
     def is_pair(self) -> bool:
-        """Whether it is a copy between two GPUs, or a group of two."""
+        """True for a copy between two GPUs, and for a group of two."""
         return self.kind == "copy" or (self.kind == "group" and len(self.members) == 2)
 
     @property

@@ -58,7 +58,7 @@ class Report:
         axes: a description of the axes of a mesh that the failure needs.
         known: other facts about the cause, a line each: the first wrong module, a factor.
         parting: a clause on where ranks first part, with the value of each rank; "" if that is unknown.
-        place: the line of the user's code that the failure is about, if the first finding has none.
+        place: the line of the user's code that the failure is about, for a first finding without a line.
     """
 
     headline: str

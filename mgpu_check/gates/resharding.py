@@ -89,7 +89,7 @@ def resharded(
 
 
 def _single_parts(saved: Parts, held: Mapping[int, torch.Tensor], ranks: int) -> str:
-    """Recognize ranks that each load the part of one rank as it was saved.
+    """Recognize ranks that each load the saved part of one rank.
 
     Args:
         held: rank -> its wrong part.

@@ -262,7 +262,7 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
                 f"{_GATE}: train depends on the number of ranks: after steps 0 to {steps}, without any checkpoint, "
                 f"{alike.differing} at {where_is(*saved)} and at {where_is(*loaded)} differ by more than rounding; so "
                 "a run that is resumed on other ranks cannot be judged. Make the step the same at any world size "
-                "(assert_step_scales tells where it differs), without random numbers that differ between ranks"
+                "(assert_step_scales says where it differs), without random numbers that differ between ranks"
             )
         if not alike.agreeing:
             raise NotCompared(

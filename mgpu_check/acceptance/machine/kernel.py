@@ -52,7 +52,7 @@ class Component:
 
     @property
     def is_up(self) -> bool:
-        """Whether it has a link that is up."""
+        """True if its link is up."""
         return self.values.get("state") == _ACTIVE or self.values.get("operstate") == "up"
 
 

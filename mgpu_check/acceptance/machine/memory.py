@@ -73,7 +73,7 @@ def examine_memory(
 
 
 class WordPattern:
-    """The content of memory in a pass: a word is its index times an odd number, or the complement of that."""
+    """The content of memory in a pass: a word is its index times an odd number, or its complement."""
 
     def __init__(self, turn: int) -> None:
         import torch

@@ -58,7 +58,7 @@ def judge(
         links: class of the link from the first GPU to the second. Only links of one class are compared. For a pair
             without a class, the classes are derived from the speeds. Default the classes that the facts of the GPUs
             give.
-        again: measurements of a second look, in another order. What was measured again is slow only if both looks show
+        again: measurements of a second look, in another order. A value that was measured again is slow only if both looks show
             it; if one does, the observation has the evidence "once".
 
     Returns:
@@ -154,7 +154,7 @@ def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list
 
 
 def _differ(group: Group, second: bool) -> _JudgedSpeed:
-    """Return the observation of GPUs that differ; none of them is accused."""
+    """Return the observation of GPUs that differ, which accuses no GPU."""
     several = sorted(group.values(), key=lambda one: one.subject)
     first, values = several[0], {str(m.subject): amount(m.value, m.unit) for m in several}
     members = tuple(sorted({gpu for m in several for gpu in gpus_of(m.subject)}))

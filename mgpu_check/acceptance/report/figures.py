@@ -86,7 +86,7 @@ class Grid:
             yield label, cells
 
     def legend(self) -> str:
-        """Return what the shades mean: the best value or the most failures, and the scale. "" if there is none."""
+        """Return what the shades mean: the best value or the most failures, and the scale; or ""."""
         if not isinstance(self.scale, str):
             return "Shade: each row has a scale of its own, with no colour at its best value."
         scale, best, text = self._best(0)
@@ -112,7 +112,7 @@ class Grid:
 
 
 def _shade(value: float | None, best: float, scale: Scale) -> float:
-    """Return the percent of colour: equal values have none, so that a slow one is seen."""
+    """Return the percent of colour: equal values stay white, so that a slow one is seen."""
     if value is None or not math.isfinite(value) or not best:
         return 0.0
     share = abs(value) / best
