@@ -60,6 +60,8 @@ def _together(row: Mapping[str, Any]) -> bool:
     """Return whether torch takes these options together."""
     if row.get("no_dist") and (row.get("process_group") or row.get("use_collectives") is False):
         return False
+    if row.get("overwrite") is False and row.get("use_collectives") is False:
+        return False  # a rank that comes late finds the checkpoint of the others
     # Plans are cached for the class of the planner, whatever the number of ranks, and sent to the coordinator. The
     # second save goes to the same directory.
     caching = row.get("enable_plan_caching")

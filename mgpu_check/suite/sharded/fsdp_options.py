@@ -61,7 +61,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
     "recurse": (True, False),
     "windows": (2, 1, 3),
     "ignored": (False, True),
-    "communication": ("default", "custom", "separate group", "sums"),
+    "communication": ("default", "custom", "sums"),
     "kept_between": (False, True),
     "unneeded_in_backward": (False, True),
     "doubled_by_hook": (False, True),
@@ -76,7 +76,6 @@ last of the `windows`, which are micro-batches. `ignored` excludes a parameter, 
 each layer is a root of its own, and shares its streams with the others.
 """
 _NEEDS = {
-    "separate group": "set_separate_reduce_scatter_group",
     "buffers": "set_reduce_scatter_max_input_buffers",
     "unused": "set_reduce_scatter_unused_params",
     "interrupted": "reset_iter_state",
@@ -212,11 +211,6 @@ def _configure(model: nn.Sequential, layers: Sequence[FSDPModule], row: Mapping[
                 layer.set_force_sum_reduction_for_comms(enable)
         if row["doubled_by_hook"]:
             layer.set_all_reduce_hook(_double, stream=torch.cuda.Stream() if row["dimensions"] == 1 else None)
-    if row["communication"] == "separate group":
-        for enable in (True, False):
-            layers[0].set_separate_reduce_scatter_group(enable)
-        for layer in layers:
-            layer.set_separate_reduce_scatter_group(recurse=False)
     _configure_more(model, layers[0], row)
 
 

@@ -117,6 +117,10 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("NCCL alone has such memory, and the simulated node runs gloo",
         _of(_DIST, "fsdp.FSDPModule.set_symm_mem_for_comm "
             "fsdp.FSDPModule.set_allocate_memory_from_process_group_for_comm")),
+    LeftOut("torch names such a group by its ranks, and a second one in a process finds the addresses of the first",
+        _of(_DIST, "new_group"), "use_local_synchronization", "True"),
+    LeftOut("torch names such a group by its ranks, and a second one in a process finds the addresses of the first",
+        _of(_DIST, "fsdp.FSDPModule.set_separate_reduce_scatter_group")),
     LeftOut("an interface whose method the returned object replaces", _DIST + "fsdp.UnshardHandle.wait"),
     LeftOut("it needs a process group of torch's C++ that only C++ makes", _of(_CUDA, "nccl.*"), "comms"),
     LeftOut("another name of a parameter that is drawn", _of(_CUDA, "nccl.reduce"), "outputs"),
