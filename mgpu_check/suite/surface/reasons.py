@@ -157,6 +157,29 @@ LEFT_OUT: tuple[LeftOut, ...] = (
             "index hash format iter dir")),
     LeftOut("it differs from an operator that is drawn in that it copies, for functionalization",
         _of("operators.", "*_copy")),
+    LeftOut("it draws random numbers, and another check judges their distribution, or that of an operator which draws "
+        "in the same way",
+        _of("operators.", "alpha_dropout binomial cauchy dropout1d dropout2d dropout3d exponential lobpcg "
+            "feature_alpha_dropout feature_dropout fractional_max_pool* geometric gumbel_softmax log_normal "
+            "native_dropout pca_lowrank poisson rand svd_lowrank")),
+    LeftOut("it draws random numbers with this option",
+        _of("operators.", "rrelu kaiming_uniform normal random uniform scaled_dot_product_attention"),
+        "lower upper training mode nonlinearity generator mean std to dropout_p"),
+    LeftOut("a histogram that torch has for the CPU only", _of("operators.", "histogram histogramdd")),
+    LeftOut("CUDA alone has it: the CPU refuses it, so there is no reference",
+        _of("operators.", "linalg.lu linalg.lu_factor linalg.lu_factor_ex lu"), "pivot", "False"),
+    LeftOut("it moves a tensor of the host, or the memory of one, and computes nothing",
+        _of("operators.", "cuda pin_memory record_stream share_memory set indices values")),
+    LeftOut("SyncBatchNorm calls it within autograd, where calls are not recorded, and a check of it judges the result",
+        _of("operators.", "batch_norm_*")),
+    LeftOut("torch calls another function for it, which is drawn",
+        _of("operators.", "max_pool?d adaptive_max_pool?d"), "return_indices", "True"),
+    LeftOut("a part of autograd that runs on the host, without a kernel",
+        _of("operators.", "backward register_post_accumulate_grad_hook retain_grad")),
+    LeftOut("it sets an attribute of the result, not its elements",
+        _of("operators.", "empty_like full_like ones_like zeros_like"), "layout requires_grad dtype"),
+    LeftOut("its gradient or operand is sparse", _of("operators.", "gather to_dense spmm"),
+        "sparse_grad masked_grad dtype out_dtype"),
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from mgpu_check.suite.common.agreement import Case, Function
 from mgpu_check.suite.common.values import FLOATS, significands, small, whole
 from mgpu_check.suite.devices.operators.optimizing import optimizer_cases
+from mgpu_check.suite.devices.operators.options import OPTIONS
 from mgpu_check.suite.devices.operators.sequences import RECURRENT, SEQUENCES
 from mgpu_check.suite.devices.operators.spatial import SPATIAL
 from mgpu_check.torch_hooks.tensors import name_of
@@ -67,6 +68,8 @@ def layer_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
                 yield Case(f"gradient of {name} of {name_of(dtype)}", _gradient(call), (x,), "close")
         for name in _IN_PLACE if more else ():
             yield Case(f"{name} in place of {name_of(dtype)}", _replaced(name), (x,), "close")
+        for name, call in OPTIONS if more and dtype in (torch.float32, torch.float64) else ():
+            yield Case(f"{name} of {name_of(dtype)}", call, (x,), "close")
         weights = small((_COLUMNS, _COLUMNS), dtype, seed + 1), small((_COLUMNS, 3), dtype, seed + 2)
         yield Case(f"gradients of a network of {name_of(dtype)}", _network, (x, *weights), "close")
         yield from _exact_gradients(dtype, seed)
