@@ -58,8 +58,8 @@ def judge(
         links: class of the link from the first GPU to the second. Only links of one class are compared. For a pair
             without a class, the classes are derived from the speeds. Default the classes that the facts of the GPUs
             give.
-        again: measurements of a second look, in another order. A value that was measured again is slow only if both looks show
-            it; if one does, the observation has the evidence "once".
+        again: measurements of a second look, in another order. A value that was measured again is slow only if both
+            looks show it; if one does, the observation has the evidence "once".
 
     Returns:
         One observation for each measurement. A measurement without any comparison is unknown. It is skipped instead if
