@@ -174,6 +174,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         _of("operators.", "batch_norm_*")),
     LeftOut("torch calls another function for it, which is drawn",
         _of("operators.", "max_pool?d adaptive_max_pool?d"), "return_indices", "True"),
+    LeftOut("torch.spmm is the same function, so its calls are recorded there", "operators.mm", "input mat2 out_dtype"),
     LeftOut("a part of autograd that runs on the host, without a kernel",
         _of("operators.", "backward register_post_accumulate_grad_hook retain_grad")),
     LeftOut("it sets an attribute of the result, not its elements",

@@ -30,9 +30,9 @@ OPTIONS: tuple[tuple[str, Function], ...] = (
     ("flatten end_dim=", lambda x: x.view(3, 4, 4, 4).flatten(0, 2)),
     ("fold with gaps", lambda x: F.fold(x.view(3, 4, 16)[:, :, :9], (3, 3), 2, dilation=2, padding=1)),
     ("isin inverted", lambda x: torch.isin(x, x[0], invert=True)),
-    ("huber_loss weight=", lambda x: F.huber_loss(x, x.flip(0), weight=x.abs())),
-    ("l1_loss weight=", lambda x: F.l1_loss(x, x.flip(0), weight=x.abs())),
-    ("mse_loss weight=", lambda x: F.mse_loss(x, x.flip(0), weight=x.abs())),
+    ("huber_loss weight=", lambda x: F.huber_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
+    ("l1_loss weight=", lambda x: F.l1_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
+    ("mse_loss weight=", lambda x: F.mse_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
     ("instance_norm of an evaluation",
      lambda x: F.instance_norm(x.view(3, 4, 16), x[0, :4], x[1, :4].abs() + 1, use_input_stats=False)),
     ("interpolate, antialias",
