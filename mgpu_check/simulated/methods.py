@@ -63,7 +63,8 @@ def _to(original: Method) -> Method:
         target = None if device is None else _target(device)
         if isinstance(self, LAZY):
             return uninitialized_on(self, target or self.device, dtype)
-        if target is None or (target.type != "cuda" and not self.is_cuda):
+        held = isinstance(self, SimulatedTensor) or (is_distributed(self) and self.is_cuda)
+        if target is None or (target.type != "cuda" and not held):
             if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
                 return original(self, dtype, *rest, **_without(kwargs, "other"))
             return original(self, *args, **kwargs)

@@ -119,3 +119,15 @@ def on_the_host(rank, size):
 
 def test_distributed_tensors_move_to_the_host(on_ranks):
     assert on_ranks(on_the_host) == [(torch.float64, 0), (torch.float64, 1)]
+
+
+def pending_on_the_host(rank, size):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    pending = all_reduce(torch.ones(3).cuda(), "sum", torch.distributed.group.WORLD)
+    assert isinstance(pending, AsyncCollectiveTensor)
+    return pending.to("cpu").tolist(), pending.to("cpu", torch.float64).dtype
+
+
+def test_pending_results_move_to_the_host(on_ranks):
+    assert on_ranks(pending_on_the_host) == [([2, 2, 2], torch.float64)] * 2
