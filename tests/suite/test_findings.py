@@ -233,7 +233,7 @@ CASES = (
         misread("sharded.sync_batchnorm.gradient_or_zeros"),
         "momentum 0.25",
     ),
-    Case("ZeroRedundancyOptimizer", zero, misread("sharded.zero.seen"), "buckets off"),
+    Case("ZeroRedundancyOptimizer", zero, misread("sharded.zero.seen"), "the first value of each option"),
     Case(
         "parameter server",
         lambda rank: ranks_parallel.assert_parameter_server_agrees(TRAINING, rank),

@@ -116,7 +116,8 @@ def test_each_large_case_is_large() -> None:
         sizes = [one.storage.nbytes if isinstance(one, Window) else one.nbytes for one in case.operands]
         results = [one.nbytes for one in case.right()]
         many = [one for one in case.operands if isinstance(one, torch.Tensor) and len(one) >= MANY > 65535]
-        assert max(*sizes, *results) >= LEAST or many, case
+        products = case.name.endswith("60,000 elements")  # of 12 million multiplications
+        assert max(*sizes, *results) >= LEAST or many or products, case
 
 
 def test_operators_under_autocast_are_named_with_their_dtypes(node: Devices) -> None:
