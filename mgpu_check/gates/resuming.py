@@ -92,9 +92,10 @@ def assert_resume_continues(
         world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
         tolerance: largest error of an element, as a fraction of the largest magnitude in its tensor, from 0 to below 1.
             It replaces the measured tolerance.
-        save_on, load_on: world sizes or meshes, one or several: ``save_on=[1, 2], load_on=[4, {"dp": 2, "tp": 2}]``.
-            In a mesh, ``rank.mesh`` is the `DeviceMesh`. They replace `world_sizes`. If only one of them is given, the
-            other is the default of `world_sizes`.
+        save_on: world sizes or meshes that save, one or several: ``[1, 2]``, ``{"dp": 2}``. In a mesh, ``rank.mesh`` is
+            the `DeviceMesh`. It replaces `world_sizes`. Default, if `load_on` is given: that of `world_sizes`.
+        load_on: world sizes or meshes that load: ``[4, {"dp": 2, "tp": 2}]``. Default, if `save_on` is given: that of
+            `world_sizes`.
 
     Raises:
         ScalingMismatch: the resumed run ends with another state; raised at the smallest world size where it does.
