@@ -19,7 +19,7 @@ _COMMANDS = {
     "devices": "list the GPUs that torch sees here",
     "doctor": "say whether ranks can run on this machine, and what to change",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
-    "selftest": "plant every known fault and show which checks catch it; --quick: a third of them",
+    "selftest": "plant every known fault and show which checks catch it; --quick: a fifth of them",
     "simulate": "run a script as if this machine had GPUs: simulate --gpus=4 -- script.py --args",
 }
 

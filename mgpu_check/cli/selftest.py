@@ -27,8 +27,8 @@ from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES,
 __all__ = ["Selftest", "main"]
 
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
-_SHARE = 3
-"""`--quick` plants one fault in three: enough to notice a broken check, in a third of the time."""
+_SHARE = 5
+"""`--quick` plants one fault in five: enough to notice a broken check, in a fraction of the time."""
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
 _HELP = """\
@@ -40,7 +40,7 @@ Plants each known fault, runs the checks that must catch it, and prints which ch
 check without a fault. Without --gpus it simulates 4 GPUs. Without --gpu-level it plants faults at the level standard.
 All arguments of pytest work, except -n: -k NAME, -x, ...
 
-  --quick      plant the same third of the faults each time; skip checks without a fault to catch
+  --quick      plant the same fifth of the faults each time; skip checks without a fault to catch
   --all-pairs  try each fault on all checks of its property; require for each check a fault that no other check catches
   --seeds=N    try each pair with the seeds 0 to N-1; require that 19 of 20 catch the fault
   -k           run only pairs whose property, check or fault matches
@@ -57,7 +57,7 @@ exit codes:
 def main(argv: Sequence[str]) -> int:
     """Plant each fault for the checks that must catch it, and run every check without a fault.
 
-    ``--quick`` plants always the same third of the faults. ``--all-pairs`` tries each fault on all checks of its
+    ``--quick`` plants always the same fifth of the faults. ``--all-pairs`` tries each fault on all checks of its
     property, and requires each check to catch a fault that no other check catches. ``--seeds=N`` tries each pair with
     the seeds 0 to N-1, and requires that 19 of 20 catch the fault. ``--surface`` plants no faults; see
     `selftest_surface`.
@@ -117,7 +117,7 @@ class Selftest:
     run's level, until the first example that fails.
 
     Args:
-        quick: plant a third of the faults; the choice depends only on the names of the faults. Checks without a fault
+        quick: plant a fifth of the faults; the choice depends only on the names of the faults. Checks without a fault
             to catch do not run.
         all_pairs: try each fault on all checks of its property.
         seeds: number of seeds to try each pair with; 0 for the seed of the run.

@@ -10,21 +10,14 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "acceptance.py"
 
 FAULTS = [
     "memory-aliased",
-    "memory-stuck-at-zero",
-    "memory-missing",
     "product-lane",
-    "functions",
     "ecc-uncorrected-grows",
     "nvlink-down",
-    "pcie-slow:device=2",
     "remap-pending",
     "driver-hangs",
-    "telemetry-errs",
     "xid-79:device=2",
-    "vbios-differs",
     "ecc-off",
     "copy-zeros:device=2,peer=0",  # on the ring of collectives
-    "upload-truncated",
     "all-to-all-wrong",
     "lost",
     "core-wrong",

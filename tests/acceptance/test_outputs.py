@@ -76,6 +76,7 @@ def test_samples_are_thinned_and_those_with_low_clocks_and_grown_counters_stay()
     assert grown[0] == grown[1] != []
 
 
+@pytest.mark.slow  # most of an acceptance, twice
 def test_a_report_of_four_gpus_is_short_and_evidence_has_the_rest(command: Command, tmp_path: Path) -> None:
     node = ("accept", "--gpus=4", "--simulate", "--gpu-level=quick", "-k", "compute or health", "--hypothesis-seed=1")
     command(*node, "--report=short.json")

@@ -69,12 +69,11 @@ def test_where_they_are_written(choice, there, written):
     assert wanted(choice, {"GITHUB_ACTIONS": there}) is written
 
 
-@pytest.mark.parametrize("parallel", [(), ("-n2",)], ids=["one process", "xdist"])
-def test_each_failure_is_at_the_line_that_it_is_about(run, pytester, monkeypatch, parallel):
+def test_each_failure_is_at_the_line_that_it_is_about(run, pytester, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
     pytester.makepyfile(training=TRAINING, test_it=TESTS)
-    result = run(*GPUS, *parallel)
+    result = run(*GPUS, "-n2")  # as reports of another process
     result.assert_outcomes(failed=3)
     found = [read(line) for line in result.outlines if line.startswith("::")]
     assert len(found) == 2  # the test without ranks has none

@@ -35,7 +35,7 @@ def rates(report: RunReport) -> str:
 def slowness(report: RunReport) -> str:
     """Return how much slower than its peers a part must be to be found, by the kind of speed; "" if none has peers."""
     limits: dict[str, float] = {}
-    speeds = [entry for entry in report.observations if "comparisons" in entry.evidence]
+    speeds = [entry for entry in report.observations if {"comparisons", "measured_by"} <= entry.evidence.keys()]
     compared = 0
     for entry in speeds:
         for one in entry.evidence["comparisons"]:
