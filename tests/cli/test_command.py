@@ -196,7 +196,7 @@ def test_selftest_has_help_of_its_own(command):
 
 
 def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
-    text = command("selftest", "--quick", "--seeds=3", "-k", "gpu_scalars_are_no_numbers")
+    text = command("selftest", "--seeds=3", "-k", "gpu_scalars_are_no_numbers")
     assert re.search(r"^  gpu-scalars-taken-for-numbers +3 ", text, re.MULTILINE), text
     assert "1 of 1 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
 
@@ -252,7 +252,7 @@ def test_selftest_asks_nothing_of_pairs_that_were_deselected(command):
 
 
 def test_an_expression_may_be_the_name_of_a_file(command):
-    text = command("selftest", "--quick", "-k", "test_mismatch.py", "--collect-only")
+    text = command("selftest", "-k", "test_mismatch.py", "--collect-only")
     assert "test_gpu_scalars_are_no_numbers" in text
     assert "test_scatter" not in text
     assert "NOT PROVEN" not in text, "nothing was to be run"
