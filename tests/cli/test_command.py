@@ -198,7 +198,7 @@ def test_selftest_has_help_of_its_own(command):
 def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
     text = command("selftest", "--seeds=3", "-k", "gpu_scalars_are_no_numbers")
     assert re.search(r"^  gpu-scalars-taken-for-numbers +3 ", text, re.MULTILINE), text
-    assert "1 of 1 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
+    assert "3 of 3 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
 
 
 def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_gpus(command):
