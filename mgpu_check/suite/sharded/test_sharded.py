@@ -183,6 +183,7 @@ def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: 
         )
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # to overwrite one is an option
 @examples(2, quick=1)
 @given(size=WORLDS, seed=SEEDS, more=MORE)
 def test_options_of_checkpoints(ranks: Ranks, size: int, seed: int, more: bool) -> None:
