@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
@@ -183,7 +184,9 @@ def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: 
         )
 
 
-@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # to overwrite one is an option
+@pytest.mark.filterwarnings(  # options: overwrite a checkpoint, and save or load in one process
+    "ignore:Detected an existing checkpoint", "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 @examples(2, quick=1)
 @given(size=WORLDS, seed=SEEDS, more=MORE)
 def test_options_of_checkpoints(ranks: Ranks, size: int, seed: int, more: bool) -> None:
