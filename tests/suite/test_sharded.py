@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.recipes import training as recipe
-from mgpu_check.suite.sharded.meshes import near_square
 from mgpu_check.suite.sharded.redistribution import part_of
 
 

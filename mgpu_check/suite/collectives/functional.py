@@ -16,7 +16,6 @@ from mgpu_check.suite.collectives.teams import CallTally, Team, judged_by, numbe
 
 __all__ = ["assert_coalesced_match", "assert_functional_match"]
 
-_COLUMNS = 4
 _SEVERAL = 6
 """The number of tensors in a coalesced call."""
 _Parts = Sequence[torch.Tensor]

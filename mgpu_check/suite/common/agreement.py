@@ -27,6 +27,7 @@ __all__ = [
     "difference",
     "named_wrong",
     "shapes_of",
+    "ulps_of",
 ]
 
 _LISTED = 6
@@ -36,6 +37,8 @@ _ULPS = 64
 Sums in the cases have at most 64 terms, and each addition rounds once (N. J. Higham, *Accuracy and Stability of
 Numerical Algorithms*, 2nd ed., section 4.2). Functions are accurate to 2 units (NVIDIA, *CUDA C++ Programming Guide*).
 """
+_NARROW_ULPS = 4
+"""The same for narrower dtypes: they are rounded only once or twice, from sums in float32."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,11 @@ def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind, error: torch.T
     return wrong
 
 
+def ulps_of(dtype: torch.dtype) -> int:
+    """Return how many units in the last place a result may be off."""
+    return _ULPS if dtype in (torch.float32, torch.float64) else _NARROW_ULPS
+
+
 def _far(got: torch.Tensor, expected: torch.Tensor, error: torch.Tensor | None) -> torch.Tensor:
     if not got.dtype.is_floating_point:
         return got != expected
@@ -261,9 +269,7 @@ def _far(got: torch.Tensor, expected: torch.Tensor, error: torch.Tensor | None) 
         return ~same & ~((got.double() - expected.double()).abs() <= error)
     scale = float(expected.double().abs().max()) if expected.numel() else 0.0
     roundoff = torch.finfo(got.dtype).eps
-    # Narrow results are rounded only once or twice, from sums in float32.
-    ulps = _ULPS if got.dtype in (torch.float32, torch.float64) else 4
-    return ~((got.double() - expected.double()).abs() <= ulps * roundoff * max(scale, roundoff))
+    return ~((got.double() - expected.double()).abs() <= ulps_of(got.dtype) * roundoff * max(scale, roundoff))
 
 
 def _shown(value: torch.Tensor, kind: Kind) -> str:

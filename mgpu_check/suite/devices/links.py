@@ -11,9 +11,9 @@ import torch
 
 from mgpu_check.devices.observations import Observation, Subject, SubjectResult, Work
 from mgpu_check.suite.common.contents import CHUNK, HOST, WrongBytes, bytes_of_content, compare, fill, tag_of
-from mgpu_check.suite.devices.copy_cases import Copies, Path
+from mgpu_check.suite.devices.copy_cases import Copies
 
-__all__ = ["Copies", "Path", "examine_copies", "examine_host_copies"]
+__all__ = ["Copies", "examine_copies", "examine_host_copies"]
 
 _GUARD = 256
 _SHARE = 0.7

@@ -173,8 +173,7 @@ def _judge(what: str, got: list[list[int]], expected: list[list[int]], row: Mapp
     __tracebackhide__ = True
     if row["order"] == "shuffle=True":
         samples = Counter(itertools.chain.from_iterable(got))
-        lost = _ALL - sum(map(len, expected))
-        right = _sizes(got) == _sizes(expected) and max(samples.values()) == 1 and len(samples) == _ALL - lost
+        right = _sizes(got) == _sizes(expected) and max(samples.values()) == 1
     elif row["in_order"]:
         right = got == expected
     else:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mgpu_check.suite.recipes.allreduce import chunks
 from mgpu_check.suite.recipes.tensor_parallel import copy_to_ranks, sum_over_ranks
 
-__all__ = ["VocabularyParallel", "class_of", "counted", "cross_entropy", "largest"]
+__all__ = ["VocabularyParallel", "class_of", "cross_entropy", "largest"]
 
 
 def class_of(labels: torch.Tensor, own: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,11 +30,6 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
     found = logits.amax(-1, keepdim=True)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found
-
-
-def counted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return which labels count: (rows,), bool. All ranks must have the same answer."""
-    return labels != ignore_index
 
 
 class _NegativeLogLikelihood(torch.autograd.Function):
@@ -65,7 +60,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, own: slice, *, ign
         own: the classes of this rank.
         ignore_index: a label whose rows do not count.
     """
-    kept = counted(labels, ignore_index)
+    kept = labels != ignore_index
     losses = _NegativeLogLikelihood.apply(logits, labels, own)
     return torch.where(kept, losses, 0).sum() / kept.sum()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.sharded.redistribution import part_of
+from mgpu_check.suite.sharded.redistribution import placed
+from mgpu_check.suite.sharded.states import shared_directory
 
 __all__ = ["assert_checkpoint_options_agree"]
 
@@ -79,19 +79,18 @@ def assert_checkpoint_options_agree(rank: Rank, seed: int, *, more: bool) -> Non
         ShardError: a value differs from the saved one; names options and entry.
     """
     __tracebackhide__ = True
-    box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
-    dist.broadcast_object_list(box, src=0, device=rank.device)
+    directory = shared_directory(rank)
     with Findings() as findings:
         try:
             for number, row in enumerate(drawn_rows(_OPTIONS, _together, seed=seed, more=more, share=8)):
                 what = f"checkpoint with {words_of(row, _OPTIONS)}, on {rank.device}, rank {rank.index}"
-                place = Path(box[0]) / str(number) / (str(rank.index) if row["no_dist"] else "")
+                place = Path(directory) / str(number) / (str(rank.index) if row["no_dist"] else "")
                 with findings.collected():
                     _judge(_saved_and_loaded(place, row, rank, seed), _state(row, rank, seed, 1), what, rank)
             dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
         finally:
             if rank.index == 0:
-                shutil.rmtree(box[0], ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _state(row: Mapping[str, Any], rank: Rank, seed: int, factor: int) -> dict[str, Any]:
@@ -110,12 +109,8 @@ def _state(row: Mapping[str, Any], rank: Rank, seed: int, factor: int) -> dict[s
         return made
     line = init_device_mesh("cuda", (rank.size,))
     for name, shape, placement in (("by rows", (7, 3), Shard(0)), ("by columns", (2, 5), Shard(1))):
-        whole = numbers(*shape)
-        local = part_of(whole, [placement], line).to(rank.device, copy=True)
-        made[name] = DTensor.from_local(
-            local, line, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    made["on all"] = DTensor.from_local(numbers(3).to(rank.device), line, [Replicate()], run_check=False)
+        made[name] = placed(numbers(*shape), [placement], line)
+    made["on all"] = placed(numbers(3), [Replicate()], line)
     return made
 
 

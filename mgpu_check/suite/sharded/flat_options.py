@@ -22,10 +22,9 @@ from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.reference import one_device, own_part, sgd
+from mgpu_check.suite.common.exact_training.reference import one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.recipes import training as recipe
-from mgpu_check.suite.sharded.flat_parameters import Way, quiet, step_of, whole_of
+from mgpu_check.suite.sharded.flat_parameters import PREFIX, Way, quiet, step_of, whole_of
 from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = ["assert_flat_options_agree"]
@@ -82,8 +81,7 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
     """
     __tracebackhide__ = True
     expected = one_device(training)
-    own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
-    wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
+    wanted = own_results(training, expected, rank)
     with Findings() as findings, quiet():
         reached = rank.size == 1  # one rank has no shards to summon
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
@@ -205,7 +203,7 @@ def _judge_access(
     summon = FullyShardedDataParallel.summon_full_params
     with torch.no_grad(), summon(model, rank0_only=True, offload_to_cpu=True, writeback=False):
         for name, value in model.named_parameters():
-            name = name.replace("_fsdp_wrapped_module.", "")
+            name = name.replace(PREFIX, "")
             if rank.index == 0 and name in right:
                 check(
                     value.is_cpu and torch.equal(copied(value), right[name].float()), f"{name} is summoned as {value}"
@@ -216,7 +214,7 @@ def _judge_access(
                 value.detach().add_(1)
     with summon(model, writeback=False):
         for name, value in model.named_parameters():
-            name = name.replace("_fsdp_wrapped_module.", "")
+            name = name.replace(PREFIX, "")
             if name in right:
                 check(torch.equal(copied(value), right[name].float() + 1), f"{name} lost what was written to it")
     if training.momentum:

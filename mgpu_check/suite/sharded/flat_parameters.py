@@ -20,15 +20,15 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ShardError
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.reference import one_device, own_part, sgd
+from mgpu_check.suite.common.exact_training.reference import one_device, own_part, own_results, sgd
+from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.recipes import training as recipe
-from mgpu_check.suite.sharded.meshes import near_square
 from mgpu_check.suite.sharded.states import give_full_state, take_full_state
 from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = ["Way", "assert_flat_parameters_agree", "assert_flat_states_agree", "quiet", "step_of", "whole_of"]
 
-_PREFIX = "_fsdp_wrapped_module."
+PREFIX = "_fsdp_wrapped_module."
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     expected = one_device(training)
-    own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
-    wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
+    wanted = own_results(training, expected, rank)
     with Findings() as findings, quiet():
         for way in _WAYS:
             what = f"{way}, on {rank.device}"
@@ -153,7 +152,7 @@ def whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str, 
     found = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
         for name, value in model.named_parameters():
-            plain = name.replace(_PREFIX, "")
+            plain = name.replace(PREFIX, "")
             found[f"step {step}: {plain}"] = copied(value)
             if way.named:
                 assert value.grad is not None, "all parameters are used"

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as communication
@@ -26,12 +25,11 @@ from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, sgd
+from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.suite.sharded.chunks import by_columns, chunks_are_right, fetch_ahead
-from mgpu_check.suite.sharded.fully_sharded import add_up, scale_of
-from mgpu_check.suite.sharded.meshes import near_square
+from mgpu_check.suite.sharded.fully_sharded import mesh_of, scale_of, sharded
 from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = ["assert_options_agree"]
@@ -89,7 +87,7 @@ def _together(row: Mapping[str, Any]) -> bool:
     if row.get("unneeded_in_backward") and first_in_group:
         return False
     needs_root = row.get("more") in ("event", "method", "interrupted", "last backward", "reshard later")
-    if row.get("root") is False and (needs_root or row.get("together") or row.get("ahead") == "in order"):
+    if row.get("root") is False and (needs_root or first_in_group):
         return False
     if row.get("ignored") and row.get("dtypes") in ("float64", "inputs not cast"):
         return False  # an ignored parameter is not cast
@@ -97,8 +95,8 @@ def _together(row: Mapping[str, Any]) -> bool:
         return False  # torch divides the columns again as rows, and raises
     if row.get("more") == "interrupted" and str(row.get("ahead")).startswith("unshard"):
         return False
-    methods = (_NEEDS.get(str(row.get(name))) for name in ("more", "communication"))
-    return all(hasattr(FSDPModule, method) for method in methods if method)
+    method = _NEEDS.get(str(row.get("more")))
+    return method is None or hasattr(FSDPModule, method)
 
 
 def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
@@ -113,8 +111,7 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
     """
     __tracebackhide__ = True
     expected = one_device(training, scale=scale_of(rank.size))
-    own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
-    wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
+    wanted = own_results(training, expected, rank)
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8):
             what = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
@@ -129,14 +126,11 @@ def _trained(
     training: ExactTraining, rank: Rank, row: Mapping[str, Any], what: str, findings: Findings
 ) -> dict[str, torch.Tensor] | None:
     """Return outputs, gradients and parameters after each step; None if a rank does not hold its parts."""
-    shape, names = (
-        ((rank.size,), ("shard",)) if row["dimensions"] == 1 else (near_square(rank.size), ("repeat", "shard"))
-    )
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    mesh = mesh_of(rank, row["dimensions"])
     model = _sharded(training, rank, mesh, row)
     layers = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
     optimizer = sgd(training, model)
-    whole = ("0.bias",) if row["ignored"] else ()
+    whole = _whole(row)
     if whole:
         optimizer.param_groups[0]["foreach"] = False  # a list cannot have DTensors and other tensors
     place = rank.device if row["offloaded"] == "no" else torch.device("cpu")
@@ -159,8 +153,12 @@ def _trained(
     return got
 
 
+def _whole(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that are not sharded."""
+    return ("0.bias",) if row["ignored"] else ()
+
+
 def _sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping[str, Any]) -> nn.Sequential:
-    model = training.model().to(rank.device)
     options: dict[str, Any] = {
         "offload_policy": _OFFLOADED[row["offloaded"]](),
         "mp_policy": MixedPrecisionPolicy(**_DTYPES[row["dtypes"]]),
@@ -171,17 +169,8 @@ def _sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping
         options["reshard_after_forward"] = after if isinstance(after, bool) or even else True
     if row["columns"]:
         options["shard_placement_fn"] = by_columns(mesh.size(-1))
-    if row["ignored"]:
-        options["ignored_params"] = {model.get_parameter("0.bias")}
-    layers: list[Any] = [layer for layer in model if isinstance(layer, nn.Linear)]
-    single = list(layers)
-    if row["together"] and len(layers) > 1:
-        layers[-2:] = [layers[-2:]]
-    for layer in (*layers, model) if row["root"] else layers:
-        fully_shard(layer, mesh=mesh, **options)
-    if scale_of(rank.size) == 1.0:
-        add_up(model)
-    roots = [layer for layer in single if isinstance(layer, FSDPModule)]
+    model = sharded(training, rank, mesh, together=row["together"], root=row["root"], ignored=_whole(row), **options)
+    roots = [layer for layer in model if isinstance(layer, FSDPModule)]
     if not row["root"]:
         _share_streams(roots)
     if row["ahead"] == "in order":
@@ -194,7 +183,7 @@ def _sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping
     return model
 
 
-def _share_streams(roots: list[FSDPModule]) -> None:
+def _share_streams(roots: Sequence[FSDPModule]) -> None:
     share = getattr(torch.distributed.fsdp, "share_comm_ctx", None)
     if share:
         share(roots)

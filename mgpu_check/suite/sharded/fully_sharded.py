@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, sgd
+from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, own_results, sgd
+from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.suite.sharded.chunks import by_columns, chunks_are_right, fetch_ahead
-from mgpu_check.suite.sharded.meshes import near_square
 from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "assert_clipping_agrees",
     "assert_fully_sharded_agrees",
     "assert_mixed_precision_agrees",
+    "mesh_of",
     "scale_of",
     "sharded",
 ]
@@ -51,6 +52,8 @@ def sharded(
     *,
     memory_later: bool = False,
     together: bool = False,
+    root: bool = True,
+    ignored: Collection[str] = (),
     **options: Any,
 ) -> nn.Sequential:
     """Return the model of a training on the device of `rank`, with `fully_shard` on each linear layer and on the whole.
@@ -61,13 +64,17 @@ def sharded(
         memory_later: shard the model on the meta device and allocate it afterwards, as for a model that is too large
             for one device; its values are undefined.
         together: shard the last two layers as one group.
+        root: shard the rest of the model, too.
+        ignored: names of parameters that stay whole.
     """
     model = training.model().to("meta" if memory_later else rank.device)
     mesh = init_device_mesh("cuda", (rank.size,)) if mesh is None else mesh
     layers: list[Any] = [layer for layer in model if isinstance(layer, nn.Linear)]
     if together and len(layers) > 1:
         layers[-2:] = [layers[-2:]]
-    for layer in (*layers, model):
+    if ignored:
+        options["ignored_params"] = {model.get_parameter(name) for name in ignored}
+    for layer in (*layers, model) if root else layers:
         fully_shard(layer, mesh=mesh, **options)
     if memory_later:
         model.to_empty(device=rank.device)
@@ -81,6 +88,12 @@ def add_up(model: nn.Module) -> None:
         if isinstance(layer, FSDPModule):
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)
+
+
+def mesh_of(rank: Rank, dimensions: int) -> DeviceMesh:
+    """Return a mesh whose last dimension shards the model; the first of two replicates it."""
+    shape, names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
+    return init_device_mesh("cuda", shape, mesh_dim_names=names)
 
 
 def scale_of(ranks: int) -> float:
@@ -108,10 +121,8 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     """
     __tracebackhide__ = True
     expected = one_device(training, scale=scale_of(rank.size))
-    own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
-    wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
-    shape, names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    wanted = own_results(training, expected, rank)
+    mesh = mesh_of(rank, dimensions)
     with Findings() as findings:
         for how, until_last, options in _WAYS:
             what = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"

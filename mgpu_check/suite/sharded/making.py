@@ -23,7 +23,7 @@ from torch.distributed.tensor import (
 )
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.sharded.meshes import near_square
+from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.sharded.redistribution import compared, part_of, placed, require_none_wrong, text_of
 
 __all__ = ["assert_dtensors_are_made"]

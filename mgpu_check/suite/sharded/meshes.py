@@ -11,16 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.suite.common.meshes import near_square
 
-__all__ = ["assert_meshes_agree", "near_square"]
+__all__ = ["assert_meshes_agree"]
 
 _NAMES = ("pp", "dp", "tp")
-
-
-def near_square(ranks: int) -> tuple[int, int]:
-    """Return the sides of the mesh of `ranks` ranks that is closest to a square, the smaller side first."""
-    side = max(side for side in range(1, ranks + 1) if ranks % side == 0 and side * side <= ranks)
-    return side, ranks // side
 
 
 def assert_meshes_agree(rank: Rank) -> None:

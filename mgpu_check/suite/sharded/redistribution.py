@@ -18,7 +18,7 @@ from torch.nn import functional
 from mgpu_check.asserts.bits import first_difference, same_bits
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.sharded.meshes import near_square
+from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
 __all__ = [

@@ -37,10 +37,10 @@ from mgpu_check.errors import ShardError
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, sgd
+from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.suite.sharded.fully_sharded import scale_of, sharded
-from mgpu_check.suite.sharded.meshes import near_square
-from mgpu_check.suite.sharded.redistribution import part_of
+from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied, name_of, plain
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "assert_state_dict_agrees",
     "give_full_state",
     "saved_checkpoint",
+    "shared_directory",
     "step_of",
     "take_full_state",
 ]
@@ -194,6 +195,13 @@ def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.T
     }
 
 
+def shared_directory(rank: Rank) -> str:
+    """Make a temporary directory on rank 0, and return it on all ranks."""
+    box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
+    dist.broadcast_object_list(box, src=0, device=rank.device)
+    return str(box[0])
+
+
 def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     """Train for a step and save model and optimizer by `torch.distributed.checkpoint`. A collective.
 
@@ -205,8 +213,7 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     Returns:
         the directory of the checkpoint.
     """
-    box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
-    dist.broadcast_object_list(box, src=0, device=rank.device)
+    directory = shared_directory(rank)
     model = sharded(training, rank)
     optimizer = _in_groups(model, training, training.rate)
     step_of(training, 1, model, optimizer, rank)
@@ -215,12 +222,12 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
         _set_rates(optimizer, training.rate)
         flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
         state = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 1)}
-        state_dict_saver.save(state, checkpoint_id=box[0])
-        _save_meanwhile(box[0], rank)
+        state_dict_saver.save(state, checkpoint_id=directory)
+        _save_meanwhile(directory, rank)
     except BaseException:
-        shutil.rmtree(box[0], ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         raise
-    return str(box[0])
+    return directory
 
 
 def _save_meanwhile(directory: str, rank: Rank) -> None:
@@ -384,8 +391,5 @@ def _others(rank: Rank, factor: int) -> dict[str, Any]:
         ("uint8, large, by rows", (257, 256), torch.uint8, line, [Shard(0)]),
     ):
         values = ((torch.arange(torch.Size(shape).numel()).reshape(shape) * 5 + 1) % 113 * factor).to(dtype)
-        local = part_of(values, placements, mesh).to(rank.device, copy=True)
-        made[name] = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=values.shape, stride=values.stride()
-        )
+        made[name] = placed(values, placements, mesh)
     return made

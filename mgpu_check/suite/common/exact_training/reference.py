@@ -14,7 +14,17 @@ from mgpu_check.suite.recipes.parameter_server import Update
 from mgpu_check.suite.recipes.training import split, weighted
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["ADAM_RATE", "adam_tolerance", "gathered", "one_device", "own_part", "seen", "sgd", "update_of"]
+__all__ = [
+    "ADAM_RATE",
+    "adam_tolerance",
+    "gathered",
+    "one_device",
+    "own_part",
+    "own_results",
+    "seen",
+    "sgd",
+    "update_of",
+]
 
 ADAM_RATE = 0.25
 """The learning rate of Adam: about as large as the parameters, because rounding errors are relative to both."""
@@ -29,6 +39,12 @@ def own_part(batch: tuple[torch.Tensor, torch.Tensor], rank: Rank) -> tuple[torc
     """Return this rank's samples of inputs and factors, on its device."""
     inputs, factors = (split(part, rank.size)[rank.index].to(rank.device) for part in batch)
     return inputs, factors
+
+
+def own_results(training: ExactTraining, expected: Mapping[str, torch.Tensor], rank: Rank) -> dict[str, torch.Tensor]:
+    """Return the results of one device that this rank must have: outputs of its own samples, and all others."""
+    own = split(torch.arange(training.batch), rank.size)[rank.index]
+    return {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
 
 
 def update_of(training: ExactTraining) -> Update:

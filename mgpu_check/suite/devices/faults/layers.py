@@ -22,10 +22,6 @@ layers = caught_by("test_layers_and_gradients")
 options = caught_by("test_options_of_optimizers")
 
 
-def _on_device(scaler: Any) -> bool:
-    return bool(scaler.is_enabled() and scaler._device == "cuda")
-
-
 def halved_gradient(weight: Tensor) -> Tensor:
     """Return the weight with its gradient halved."""
     weight = weight.clone()

@@ -58,6 +58,7 @@ _FORMS: Mapping[str, dict[str, Any]] = {
 }
 _LISTS = ("loop", "lists")
 _UNCAPTURED = ("loop", "lists", "differentiable", "not fused")
+_CAPTURED = ("loop", "lists", "capturable", *_UNCAPTURED[2:])
 
 _KINDS = (
     _Kind(
@@ -71,8 +72,8 @@ _KINDS = (
         },
         _UNCAPTURED,
     ),
-    _Kind(torch.optim.Adam, {**_AVERAGES, "amsgrad": _WAYS}, ("loop", "lists", "capturable", *_UNCAPTURED[2:])),
-    _Kind(torch.optim.AdamW, {**_AVERAGES, "amsgrad": _WAYS}, ("loop", "lists", "capturable", *_UNCAPTURED[2:])),
+    _Kind(torch.optim.Adam, {**_AVERAGES, "amsgrad": _WAYS}, _CAPTURED),
+    _Kind(torch.optim.AdamW, {**_AVERAGES, "amsgrad": _WAYS}, _CAPTURED),
     _Kind(
         torch.optim.RMSprop,
         {
@@ -151,8 +152,9 @@ _OTHERS: _Options = {
     "groups": _WAYS,
     "closure": _WAYS,
 }
-_NARROW = (torch.float16, torch.bfloat16)
 """Options of each optimizer besides those of its constructor."""
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 _SCALER: _Options = {
     "init_scale": (2.0**16, 4.0),

@@ -52,9 +52,9 @@ class _JudgedSample:
 
     def __init__(self, case: SampleCase, sample: Any) -> None:
         self.case, self.sample = case, sample
-        self.call = operators()[case.operator].call(case.path)
-        own = next(iter(operators()[case.operator].paths))
-        on_cpu = results(sample, operators()[case.operator].call(own), torch.device("cpu"))
+        operator = operators()[case.operator]
+        self.call = operator.call(case.path)
+        on_cpu = results(sample, operator.call(operator.paths[0]), torch.device("cpu"))
         self.forward, self.right = len(on_cpu[0]), [*on_cpu[0], *on_cpu[1]]
 
     @cached_property

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.suite.common.agreement import ulps_of
 from mgpu_check.torch_hooks.tensors import as_real, name_of, plain
 
 __all__ = ["LAYOUTS", "allowed", "layout_of_operand", "results", "sizes"]
@@ -22,12 +23,6 @@ _CPU = torch.device("cpu")
 _PADDING = 77
 """The value of the elements around an operand, which the operator must not read."""
 _RUNS = 3
-_UNITS, _NARROW_UNITS = 64, 4
-"""Units in the last place that a right result may be off by, beyond the effect of rounding each step once.
-
-They are those of `mgpu_check.suite.common.agreement`: reductions in the samples have few terms, and narrow dtypes
-accumulate in float32.
-"""
 
 
 def layout_of_operand(layout: int, position: int) -> str:
@@ -144,7 +139,7 @@ def allowed(
     real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
     if not real.is_floating_point:
         real = torch.float32  # the dtype in which torch computes fractions of integers
-    units = _UNITS if real in (torch.float32, torch.float64) else _NARROW_UNITS
+    units = ulps_of(real)  # beyond the effect of rounding each step once; reductions in the samples have few terms
     roundoff = unit_roundoff(real)
     generator = torch.Generator(_CPU).manual_seed(0)
     wide = _all(sample, call, _widened)

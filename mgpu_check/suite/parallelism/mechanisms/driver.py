@@ -56,6 +56,10 @@ class DividedStep(ABC):
         generator = torch.Generator().manual_seed(self.case.seed * 64 + salt)
         return torch.randint(-8, 9, shape, generator=generator, device="cpu").double() / 8
 
+    def tensors(self, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return `numbers` of each shape, in a dtype."""
+        return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
+
     def lacks(self, rank: Rank) -> str:
         """Return what these devices lack for the mechanism, or ""; the same on all ranks. A collective."""
         return ""

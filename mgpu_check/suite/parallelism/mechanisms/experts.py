@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.parallelism.mechanisms.driver import DividedStep, Portion, Results, total
 from mgpu_check.suite.recipes import experts as recipe
 from mgpu_check.suite.recipes.allreduce import chunks
@@ -122,8 +123,8 @@ class ShardedExperts(ExpertsByHand):
     @property
     def expert_ranks(self) -> int:
         """The number of ranks that have all experts together: a divisor of the world size."""
-        few = max(side for side in range(1, self.ranks + 1) if self.ranks % side == 0 and side * side <= self.ranks)
-        return {"few": few, "many": self.ranks // few, "all": self.ranks}[str(self.case.sizes["expert ranks"])]
+        few, many = near_square(self.ranks)
+        return {"few": few, "many": many, "all": self.ranks}[str(self.case.sizes["expert ranks"])]
 
     @property
     def experts(self) -> int:

@@ -85,7 +85,7 @@ class AsynchronousLayers(DividedStep):
         """Return inputs, factors of outputs in the loss, and the weights of both layers."""
         rows, hidden = self["own"] * self.ranks, self["hidden"] * self.ranks
         shapes = (rows, _FEATURES), (rows, _FEATURES), (hidden, _FEATURES), (_FEATURES, hidden)
-        return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
+        return self.tensors(dtype, *shapes)
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         x, factors, up, down = (one.requires_grad_() for one in self.data(dtype))
@@ -127,17 +127,8 @@ class GroupedQueries(DividedStep):
         heads = self.heads()
         shape = 2, 5, _FEATURES
         of_heads = heads.queries * heads.width
-        return tuple(
-            self.numbers(salt, *one).to(dtype)
-            for salt, one in enumerate(
-                (
-                    shape,
-                    shape,
-                    (of_heads + 2 * heads.shared * heads.width, _FEATURES),
-                    (_FEATURES, of_heads),
-                )
-            )
-        )
+        fused = of_heads + 2 * heads.shared * heads.width, _FEATURES
+        return self.tensors(dtype, shape, shape, fused, (_FEATURES, of_heads))
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         x, factors, fused, out = (one.requires_grad_() for one in self.data(dtype))

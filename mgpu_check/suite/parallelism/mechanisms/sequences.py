@@ -79,7 +79,7 @@ class ContextOfTorch(DividedStep):
         """Return queries, keys, values, and the factors of outputs in the loss."""
         # The memory-efficient kernel pads its logsumexp to 32 rows: each half of a rank's part must be a multiple.
         shape = 1, _HEADS, 64 * self.ranks, _WIDTH
-        return tuple(self.numbers(salt, *shape).to(dtype) for salt in range(4))
+        return self.tensors(dtype, *[shape] * 4)
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         q, k, v, factors = (one.requires_grad_() for one in self.data(dtype))
