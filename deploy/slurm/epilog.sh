@@ -15,8 +15,9 @@
 #   SELECTION     checks to run, such as "inventory or health or links"; default all of the level
 set -u
 here=$(dirname "$(readlink -f "$0")")
+# A script that calls this one has read the settings (SETTLED), and what it sets itself comes before them.
 # shellcheck source=/dev/null
-[ -r "$here/settings" ] && . "$here/settings"
+[ -z "${SETTLED:-}" ] && [ -r "$here/settings" ] && . "$here/settings"
 
 gpus=${GPUS:-${SLURM_JOB_GPUS:-}}
 [ -n "$gpus" ] || exit 0 # the job had no GPUs

@@ -9,6 +9,8 @@
 #              HealthCheckNodeState=IDLE,CYCLE
 set -u
 here=$(dirname "$(readlink -f "$0")")
-export GPUS=all SLURM_JOB_ID=idle LEVEL=glance SELECTION="${HEALTH_SELECTION:-inventory or health}" SECONDS_MOST=45
+# shellcheck source=/dev/null
+[ -r "$here/settings" ] && { set -a; . "$here/settings"; set +a; }
+export SETTLED=1 GPUS=all SLURM_JOB_ID=idle LEVEL=glance SELECTION="${HEALTH_SELECTION:-inventory or health}" SECONDS_MOST=45
 "$here/epilog.sh" && exit 0
 scontrol update nodename="${SLURMD_NODENAME:-$(hostname -s)}" state=drain reason="mgpu-check: GPUs rejected"

@@ -7,6 +7,6 @@
 # leaves out checks: "inventory or health" makes the GPUs compute and copy nothing.
 here=$(dirname "$(readlink -f "$0")")
 # shellcheck source=/dev/null
-[ -r "$here/settings" ] && . "$here/settings"
-export LEVEL=glance SELECTION=${PROLOG_SELECTION:-} SECONDS_MOST=${PROLOG_SECONDS_MOST:-45}
+[ -r "$here/settings" ] && { set -a; . "$here/settings"; set +a; }
+export SETTLED=1 LEVEL=glance SELECTION=${PROLOG_SELECTION:-} SECONDS_MOST=${PROLOG_SECONDS_MOST:-45}
 exec "$here/epilog.sh"

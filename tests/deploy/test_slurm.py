@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -27,12 +28,14 @@ class Node:
 
     Attributes:
         seen: directory in which they note their arguments.
+        scripts: directory of the scripts and their settings.
     """
 
     def __init__(self, directory: Path) -> None:
         self.seen = directory / "seen"
         self.reports = directory / "reports"
         self.bin = directory / "bin"
+        self.scripts = SCRIPTS
         self.seen.mkdir()
         self.bin.mkdir()
         os.mkfifo(self.seen / "never")
@@ -50,7 +53,7 @@ class Node:
             "SLURM_JOB_GPUS": "1,3",
             "SLURM_JOB_ID": "77",
         }
-        done = subprocess.run([SCRIPTS / script], env={**environment, **variables}, check=False, timeout=60)
+        done = subprocess.run([self.scripts / script], env={**environment, **variables}, check=False, timeout=60)
         return done.returncode
 
     def text(self, name: str) -> str:
@@ -86,6 +89,19 @@ def test_a_prolog_is_short(node: Node) -> None:
     assert "--gpu-level=glance" in node.text("command") and "-k" not in node.text("command")
     node.run("prolog.sh", "ACCEPTED", 0, PROLOG_SELECTION="inventory or health")
     assert "-k inventory or health" in node.text("command")
+
+
+def test_settings_of_the_epilog_do_not_change_the_level_of_other_scripts(node: Node, tmp_path: Path) -> None:
+    node.scripts = Path(shutil.copytree(SCRIPTS, tmp_path / "scripts"))
+    lines = ("LEVEL=standard", "SELECTION=links", "HEALTH_SELECTION=inventory", f"REPORTS={tmp_path}")
+    (node.scripts / "settings").write_text("\n".join(lines))
+    node.run("epilog.sh", "ACCEPTED", 0)
+    assert "--gpu-level=standard" in node.text("command") and "-k links" in node.text("command")
+    node.run("prolog.sh", "ACCEPTED", 0)
+    assert "--gpu-level=glance" in node.text("command") and "-k" not in node.text("command")
+    node.run("health_check.sh", "ACCEPTED", 0)
+    assert "--gpu-level=glance" in node.text("command") and "-k inventory" in node.text("command")
+    assert f"--report={tmp_path}/" in node.text("command"), "what no script sets comes from the settings"
 
 
 def test_a_report_is_written_only_where_there_is_a_directory(node: Node) -> None:
