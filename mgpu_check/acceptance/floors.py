@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import get_args
 
 from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.run_report import CheckRun, Gpu
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
-from mgpu_check.option_values import LEVELS
+from mgpu_check.option_values import Depth, Level, depth_of
 
 __all__ = ["check_runs", "floors"]
 
@@ -27,7 +28,7 @@ _RESULTS_OF_CORES = (20, 200, 2000)
 
 
 def floors(
-    gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | None, dcgm: bool = False
+    gpus: Sequence[Gpu], level: Level, memory_share: float, soak: float | None, dcgm: bool = False
 ) -> dict[str, dict[Subject, Work]]:
     """Return the least work that passes, by check and subject.
 
@@ -36,7 +37,7 @@ def floors(
         soak: requested seconds of load; None without a soak.
         dcgm: whether results of DCGM's diagnostic were given.
     """
-    glance, place = level == "glance", max(0, LEVELS.index(level) - 1)
+    glance, place = level == "glance", get_args(Depth).index(depth_of(level))
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
     found: dict[str, dict[Subject, Work]] = {}
     for name, check in CHECKLIST.items():

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
+from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, groups_of
 from mgpu_check.suite.collectives.runner import runner
-from mgpu_check.suite.common.timing import seconds_of
+from mgpu_check.suite.common.timing import measured, seconds_of
 from mgpu_check.torch_hooks.table import TRANSFERS
 
 __all__ = ["LATENCY_BYTES", "measure_collectives", "time_collectives"]
@@ -44,8 +44,7 @@ def measure_collectives(rank: Rank, cases: Cases, repeats: int) -> list[Measurem
     for number, case in enumerate(cases.all):
         members = case.members or tuple(range(rank.size))
         times = [statistics.fmean(one) for one in zip(*(results[member][number] for member in members), strict=True)]
-        if times and min(times) > 0:
-            found += _speeds(case, members, times)
+        found += _speeds(case, members, times)
     return found
 
 
@@ -57,16 +56,12 @@ def _speeds(case: RepeatedCollective, members: Sequence[int], times: Sequence[fl
         subject = Subject("copy", pair_of_root if row.givers == "root" else pair_of_root[::-1])
     name = f"{case.operation} of a pair" if pair else case.operation
     if case.bytes <= LATENCY_BYTES:
-        value, spread = median_and_spread(times)
-        yield Measurement("collectives", subject, f"{name}, latency", "s", value, len(times), case.bytes, spread)
+        yield from measured("collectives", subject, f"{name}, latency", "s", 0, times, case.bytes)
         return
-    value, spread = median_and_spread([case.bytes / time for time in times])
     ways = [("bus", row.share_of_link(len(members)))]
     for way, factor in ways if pair else [("algorithm", 1.0), *ways]:
-        yield Measurement(
-            "collectives", subject, f"{name} {way} bandwidth", "B/s", value * factor, len(times), case.bytes,
-            spread * factor,
-        )  # fmt: skip
+        quantity = f"{name} {way} bandwidth"
+        yield from measured("collectives", subject, quantity, "B/s", case.bytes * factor, times, case.bytes)
 
 
 def time_collectives(rank: Rank, cases: Sequence[RepeatedCollective], repeats: int) -> list[list[float]]:

@@ -17,8 +17,7 @@ from mgpu_check.acceptance.documents import read_document
 __all__ = ["Diagnostic", "DiagnosticResult", "read_diagnostic"]
 
 _NAMES = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
-_PASSED, _FAILED, _WARNED, _SKIPPED = "Pass", "Fail", "Warn", "Skip"
-_STATES = (_PASSED, _FAILED, _WARNED, _SKIPPED)
+_STATES = ("Pass", "Fail", "Warn", "Skip")
 _GPU = 1
 """``DCGM_FE_GPU``: the id of the group of GPUs."""
 _ORIGIN = "`dcgmi diag -r 3 -j > FILE.json` writes such a file"

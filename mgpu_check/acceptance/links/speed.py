@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mgpu_check.devices.observations import Measurement, Subject, SubjectResult, Unit, median_and_spread
-from mgpu_check.suite.common.timing import seconds_of
+from mgpu_check.devices.observations import Subject, SubjectResult, Unit
+from mgpu_check.suite.common.timing import measured, seconds_of
 
 __all__ = ["measure_copies"]
 
@@ -51,11 +51,8 @@ def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> 
         for quantity, unit, count in of_both:
             into, out = target[:count], source[:count]
             times = seconds_of(functools.partial(into.copy_, out, non_blocking=way.pinned), way.clock, repeats)
-            if min(times) <= 0:
-                continue  # below the resolution of the clock
-            value, spread = median_and_spread([into.nbytes / time for time in times] if unit == "B/s" else times)
-            name = f"{way.name} {quantity}"
-            found.append(Measurement("links", way.subject, name, unit, value, repeats, into.nbytes, spread))
+            name, bytes_ = f"{way.name} {quantity}", into.nbytes
+            found += measured("links", way.subject, name, unit, bytes_, times, bytes_)
     return found
 
 

@@ -16,6 +16,7 @@ from mgpu_check.suite.devices.copy_cases import Copies, Path
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
 
+_PATHS: tuple[Path, ...] = ("engine", "casting")
 _BETWEEN_GPUS, _WITH_HOST = (
     NamedFunction(f"mgpu_check.suite.devices.links:{name}") for name in ("examine_copies", "examine_host_copies")
 )
@@ -93,8 +94,7 @@ def test_copies_from_and_to_the_host(
 def test_each_link_once(node: Node, seed: int, destination: int) -> None:
     """A few copies in each direction arrive: between GPUs by both paths, from and to pinned memory of the host."""
     size = (64 << 10 if node.simulated else 2 << 20) + 1
-    paths: tuple[Path, ...] = ("engine", "casting")
-    for path in paths:
+    for path in _PATHS:
         node.in_node_process("links", _BETWEEN_GPUS, Copies(path, (37, size), 0, destination, pieces=4, seed=seed))
     node.in_node_process("links", _WITH_HOST, Copies("engine", (37, size), 0, destination, pieces=4, seed=seed))
 
@@ -103,8 +103,7 @@ def test_each_link_once(node: Node, seed: int, destination: int) -> None:
 @given(seed=st.integers(0, 2**30))
 def test_many_copies(node: Node, seed: int) -> None:
     """Each of many copies of each size class arrives, between GPUs and from and to the host: faults may be rare."""
-    paths: tuple[Path, ...] = ("engine", "casting")
-    for path in paths:
+    for path in _PATHS:
         for size, pieces in (_MANY_SIMULATED if node.simulated else _MANY)[node.depth]:
             case = Copies(path, (size * pieces,), pieces=pieces, seed=seed)
             for examine in (_BETWEEN_GPUS, _WITH_HOST):

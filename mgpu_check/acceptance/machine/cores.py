@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance.machine.checks import of_host
+from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.devices.observations import Observation, Work
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ __all__ = ["vote_of_cores"]
 
 _SEEDS = range(4)
 _SIDE = 96
-_LEAST = 2
-"""Other cores that must agree before one is named."""
 
 _Key = tuple[int, str]
 """Seed and kind of work."""
@@ -69,8 +67,8 @@ def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong: int = -1) 
     found = list(_judged({core: results for core, (_, results) in rounds.items()}))
     machine = len(rounds) if cores is not None else os.cpu_count() or 0
     evidence = {"cores": len(rounds), "of the machine": machine, "not pinned": refused}
-    if len(rounds) < 1 + _LEAST:
-        text = f"no core can be named: a vote needs {1 + _LEAST} cores, and this process may use {len(rounds)}"
+    if len(rounds) < 1 + LEAST_PEERS:
+        text = f"no core can be named: a vote needs {1 + LEAST_PEERS} cores, and this process may use {len(rounds)}"
         found.append(of_host("skipped", text, "cores", Work(), **evidence))
     if len(rounds) < machine:
         text = f"{machine - len(rounds)} of {machine} cores were not tried: this process may not use them"
@@ -87,7 +85,7 @@ def _judged(results: Mapping[int, _Results]) -> Iterator[Observation]:
         votes = Counter(next(iter(values)) for values in given.values() if len(values) == 1)
         usual, times = votes.most_common(1)[0] if votes else (b"", 0)
         wrong = [core for core, values in given.items() if set(values) != {usual}]
-        if wrong and (times < _LEAST or 2 * times <= len(given)):
+        if wrong and (times < LEAST_PEERS or 2 * times <= len(given)):
             split.setdefault(key[1], sorted(given))
         else:
             for core in wrong:
@@ -134,5 +132,6 @@ def _work(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.contiguous()
-    return hashlib.sha256(ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())).digest()
+    from mgpu_check.torch_hooks.tensors import memory_of
+
+    return hashlib.sha256(memory_of(tensor.contiguous())).digest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,6 +80,6 @@ def examine_paths(told: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: Mapp
             evidence = {"kind": "transport", "path": path}
             found.append(of_host("failed", text, "transport", Work(operations=1), **evidence).on((), one.host))
     if paths:
-        counts = {path: list(paths.values()).count(path) for path in sorted(set(paths.values()))}
+        counts = dict(sorted(Counter(paths.values()).items()))
         found.append(of_host("passed", "", "transport", Work(operations=len(paths)), paths=counts))
     return found

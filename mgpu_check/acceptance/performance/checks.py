@@ -126,11 +126,12 @@ def _confirmed(looks: Sequence[_JudgedSpeed]) -> list[Observation]:
     """Return the observations of both looks; failures that one of two looks shows have the evidence "once"."""
     again = {look.kind for look in looks if look.second}
     one, other = ({k.key for k in looks if k.second == second and k.entry.outcome == "failed"} for second in (0, 1))
+    both = one & other
     found = []
     for look in looks:
         entry = look.entry
         if entry.outcome == "failed" and look.kind in again:
-            once = look.key not in one & other
+            once = look.key not in both
             said = "in one of two looks only" if once else "again when measured in another order"
             evidence = {**entry.evidence, "once": True} if once else entry.evidence
             entry = replace(entry, seen=f"{entry.seen}; {said}", evidence=evidence)

@@ -186,7 +186,8 @@ def _counters(mine: Sequence[Sighting], points: Sequence[Point]) -> Iterator[Gpu
         xid = name not in FIELDS
         values = tuple(point.counters.get(name, 0 if xid else None) for point in points)
         known = [(one, value) for one, value in zip(mine, values, strict=True) if value is not None]
-        grown, outcome = 0, "note"
+        grown = 0
+        outcome: Literal["worse", "note"] = "note"
         for (one, first), (later, last) in itertools.pairwise(known):
             more = last - first if last >= first else last
             grown += more
@@ -195,7 +196,7 @@ def _counters(mine: Sequence[Sighting], points: Sequence[Point]) -> Iterator[Gpu
                 outcome = "worse"
         if grown:
             text = f"{name if xid else FIELDS[name].text}: {grown} more ({_row(values)})"
-            yield GpuChange("counter", "worse" if outcome == "worse" else "note", text, values)
+            yield GpuChange("counter", outcome, text, values)
 
 
 def _drifts(seen: Mapping[str, Sequence[Sighting]]) -> dict[str, list[GpuChange]]:

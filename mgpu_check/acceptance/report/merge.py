@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_check.acceptance.among_nodes import SLOW_NODE, among_nodes
+from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.findings import judged, listed
+from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.sightings import same_host, sightings
 from mgpu_check.acceptance.run_report import Accusation, Gpu, Kind, RunReport, Verdict
 from mgpu_check.devices.observations import Part, Subject
@@ -132,9 +133,10 @@ def _with_moves(whole: RunReport, moves: Mapping[int, Sequence[str]]) -> RunRepo
 
 def _with_suspects(whole: RunReport) -> RunReport:
     """Add an accusation of each host that is slower than the others of its model, unless an earlier merge has."""
-    known = {one.part for one in whole.verdict.accusations if one.findings == (SLOW_NODE,)}
+    known = {one.part for one in whole.verdict.accusations if view.is_suspect(one)}
     found = [one for one in among_nodes([whole]).outliers if Part("host", (one.host,)) not in known]
     slow = [judged(one.observation, whole.policy) for one in found]
+    observations = (*whole.observations, *slow)
     numbers: dict[int, list[int]] = {}
     for number, entry in enumerate(slow, len(whole.observations)):
         if entry.outcome == "failed":
@@ -143,7 +145,7 @@ def _with_suspects(whole: RunReport) -> RunReport:
     accused: dict[int, Accusation] = {}
     for one in findings:
         if (mine := numbers.get(host := one.subject.members[0])) is not None:
-            because = tuple(f"performance: {slow[number - len(whole.observations)].seen}" for number in mine)
+            because = tuple(f"performance: {observations[number].seen}" for number in mine)
             part = Part("host", (host,))
             accused[host] = Accusation(
                 part, because, tuple(mine), "", one.advice, "", (one.id,), one.severity, one.action
@@ -163,7 +165,7 @@ def _with_suspects(whole: RunReport) -> RunReport:
             replace(run, outcome="failed") if run.name == "performance" and run.host in accused else run
             for run in whole.checks
         ),
-        observations=(*whole.observations, *slow),
+        observations=observations,
         findings=(*whole.findings, *findings),
     )
 

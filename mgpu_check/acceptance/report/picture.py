@@ -75,7 +75,6 @@ class Picture:
         legend: what the marks mean.
     """
 
-    title: str
     host: str
     state: State
     height: float
@@ -140,8 +139,7 @@ def _picture(report: RunReport, host: Host, gpus: Sequence[Gpu], known: Mapping[
         legend += " Links between GPUs are drawn only if they are marked."
     name = view.host_name(report, host.number)
     buses = [_HEAD + block * number for number in range(blocks)]
-    title = f"GPUs and links of {name}"
-    return Picture(title, name, state, _HEAD + block * blocks, buses, boxes, wires, legend)
+    return Picture(name, state, _HEAD + block * blocks, buses, boxes, wires, legend)
 
 
 def _box(report: RunReport, gpu: Gpu, place: tuple[float, float, int], known: Mapping[Part, State]) -> Box:

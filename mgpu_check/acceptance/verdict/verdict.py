@@ -197,8 +197,11 @@ class _Candidates:
         """Return whether a copy over a link failed, or each of its GPUs is right in a group without the other."""
         if any(subject.kind == "copy" and set(subject.members) == set(pair) for _, subject, _, _ in self.failed):
             return True
-        groups = [set(subject.members) for _, subject, _, _ in self.passed if subject.kind == "group"]
-        return all(any({gpu} == group & set(pair) for group in groups) for gpu in pair)
+        return all(any({gpu} == group & set(pair) for group in self._right_groups) for gpu in pair)
+
+    @cached_property
+    def _right_groups(self) -> list[set[int]]:
+        return [set(subject.members) for _, subject, _, _ in self.passed if subject.kind == "group"]
 
     @cached_property
     def candidates(self) -> list[Suspect]:
