@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.worlds import is_count
 from mgpu_check.numerics.placement.declared import Coordinates
 
 if TYPE_CHECKING:
@@ -80,11 +81,7 @@ def check_places(gate: str, argument: str, given: object, largest: int) -> list[
 def _checked(gate: str, argument: str, given: object, largest: int, wanted: str) -> Mesh:
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"{gate}: {argument} has {given!r}; {wanted}")
-    wrong = [
-        axis
-        for axis, size in given.items()
-        if not isinstance(axis, str) or not axis or not isinstance(size, int) or isinstance(size, bool) or size < 1
-    ]
+    wrong = [axis for axis, size in given.items() if not isinstance(axis, str) or not axis or not is_count(size)]
     if wrong:
         raise ValueError(f"{gate}: {argument} has {dict(given)!r}; {wanted}, each size an int of at least 1")
     mesh = tuple(given.items())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.relations import close
 from mgpu_check.gates.states import StateEntry, explained_by_rounding, is_real, load_of
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["SameTraining", "resharded", "same_training"]
+__all__ = ["resharded", "same_training"]
 
 _SHOWN = 3
 
@@ -21,43 +21,31 @@ Parts = list[torch.Tensor]
 """An entry of the state on each rank, in rank order."""
 
 
-@dataclass
-class SameTraining:
-    """The entries that show whether a training is the same at two numbers of ranks.
-
-    Attributes:
-        differing: the entries that all ranks share, and that differ between the numbers of ranks, as a text.
-        agreeing: the entries that are equal, after their parts were joined.
-    """
-
-    differing: str = ""
-    agreeing: list[str] = field(default_factory=list)
-
-
 def same_training(
     one: Path, ranks_of_one: int, other: Path, ranks_of_other: int, tolerance: float | None, rank: Rank
-) -> SameTraining:
+) -> tuple[str, bool]:
     """Compare the floating-point entries of two states, each kept by its own number of ranks.
+
+    Returns the entries that differ, as a text, and whether any entry agrees after its parts were joined.
 
     Only an entry that all ranks share shows a difference: parts that do not fit together may be divided in another way.
 
     Args:
         tolerance: see `assert_resume_continues`.
     """
-    found = SameTraining()
     differing: list[str] = []
+    agreeing = False
     of_one, of_other = _parts(one, ranks_of_one), _parts(other, ranks_of_other)
     for entry in filter(of_other.__contains__, of_one):
         left, right = of_one[entry], of_other[entry]
         if _shared(left) and _shared(right) and left[0].shape == right[0].shape:
             if _close(left[0], right[0], tolerance or 0.0):
-                found.agreeing.append(str(entry))
+                agreeing = True
             else:
                 differing.append(str(entry))
         elif any(_close(*pair, tolerance or 0.0) for pair in _joined(left, right)):
-            found.agreeing.append(str(entry))
-    found.differing = few(sorted(differing), _SHOWN) if differing else ""
-    return found
+            agreeing = True
+    return few(sorted(differing), _SHOWN) if differing else "", agreeing
 
 
 def resharded(
@@ -161,10 +149,7 @@ def _shared(parts: Parts) -> bool:
 
 def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 0.0) -> bool:
     """Return whether two tensors differ by no more than rounding explains, or the tolerance."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    slack = explained_by_rounding(other, tolerance)
-    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=slack, equal_nan=True)
+    return one.dtype == other.dtype and close(one, other, explained_by_rounding(other, tolerance))
 
 
 def _begins(got: torch.Tensor, part: torch.Tensor) -> bool:

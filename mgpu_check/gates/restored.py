@@ -150,8 +150,8 @@ def _evidence(
     resharded: Mapping[StateEntry, str],
 ) -> Restored:
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
-    lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _holds(ends, n) is not None}
-    lost = {name: ranks for name, ranks in lost.items() if name not in resharded}
+    wrong = {} if loaded is None else loaded.wrong
+    lost = {n: r for n, r in wrong.items() if _holds(ends, n) is not None and n not in resharded}
     if loaded is not None and (lost or lost_numbers or resharded):
         partly = {name: ranks for name, ranks in {**lost, **lost_numbers}.items() if len(ranks) < loaded.size}
         of_rank_0 = {name: ranks for name, ranks in partly.items() if loaded.is_rank_0s(name)}

@@ -155,9 +155,12 @@ class _TrainingRuns:
     def restored(self, place: Place) -> Path:
         """Return the directory of a checkpoint with the files that the interrupted run has saved there."""
         self.half(place)
-        directory = self.checkpoint(place)
-        shutil.rmtree(directory)
-        shutil.copytree(self.checkpoint(place, "saved"), directory)
+        directory, saved = self.checkpoint(place), self.checkpoint(place, "saved")
+        if saved.exists():
+            shutil.rmtree(directory)
+            shutil.copytree(saved, directory)
+        else:  # no run has resumed here yet
+            shutil.copytree(directory, saved)
         return directory
 
     def resumed(self, saved: Place, loaded: Place) -> Path:
@@ -183,7 +186,6 @@ class _TrainingRuns:
         directory.mkdir(parents=True, exist_ok=True)
         part = TrainingPart(start, stop, directory, seed, place[1], **how)
         kept = self._of(place) / name
-        kept.mkdir(parents=True, exist_ok=True)
         with noting(f"steps {start} to {stop} at {where_is(*place)}"):
             problems = self.ranks.run(train_and_keep, self.train, part, kept, size=place[0])
         for problem in filter(None, problems):
@@ -191,9 +193,7 @@ class _TrainingRuns:
         return kept
 
     def _half(self, place: Place) -> Path:
-        kept = self.run(place, 0, self.steps, "half", self.checkpoint(place), _SEED)
-        shutil.copytree(self.checkpoint(place), self.checkpoint(place, "saved"))
-        return kept
+        return self.run(place, 0, self.steps, "half", self.checkpoint(place), _SEED)
 
     def _whole(self, place: Place) -> list[Path]:
         return [self._uninterrupted(place, name) for name in ("whole", "again")]
@@ -257,15 +257,15 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
     entry, detail, wrong = ends.first_wrong
     if across:
         halves = (training.half(saved), saved[0], training.half(loaded), loaded[0])
-        alike = ranks.run(same_training, *halves, tolerance, size=1)[0]
-        if alike.differing:
+        differing, agreeing = ranks.run(same_training, *halves, tolerance, size=1)[0]
+        if differing:
             raise ValueError(
                 f"{_GATE}: train depends on the number of ranks: after steps 0 to {steps}, without any checkpoint, "
-                f"{alike.differing} at {where_is(*saved)} and at {where_is(*loaded)} differ by more than rounding; so "
+                f"{differing} at {where_is(*saved)} and at {where_is(*loaded)} differ by more than rounding; so "
                 "a run that is resumed on other ranks cannot be judged. Make the step the same at any world size "
                 "(assert_step_scales says where it differs), without random numbers that differ between ranks"
             )
-        if not alike.agreeing:
+        if not agreeing:
             raise NotCompared(
                 f"{_GATE}: a run saved at {where_is(*saved)} and resumed at {where_is(*loaded)} ends with another "
                 f"{entry} than an uninterrupted run, and no entry of the state could be compared between these "
@@ -300,10 +300,9 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
         observables,
         findings,
         [*remarks, *attempts.remarks],
+        place=definition_of(training.train),
     )
-    raise ScalingMismatch(
-        str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes, site=definition_of(training.train)
-    )
+    raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes, site=report.site)
 
 
 def _case(saved: Place, loaded: Place, steps: int) -> dict[str, object]:

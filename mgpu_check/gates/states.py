@@ -162,7 +162,7 @@ def epochs_of(directories: Sequence[Path], rank: Rank) -> list[list[int]]:
 
 def kept(directory: Path, rank: Rank) -> Path:
     """Return the file of a rank's state; make the directory if it is missing."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     return directory / f"{rank.index}.pt"
 
 

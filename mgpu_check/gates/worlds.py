@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mgpu_check.errors import RankFailure, RankHang
 
-__all__ = ["RanksFixture", "check_count", "check_tolerance", "noting", "sizes_of", "world_sizes_of"]
+__all__ = ["RanksFixture", "check_count", "check_tolerance", "is_count", "noting", "sizes_of", "world_sizes_of"]
 
 
 class RanksFixture(Protocol):
@@ -96,7 +96,7 @@ def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int]
     if sizes is None:
         return None
     given = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else [sizes]
-    if not given or not all(_is_count(n) for n in given):
+    if not given or not all(is_count(n) for n in given):
         shown = given if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else sizes
         raise ValueError(f"{function_name}: sizes={shown!r}; give an int of at least 1, or several, such as [8, 9]")
     return sorted({int(n) for n in given})
@@ -104,7 +104,7 @@ def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int]
 
 def check_count(function_name: str, argument: str, value: object, more: str = "") -> None:
     """Raise a ValueError that names the argument unless `value` is an int of at least 1; `more` extends the advice."""
-    if not _is_count(value):
+    if not is_count(value):
         raise ValueError(f"{function_name}: {argument}={value!r}; give an int of at least 1{more}")
 
 
@@ -125,7 +125,8 @@ def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = Tr
         )
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Return whether a value is an int of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

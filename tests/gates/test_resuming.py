@@ -44,6 +44,22 @@ def test_model(ranks):
     assert "on no rank as saved: model.0.weight" in text
 
 
+def test_a_link_to_the_latest_checkpoint_stays_a_link(ranks):
+    def train(rank, directory, start, stop):
+        latest = directory / f"latest-{rank.index}"
+        total = torch.load(latest / "total.pt") if start else torch.zeros(())
+        for step in range(start, stop):
+            total = total * 0.5 + step + 1
+        own = directory / f"{rank.index}-{stop}"
+        own.mkdir(exist_ok=True)
+        torch.save(total, own / "total.pt")
+        latest.unlink(missing_ok=True)  # raises an error if it is a directory
+        latest.symlink_to(own)
+        return {"total": total}
+
+    assert_resume_continues(ranks, train)
+
+
 def test_random_numbers(ranks):
     text = refuted(ranks, training("rng", dropout=0.5), "state-not-restored", match="does not continue")
     assert "right after loading, on no rank as saved: random numbers of torch" in text
