@@ -13,6 +13,7 @@ __all__ = [
     "Depth",
     "Level",
     "acceptance_reports",
+    "annotation_format",
     "depth_of",
     "duration",
     "file",

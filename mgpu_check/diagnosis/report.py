@@ -74,7 +74,7 @@ class Report:
     @property
     def site(self) -> str:
         """The line of the user's code that the report is about: "src/train.py:40"; "" if it is unknown."""
-        return next((finding.site for finding in self.findings[:1] if finding.site), self.place)
+        return (self.findings[0].site if self.findings else "") or self.place
 
     @property
     def mistakes(self) -> tuple[str, ...]:

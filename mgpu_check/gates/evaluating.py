@@ -103,11 +103,9 @@ def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
     if _wrong(compared) and not _of(compared, "parameter", "buffer"):
         compared = _run(ranks, program, size, measure=True)
     if wrong := _wrong(compared):
-        report = _report(compared, wrong, _case(program, size), size)
+        report = _report(compared, wrong, _case(program, size), size, definition_of(program.step))
         at_fault = sorted({rank for row in wrong for rank in row.wrong})
-        raise ScalingMismatch(
-            str(report), ranks=at_fault, mistakes=report.mistakes, site=report.site or definition_of(program.step)
-        )
+        raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes, site=report.site)
 
 
 def _case(program: Evaluated, size: int) -> dict[str, object]:
@@ -173,7 +171,9 @@ def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int
     return replace(evidence, answers_apart=told)
 
 
-def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[str, object], size: int) -> Report:
+def _report(
+    compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[str, object], size: int, place: str
+) -> Report:
     parameters, buffers, repeated = _of(compared, "parameter"), _of(compared, "buffer"), _of(wrong, "repeated")
     attempts = Attempts()
     evidence = attempts.of("the evidence", Evidence(size), _evidence, compared, wrong, size)
@@ -203,6 +203,7 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
         observables,
         findings,
         [*remarks, *attempts.remarks],
+        place=place,
     )
 
 

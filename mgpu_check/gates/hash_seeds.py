@@ -72,6 +72,7 @@ def with_seeds_apart(
         case,
         findings=findings_of_hash_seeds(HashSeeds(told)),
         remarks=["with one hash seed on all ranks the same case passes"],
+        place=getattr(failed, "site", ""),
     )
     wrong = getattr(failed, "ranks", ())
     if isinstance(failed, RankHang):

@@ -189,10 +189,11 @@ def _check(
         observables,
         distinct(findings),
         [*remarks, *attempts.remarks],
+        place=place,
     )
     at_fault = {rank for coverage in (*epochs, order) for rank in coverage.ranks}
     at_fault.update(rank for finding in findings for rank in finding.ranks)
-    raise ScalingMismatch(str(report), ranks=sorted(at_fault), mistakes=report.mistakes, site=report.site or place)
+    raise ScalingMismatch(str(report), ranks=sorted(at_fault), mistakes=report.mistakes, site=report.site)
 
 
 def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Visits], number: int) -> None:

@@ -49,7 +49,7 @@ def _last_call(account: Account | None) -> str:
     if account is None:
         return ""
     entered = next(iter((account.parted or account.last).values()), None)
-    return "" if entered is None or not entered.file else f"{entered.file}:{entered.line}"
+    return entered.site if entered is not None and entered.file else ""
 
 
 @report_of.register

@@ -64,7 +64,12 @@ class Entered:
     def __str__(self) -> str:
         number = f" #{self.number}" if self.number else ""
         of = f" of ranks {self.group}" if self.group else ""
-        return f"{self.name}{number}{of} ({relative(self.file)}:{self.line})"
+        return f"{self.name}{number}{of} ({self.site})"
+
+    @property
+    def site(self) -> str:
+        """The line that called it: "src/train.py:40"."""
+        return f"{relative(self.file)}:{self.line}"
 
     @property
     def details(self) -> str:

@@ -31,10 +31,10 @@ class Annotations:
 
 
 def _annotation(failed: TestOutcome) -> str:
-    known = all_mistakes()
+    known = all_mistakes() if failed.mistakes else {}
     lines = [failed.headline]
     title = failed.name
-    for mistake in filter(None, map(known.get, failed.mistakes[:1])):
+    if (mistake := known.get(next(iter(failed.mistakes), ""))) is not None:
         title = f"{mistake.name}: {mistake.title}"
         lines += [f"do: {mistake.advice}", f"see: {mistake.page}"]
     lines += [f"test: {failed.name}", *(f"repeat with: {line}" for line in failed.replay.splitlines()[:1])]

@@ -34,7 +34,7 @@ class _Slow(Defect, abc.ABC):
 
 def _bytes(event: Event) -> int:
     if isinstance(event, Operation):
-        return sum(one.numel() * one.itemsize for one in event.outputs)
+        return sum(one.nbytes for one in event.outputs)
     return event.data.numel() if isinstance(event, Copy) else event.bytes
 
 
