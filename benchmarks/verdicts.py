@@ -7,8 +7,8 @@ Each draw is of one kind:
 - telemetry: a fault that telemetry shows, on 1 to 8 GPUs whose other values are noisy, and the checks of inventory and
   health on it;
 - healthy telemetry: the same noise, and no fault;
-- parts: observations of a node of 1 to 8 GPUs, and one or two broken parts, each of whose cases fails with a probability
-  of 0.3 to 1.
+- parts: observations of a node of 1 to 8 GPUs, and one or two broken parts. Each case of a broken part fails with a
+  probability of 0.3 to 1.
 
 A draw is right if the parts at fault, and no other, are accused. It is undecided if the node is rejected and fewer parts
 are accused, all of them at fault. The exit code is 0 if no innocent part is accused, and each healthy node is accepted.
@@ -29,20 +29,22 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
+from mgpu_check.acceptance.findings import judged
+from mgpu_check.acceptance.health.checks import examine_health
+from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie
+from mgpu_check.acceptance.inventory.identity import examine_identity
+from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
+from mgpu_check.devices.telemetry.simulated import PROFILE, Override
+from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+# The path has the folders of these modules only now.
 from acceptance import drawn, shown_on  # noqa: E402
 
-from mgpu_check.acceptance.faults import all_hardware_faults, planted_from  # noqa: E402
-from mgpu_check.acceptance.findings import judged  # noqa: E402
-from mgpu_check.acceptance.health.checks import examine_health  # noqa: E402
-from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie  # noqa: E402
-from mgpu_check.acceptance.inventory.identity import examine_identity  # noqa: E402
-from mgpu_check.acceptance.verdict.verdict import explain  # noqa: E402
-from mgpu_check.devices.observations import Observation, Part, Subject  # noqa: E402
-from mgpu_check.devices.telemetry.simulated import PROFILE, Override  # noqa: E402
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble  # noqa: E402
 from tests.acceptance.watching import Run, nominal, watched  # noqa: E402
 
 _TRIES = 12  # of a case, as an acceptance at the level quick tries it
@@ -122,11 +124,11 @@ def seen_by_telemetry(text: str, gpus: Sequence[int], chosen: random.Random) -> 
 
 
 def subjects(count: int) -> Iterator[tuple[str, Subject]]:
-    """Yield what an acceptance looks at on a node: check and subject."""
+    """Yield each check of a node with its subject."""
     gpus = range(count)
     for gpu in gpus:
         yield from ((check, Subject("gpu", (gpu,))) for check in ("memory", "compute", "training"))
-        yield from (("links", Subject(kind, (gpu,))) for kind in ("upload", "download"))  # type: ignore[arg-type]
+        yield from (("links", subject) for subject in (Subject("upload", (gpu,)), Subject("download", (gpu,))))
     yield from (("links", Subject("copy", pair)) for pair in itertools.permutations(gpus, 2))
     groups = {tuple(gpus), *itertools.combinations(gpus, 2)} if count > 1 else set()
     groups |= {half for half in (tuple(gpus[: count // 2]), tuple(gpus[count // 2 :])) if len(half) > 1}
@@ -152,7 +154,7 @@ def touches(part: Part, theme: str, check: str, subject: Subject) -> bool:
 
 
 def seen_of_parts(parts: Mapping[Part, str], count: int, chosen: random.Random) -> list[Observation]:
-    """Return the observations of a node with broken parts, each case of which was tried several times."""
+    """Return the observations of a node with broken parts. Each case was tried several times."""
     chance = {part: chosen.uniform(0.3, 1.0) for part in parts}
     found = []
     for check, subject in subjects(count):
@@ -166,17 +168,12 @@ def broken(count: int, chosen: random.Random) -> dict[Part, str]:
     """Draw one or two broken parts of a node, with what the fault of a GPU spoils."""
     parts: dict[Part, str] = {}
     for _ in range(chosen.choice((1, 1, 1, 2)) if count > 3 else 1):
-        kind = chosen.choice(
-            (
-                "gpu",
-                "gpu",
-                "host-link",
-                *(("link",) if count > 1 else ()),
-                *(("host",) if count > 1 and not parts else ()),
-            )
-        )
+        kinds: list[PartKind] = ["gpu", "gpu", "host-link"]
+        kinds += ["link"] if count > 1 else []
+        kinds += ["host"] if count > 1 and not parts else []
+        kind = chosen.choice(kinds)
         members = tuple(chosen.sample(range(count), 2 if kind == "link" else 1)) if kind != "host" else (0,)
-        part = Part(kind, members)  # type: ignore[arg-type]
+        part = Part(kind, members)
         if any(set(other.members) & set(members) or other.kind == "host" for other in parts):
             continue
         parts[part] = chosen.choice(("memory", "compute", *(("links", "collectives") if count > 2 else ())))

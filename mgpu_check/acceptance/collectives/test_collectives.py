@@ -173,7 +173,7 @@ def test_speed_of_collectives(node: Node) -> None:
 
 
 def rounds_of(count: int) -> list[list[tuple[int, int]]]:
-    """Divide the pairs of `count` ranks into rounds in which each rank is in one pair at most, as in a tournament."""
+    """Divide the pairs of `count` ranks into rounds, as of a tournament: a round has each rank in one pair at most."""
     ring = [*range(count), -1][: count + count % 2]
     found = []
     for _ in ring[1:]:

@@ -29,7 +29,7 @@ class DiagnosticResult:
 
     Attributes:
         gpu: index of the GPU for DCGM; None for the host.
-        serial: serial number of the GPU; "" if the file has none.
+        serial: serial number of the GPU; "" if the file lacks it.
         state: "Pass", "Fail", "Warn" or "Skip".
         message: the messages, in one line.
         errors: DCGM's numbers of the errors.

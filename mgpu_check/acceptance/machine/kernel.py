@@ -41,7 +41,7 @@ class Component:
         kind: "infiniband", "ethernet", "pci" or "memory"; "host" for the host itself.
         model: components of one kind and model are alike.
         slots: PCI addresses from the root port to the device.
-        values: content of its files; a file that is absent or cannot be read has none.
+        values: content of its files; without files that are absent or cannot be read.
     """
 
     kind: str
@@ -122,7 +122,7 @@ def _range(part: str) -> range:
 
 
 def _acs(config: Path) -> dict[str, str | int]:
-    """Return the redirects of a bridge; nothing if it has none, or if only root may read its capabilities."""
+    """Return the redirects of a bridge; nothing without redirects, or if only root may read its capabilities."""
     try:
         content = config.read_bytes()
     except OSError:

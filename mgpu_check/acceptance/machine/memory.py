@@ -35,7 +35,7 @@ def examine_memory(
         size: bytes; less if an eighth of the available memory is less.
         passes: number of times that all of it is written and read.
         copies: number of times that each GPU copies 1 MiB from and to the host, for each 8 MiB written or read.
-        wrong: index of the word in which a planted fault flips bit 5; -1 for none.
+        wrong: index of the word whose bit 5 a planted fault flips; -1 for none.
     """
     import torch
 

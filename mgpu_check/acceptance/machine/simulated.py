@@ -1,4 +1,4 @@
-"""Make a stand-in for the kernel's files of a healthy host, with planted faults."""
+"""Write the kernel's files of a healthy host, with planted faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SimulatedHost:
     Attributes:
         cores: number of its cores.
         core: the core that computes wrong results; -1 for none.
-        word: the word of memory in which a bit flips; -1 for none.
+        word: the word of memory that loses a bit; -1 for none.
         before, after: content of files below the root, where it differs from that of a healthy host, before and after
             the run; None for a file that is absent.
     """

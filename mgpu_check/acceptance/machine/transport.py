@@ -28,7 +28,7 @@ Paths = Mapping[tuple[int, int], str]
 
 
 def environment() -> dict[str, str]:
-    """Return the variables with which ranks write NCCL's log, a file for each process."""
+    """Return the variables that make ranks write NCCL's log, a file for each process."""
     name = Path(tempfile.gettempdir()) / f"mgpu-check-{os.getpid()}-%p.log"
     return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET", _VARIABLE: str(name)}
 
@@ -56,16 +56,16 @@ def paths_in(lines: Iterable[str]) -> dict[tuple[int, int], str]:
     return {(int(m[1]), int(m[2])): m[3] for line in lines if (m := _PATH.search(line))}
 
 
-def examine_paths(told: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: Mapping[int, str]) -> list[Observation]:
+def examine_paths(of_ranks: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: Mapping[int, str]) -> list[Observation]:
     """Return an observation of the host for each pair that does not use the best path that is there.
 
     Args:
-        told: by rank, what `paths_of_rank` returned.
+        of_ranks: the result of `paths_of_rank` for each rank.
         gpus: the GPUs of the ranks.
         fabric: by number of the host, the name of an InfiniBand port that is active there.
     """
-    paths = {pair: path for one in told if not isinstance(one, str) for pair, path in one.items()}
-    silent = list(dict.fromkeys(one for one in told if isinstance(one, str)))
+    paths = {pair: path for one in of_ranks if not isinstance(one, str) for pair, path in one.items()}
+    silent = list(dict.fromkeys(one for one in of_ranks if isinstance(one, str)))
     found: list[Observation] = [of_host("skipped", why, "transport", Work()) for why in silent]
     for (sender, receiver), path in sorted(paths.items()):
         one, other = gpus[sender], gpus[receiver]

@@ -56,7 +56,7 @@ class Point:
 
 @dataclass(frozen=True)
 class GpuChange:
-    """What changed on a GPU between its reports.
+    """A change on a GPU between its reports.
 
     Attributes:
         outcome: "worse"; "undecided": it would be worse, but nothing shows that the GPU is the cause; "note".

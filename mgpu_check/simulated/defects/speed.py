@@ -17,7 +17,7 @@ Event = Operation | Copy | EndedCollective
 
 
 class _Slow(Defect, abc.ABC):
-    """Some events take ``factor`` times as long; with ``below``, only those of at most so many bytes."""
+    """Some events take ``factor`` times as long; with ``below``, only those of at most that many bytes."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.given = parameters

@@ -30,6 +30,7 @@ OPTIONS: tuple[tuple[str, Function], ...] = (
     ("flatten end_dim=", lambda x: x.view(3, 4, 4, 4).flatten(0, 2)),
     ("fold with gaps", lambda x: F.fold(x.view(3, 4, 16)[:, :, :9], (3, 3), 2, dilation=2, padding=1)),
     ("isin inverted", lambda x: torch.isin(x, x[0], invert=True)),
+    # The annotations of torch lack the weights of losses.
     ("huber_loss weight=", lambda x: F.huber_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
     ("l1_loss weight=", lambda x: F.l1_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
     ("mse_loss weight=", lambda x: F.mse_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]

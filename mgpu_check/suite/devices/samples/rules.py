@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Amount(NamedTuple):
-    """What a level tries.
+    """The amount that a level tries.
 
     Attributes:
         share: the number of parts that operators are divided into; an example tries one part.
