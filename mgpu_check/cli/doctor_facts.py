@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgpu_check.devices.inventory import Inventory, take_inventory
+from mgpu_check.processes.limits import available_memory, limit_of_group
 
 __all__ = ["PACKAGES", "GpuFacts", "HostFacts", "of_devices", "of_host"]
 
 PACKAGES = ("mgpu-check", "torch", "pytest", "pytest-xdist", "hypothesis")
-
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,11 @@ def of_host() -> HostFacts:
             point.value.startswith("mgpu_check.") for point in importlib.metadata.entry_points(group="pytest11")
         ),
         cores=len(os.sched_getaffinity(0)),
-        memory=_memory(),
+        memory=available_memory(),
         shared_memory=_free(Path("/dev/shm")),
         temporary=(tempfile.gettempdir(), _free(Path(tempfile.gettempdir()))),
         open_files=_limit(resource.RLIMIT_NOFILE),
-        processes=min(filter(None, (_limit(resource.RLIMIT_NPROC), _number("pids.max"))), default=None),
+        processes=min(filter(None, (_limit(resource.RLIMIT_NPROC), limit_of_group("pids.max"))), default=None),
         host=host,
         address=_address(host),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
@@ -125,22 +124,6 @@ def _limit(kind: int) -> int | None:
 def _free(directory: Path) -> int | None:
     """Return the free bytes of a directory; None if it cannot be written."""
     return shutil.disk_usage(directory).free if os.access(directory, os.W_OK) else None
-
-
-def _memory() -> int | None:
-    """Return the bytes that are available to this process: of the host, or of its control group."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    most, used = _number("memory.max"), _number("memory.current")
-    return available if most is None or used is None else min(available, most - used)
-
-
-def _number(name: str) -> int | None:
-    """Return a number of this process's control group; None if there is no limit."""
-    try:
-        return int((_CGROUPS / name).read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
 
 
 def _address(host: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance.machine.checks import of_host
 from mgpu_check.devices.observations import Observation, Subject, Work
+from mgpu_check.processes.limits import available_memory
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,8 @@ _COPIED = 1 << 17
 """Words of a copy."""
 _SHARE = 8
 """A divisor of the available memory: other programs need the rest."""
+_UNKNOWN = 1 << 30
+"""Available memory, where the kernel does not say."""
 
 
 def examine_memory(
@@ -39,7 +41,8 @@ def examine_memory(
     """
     import torch
 
-    words = max(1, min(size, _available() // _SHARE) // 8)
+    known = available_memory()
+    words = max(1, min(size, (_UNKNOWN if known is None else known) // _SHARE) // 8)
     held = torch.empty(words, dtype=torch.int64, device="cpu")
     sent = torch.arange(_COPIED, dtype=torch.int64, device="cpu").mul_(2654435761)
     sent = sent.pin_memory() if devices else sent
@@ -110,12 +113,3 @@ def _compared(held: torch.Tensor, pattern: WordPattern, turn: int, load: Callabl
             evidence = {"kind": "host memory", "byte": byte, "bits": bits}
             yield of_host("failed", text, "memory", Work(operations=1), **evidence)
             return
-
-
-def _available() -> int:
-    """Return the bytes of memory that programs can have; 1 GiB if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 1 << 30

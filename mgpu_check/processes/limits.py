@@ -1,0 +1,29 @@
+"""Read how much of the host this process may use, also in a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["available_memory", "limit_of_group"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def available_memory() -> int | None:
+    """Return the bytes that are available to this process: of the host, or of its control group. None if unknown."""
+    try:
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+    most, used = limit_of_group("memory.max"), limit_of_group("memory.current")
+    return available if most is None or used is None else min(available, most - used)
+
+
+def limit_of_group(name: str) -> int | None:
+    """Return a number of this process's control group; None if there is no limit."""
+    try:
+        return int((_CGROUPS / name).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
