@@ -198,12 +198,16 @@ class _TrainingRuns:
     def _whole(self, place: Place) -> list[Path]:
         return [self._uninterrupted(place, name) for name in ("whole", "again")]
 
-    def _perturbed(self, place: Place) -> list[Path]:
-        return [
-            self._uninterrupted(place, f"perturbed {signs}{sign}", spread=spread, signs=signs)
-            for signs in range(_PAIRS)
-            for sign, spread in (("+", _SPREAD), ("-", -_SPREAD))
-        ]
+    def _perturbed(self, place: Place) -> list[Path] | RankFailure | RankHang | ValueError:
+        """Return the perturbed runs, or their error: the cache keeps it, so that a hang is waited for once."""
+        try:
+            return [
+                self._uninterrupted(place, f"perturbed {signs}{sign}", spread=spread, signs=signs)
+                for signs in range(_PAIRS)
+                for sign, spread in (("+", _SPREAD), ("-", -_SPREAD))
+            ]
+        except (RankFailure, RankHang, ValueError) as error:
+            return error
 
     def _uninterrupted(self, place: Place, name: str, **how: Any) -> Path:
         return self.run(place, 0, 2 * self.steps, name, self._of(place) / f"of {name}", _SEED, **how)
@@ -244,7 +248,10 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
         # Correct code may round differently after a start: DistributedDataParallel uses other buckets in its first
         # step. Other ranks add in another order.
         try:
-            ends = compared(resumed, whole, training.perturbed(loaded))
+            perturbed = training.perturbed(loaded)
+            if isinstance(perturbed, BaseException):
+                raise perturbed
+            ends = compared(resumed, whole, perturbed)
         except (RankFailure, RankHang, ValueError) as error:
             how = "bit for bit"
             if across:
