@@ -13,8 +13,6 @@ __all__ = ["examine_diagnostic"]
 _CHECK = "dcgm"
 _OUTCOMES: Mapping[str, Outcome] = {"Pass": "passed", "Fail": "failed", "Warn": "failed", "Skip": "skipped"}
 
-_ADVICE = "do what DCGM says, and run dcgmi diag again; if it fails again, exchange the part"
-
 
 def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Mapping[int, int]) -> list[Observation]:
     """Return an observation for each result: of its GPU, or of the host.
@@ -64,8 +62,6 @@ def _observation(subject: Subject, result: DiagnosticResult, case: str) -> Obser
         "" if outcome == "passed" else f"{result.test}: {result.state}{f': {result.message}' if result.message else ''}"
     )
     evidence = {"kind": f"dcgm {result.state}", "test": result.test, "category": result.category}
-    if outcome == "failed":
-        evidence["advice"] = _ADVICE
     if result.errors:
         evidence["errors"] = ", ".join(map(str, result.errors))
     work = Work(operations=outcome != "skipped")

@@ -25,7 +25,7 @@ def advice_for(part: Part, failed: Sequence[Observation]) -> str:
     told = [str(entry.evidence["advice"]) for entry in failed if entry.evidence.get("advice")]
     if told:  # a check that recognises the defect gives better advice than the kind of the part
         return f"drain the node; {told[0]}"
-    if {entry.check for entry in failed} == {"machine"}:  # its findings have little in common
+    if {entry.check for entry in failed} <= {"machine", "dcgm"}:  # their findings have little in common
         return f"drain the node; {listed(failed)[0].advice}"
     if {entry.check for entry in failed} == {"performance"}:
         return (
