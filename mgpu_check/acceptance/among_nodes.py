@@ -132,7 +132,7 @@ def _stand_out(
     for node, several in group.items():
         first = several[0]
         others = [value for other, value in values.items() if other != node]
-        comparison = beside_peers(values[node], others, first.unit, least_shortfall(first))
+        comparison = beside_peers(values[node], others, first.unit, least_shortfall(first.kind))
         if comparison.outcome == "unknown":
             why.append(f"{_name(reports, *node)}: {first.quantity} of size {first.size}: {comparison.why}")
         if comparison.outcome == "failed":

@@ -166,7 +166,7 @@ class Baseline:
             return Comparison(
                 "baseline", "unknown", why=f"{self.file} has no {measurement.quantity} of size {measurement.size}"
             )
-        least = least_shortfall(measurement)
+        least = least_shortfall(measurement.kind)
         scatter = DEVIATIONS * NORMAL * recorded.spread / recorded.value
         at_place = recorded.places.get(place)
         if at_place is None and (scatter > UNUSABLE or subject.kind == "group"):

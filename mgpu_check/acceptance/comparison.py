@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, NORMAL, deviation, shortfall
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.devices.observations import Measurement, Outcome
+from mgpu_check.devices.observations import MeasuredKind, Measurement, Outcome
 
 __all__ = [
     "LEAST_REPEATS",
@@ -88,12 +88,11 @@ def models(gpus: Iterable[Gpu]) -> dict[int, tuple[str, int]]:
     return found
 
 
-def least_shortfall(measurement: Measurement) -> float:
-    """Return the entry of `LEAST_SHORTFALL` for `measurement`."""
-    unit: str = measurement.unit
-    if unit == "B/s" and measurement.subject.kind in ("upload", "download"):
-        unit = "pageable B/s" if measurement.quantity.startswith("pageable") else "host B/s"
-    return LEAST_SHORTFALL[unit]
+def least_shortfall(kind: MeasuredKind) -> float:
+    """Return the entry of `LEAST_SHORTFALL` for measurements of a kind."""
+    if kind.unit == "B/s" and kind.subject in ("upload", "download"):
+        return LEAST_SHORTFALL["pageable B/s" if kind.quantity.startswith("pageable") else "host B/s"]
+    return LEAST_SHORTFALL[kind.unit]
 
 
 def amount(value: float, unit: str) -> str:

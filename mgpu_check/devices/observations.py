@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 __all__ = [
     "EXCHANGED",
+    "MeasuredKind",
     "Measurement",
     "Number",
     "Observation",
@@ -183,6 +184,16 @@ class Observation(SubjectResult):
         return replace(moved, suspects=tuple(gpus[member] for member in self.suspects))
 
 
+class MeasuredKind(NamedTuple):
+    """The key that two measurements must share to be compared, apart from the hardware."""
+
+    quantity: str
+    unit: Unit
+    size: int
+    subject: SubjectKind
+    members: int
+
+
 @dataclass(frozen=True)
 class Measurement(SubjectResult):
     """The speed of one subject.
@@ -209,9 +220,9 @@ class Measurement(SubjectResult):
         return replace(moved, subject=moved.subject.in_any_order)
 
     @property
-    def kind(self) -> tuple[str, Unit, int, SubjectKind, int]:
-        """The key that two measurements must share to be compared, apart from the hardware."""
-        return (self.quantity, self.unit, self.size, self.subject.kind, len(self.subject.members))
+    def kind(self) -> MeasuredKind:
+        """See `MeasuredKind`."""
+        return MeasuredKind(self.quantity, self.unit, self.size, self.subject.kind, len(self.subject.members))
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:

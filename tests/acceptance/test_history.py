@@ -12,7 +12,7 @@ from mgpu_check.acceptance.report.files import write
 from mgpu_check.acceptance.report.history import history, lines
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.cli.accept import main
-from mgpu_check.devices.observations import Observation, Subject
+from mgpu_check.devices.observations import Measurement, Observation, Subject
 from mgpu_check.devices.telemetry.values import TelemetrySample
 from tests.acceptance import run_reports
 
@@ -76,6 +76,20 @@ def test_a_gpu_becomes_slower_and_the_others_do_not(directory, capsys):
     said = capsys.readouterr().out
     assert "matrix product float16 (gpu), size 8192: 20% slower than before, the 3 others of its model by 0%" in said
     assert "(695 TFLOP/s -> 695 TFLOP/s -> 556 TFLOP/s)" in said  # in order of time, not of files
+
+
+def test_copies_of_pageable_memory_drift_by_their_own_limit(directory):
+    def copied(**last: float) -> RunReport:
+        copies = [
+            Measurement("links", Subject("upload", (gpu,)), name, "B/s", last.get(f"gpu{gpu}", 10e9), 5, 1)
+            for name in ("copy", "pageable copy")
+            for gpu in range(4)
+        ]
+        return replace(GOOD, measurements=tuple(copies))
+
+    where = directory(on(1, copied()), on(2, copied(gpu1=7.9e9, gpu2=8.5e9)))
+    told = {gpu.key: [change.text.partition(",")[0] for change in gpu.changes] for gpu in history(where).gpus}
+    assert told[serial(1)] == ["copy (upload)", "pageable copy (upload)"] and told[serial(2)] == ["copy (upload)"]
 
 
 def test_slower_without_a_control_is_undecided(directory):

@@ -172,7 +172,7 @@ def _differ(group: Group, second: bool) -> _JudgedSpeed:
 
 def _beside_itself(measurement: Measurement, first: Measurement) -> Comparison:
     missing = shortfall(measurement.value, first.value, measurement.unit)
-    limit = max(_OWN_LOSS, least_shortfall(measurement))
+    limit = max(_OWN_LOSS, least_shortfall(measurement.kind))
     outcome: Outcome = "failed" if missing > limit else "passed"
     return Comparison("itself", outcome, first.value, missing, limit, "first measurement of this run")
 

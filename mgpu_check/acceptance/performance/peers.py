@@ -83,7 +83,7 @@ def _majority(group: Group) -> tuple[dict[int, Comparison], bool]:
     If half of them or more fail, the slow ones are unknown. Two values have no majority.
     """
     first, noise, found = next(iter(group.values())), _noise(group), {}
-    least = least_shortfall(first)
+    least = least_shortfall(first.kind)
     for number, mine in group.items():
         others = [other.value for other_number, other in group.items() if other_number != number]
         found[number] = beside_peers(mine.value, others, mine.unit, least, noise)
@@ -102,7 +102,7 @@ def _majority(group: Group) -> tuple[dict[int, Comparison], bool]:
 def _pairs(group: Group, topology_known: bool) -> dict[int, Comparison]:
     """Compare each link with links of its class, preferably with those that share no GPU with it."""
     first = next(iter(group.values()))
-    least, noise = least_shortfall(first), _noise(group)
+    least, noise = least_shortfall(first.kind), _noise(group)
     pairs = {number: (m.subject.members[0], m.subject.members[-1]) for number, m in group.items()}
     values = {pairs[number]: m.value for number, m in group.items()}
     speeds = {pair: 1 / value if first.unit == "s" else value for pair, value in values.items()}

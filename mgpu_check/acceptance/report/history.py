@@ -9,26 +9,23 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from mgpu_check.acceptance.comparison import LEAST_SHORTFALL, amount, beside_peers, useless
+from mgpu_check.acceptance.comparison import amount, beside_peers, least_shortfall, useless
 from mgpu_check.acceptance.health.checks import allowed_growth
 from mgpu_check.acceptance.report.sightings import Sighting, same_host, sightings
 from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.report.view import what
 from mgpu_check.acceptance.robust import LEAST_PEERS, shortfall
 from mgpu_check.acceptance.run_report import Kind, RunReport
-from mgpu_check.devices.observations import Measurement
+from mgpu_check.devices.observations import MeasuredKind, Measurement
 from mgpu_check.devices.telemetry.fields import FIELDS, names
 
 __all__ = ["FleetHistory", "GpuChange", "GpuHistory", "Point", "history", "lines"]
 
 _OF_CHIPS = 0.5
-"""Share of `LEAST_SHORTFALL` that counts here: a GPU is compared with itself, so chips do not differ."""
+"""Share of `least_shortfall` that counts here: a GPU is compared with itself, so chips do not differ."""
 
 _WIDTH = 12
 """Most values of one GPU in a line."""
-
-_Key = tuple[str, str, str, int]
-"""Subject kind, quantity, unit and size of a speed."""
 
 
 @dataclass(frozen=True)
@@ -204,20 +201,19 @@ def _drifts(seen: Mapping[str, Sequence[Sighting]]) -> dict[str, list[GpuChange]
 
     The others are the control: if all became slower, the cause is not one GPU.
     """
-    ratios: dict[tuple[str, _Key], dict[str, float]] = {}
-    speeds: dict[tuple[str, _Key], tuple[float | None, ...]] = {}
+    ratios: dict[tuple[str, MeasuredKind], dict[str, float]] = {}
+    speeds: dict[tuple[str, MeasuredKind], tuple[float | None, ...]] = {}
     for key, mine in seen.items():
         of_reports = [_speeds(one) for one in mine]
-        for speed in dict.fromkeys(itertools.chain(*of_reports)):
-            values = tuple(found.get(speed) for found in of_reports)
+        for kind in dict.fromkeys(itertools.chain(*of_reports)):
+            values = tuple(found.get(kind) for found in of_reports)
             *earlier, last = [value for value in values if value is not None]
             if earlier and values[-1] is not None:
-                speeds[key, speed] = values
-                ratios.setdefault((mine[-1].gpu.name, speed), {})[key] = last / median(earlier)
+                speeds[key, kind] = values
+                ratios.setdefault((mine[-1].gpu.name, kind), {})[key] = last / median(earlier)
     found: dict[str, list[GpuChange]] = {}
-    for (_, speed), group in ratios.items():
-        kind, quantity, unit, size = speed
-        least = _OF_CHIPS * LEAST_SHORTFALL["host B/s" if unit == "B/s" and kind in ("upload", "download") else unit]
+    for (_, kind), group in ratios.items():
+        least, unit = _OF_CHIPS * least_shortfall(kind), kind.unit
         for key, ratio in group.items():
             others = [value for other, value in group.items() if other != key]
             comparison = beside_peers(ratio, others, unit, least)
@@ -232,19 +228,19 @@ def _drifts(seen: Mapping[str, Sequence[Sighting]]) -> dict[str, list[GpuChange]
                 if others
                 else f"fewer than {LEAST_PEERS} others of its model have two reports, so nothing shows the cause"
             )
-            values = speeds[key, speed]
+            values = speeds[key, kind]
             told = " -> ".join("-" if one is None else amount(one, unit) for one in values[-_WIDTH:])
-            text = f"{quantity} ({kind}), size {size}: {own:.0%} slower than before, {why} ({told})"
+            text = f"{kind.quantity} ({kind.subject}), size {kind.size}: {own:.0%} slower than before, {why} ({told})"
             found.setdefault(key, []).append(GpuChange("speed", "worse" if worse else "undecided", text, values))
     return found
 
 
-def _speeds(one: Sighting) -> dict[_Key, float]:
+def _speeds(one: Sighting) -> dict[MeasuredKind, float]:
     """Return the speeds of a GPU in a report: its own, and the median of its copies to other GPUs."""
-    groups: dict[_Key, list[Measurement]] = {}
+    groups: dict[MeasuredKind, list[Measurement]] = {}
     for m in one.report.measurements:
         if m.subject.kind not in ("group", "host") and m.subject.members[0] == one.gpu.number and not useless(m):
-            groups.setdefault((m.subject.kind, m.quantity, m.unit, m.size), []).append(m)
+            groups.setdefault(m.kind, []).append(m)
     return {key: median(m.value for m in several) for key, several in groups.items()}
 
 
