@@ -11,7 +11,7 @@ from mgpu_check.acceptance.answering import answers
 from mgpu_check.acceptance.levels import seconds_for_a_call
 from mgpu_check.acceptance.run_log import RepeatableCall
 from mgpu_check.acceptance.verdict.troubles import observations_of
-from mgpu_check.devices.observations import Measurement, Observation, SubjectResult
+from mgpu_check.devices.observations import MeasuredKind, Measurement, Observation, SubjectResult
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.errors import RankHang, StartupFailure
 from mgpu_check.option_values import Depth, depth_of
@@ -84,7 +84,7 @@ class Node:
         self._hung: set[str] = set()
         self._pool = pool
         self._log = log
-        self._measuring: dict[tuple[Any, ...], Callable[[], object]] = {}
+        self._measuring: dict[MeasuredKind, Callable[[], object]] = {}
 
     @property
     def depth(self) -> Depth:
@@ -159,11 +159,15 @@ class Node:
             )
 
         again = RepeatableCall(check, fn, args, tuple(chosen), timeout, environment or {})
-        results = self._looked(
-            check, fn, chosen, call, lambda index: self._translated(chosen, self.gpus[chosen[index]].host), again
+        return self._looked(
+            check,
+            fn,
+            chosen,
+            call,
+            lambda index: self._translated(chosen, self.gpus[chosen[index]].host),
+            lambda: self.repeat(again, chosen[::-1]),
+            again,
         )
-        self._measured(results, lambda: self.repeat(again, chosen[::-1]))
-        return results
 
     def repeat(
         self, call: RepeatableCall, gpus: Sequence[int], environment: Mapping[str, str] | None = None
@@ -187,6 +191,10 @@ class Node:
             The results of all hosts, joined. A host that did not return contributes none; its failure is recorded.
         """
         results = []
+
+        def measure() -> None:
+            self.in_node_process(check, fn, *args, timeout=timeout, backwards=not backwards)
+
         for host, numbers in self.hosts.items():
             chosen = numbers[::-1] if backwards else numbers
 
@@ -196,10 +204,8 @@ class Node:
                     _with_devices, fn, indices, args, host=host, timeout=timeout or seconds_for_a_call()
                 )
 
-            results += self._looked(check, fn, chosen, call, lambda _, h=host, c=chosen: self._translated(c, h))  # type: ignore[misc]  # of a lambda with defaults
-        self._measured(
-            results, lambda: self.in_node_process(check, fn, *args, timeout=timeout, backwards=not backwards)
-        )
+            translation = self._translated(chosen, host)
+            results += self._looked(check, fn, chosen, call, lambda _, same=translation: same, measure)  # type: ignore[misc]  # of a lambda with defaults
         return results
 
     def measurements(self) -> list[Measurement]:
@@ -222,12 +228,6 @@ class Node:
                 call()
         return self.measurements()[before:]
 
-    def _measured(self, results: Any, again: Callable[[], object]) -> None:
-        """Keep the call that measures a quantity again; of several calls the last."""
-        for result in results:
-            measured = [one for one in _subject_results(result) if isinstance(one, Measurement)]
-            self._measuring.update({one.kind: again for one in measured})
-
     def mark(self, check: str = "", test: str = "") -> None:
         """Take a telemetry snapshot after a test has ended."""
         if self.telemetry is not None:
@@ -244,8 +244,14 @@ class Node:
         gpus: Sequence[int],
         call: Callable[[], list[Any]],
         translation: Callable[[int], Callable[[Any], Any]],
+        measure: Callable[[], object],
         again: RepeatableCall | None = None,
     ) -> list[Any]:
+        """Make a call and record its results.
+
+        Args:
+            measure: measures the same again. Of several calls that measure a quantity, the last one is kept.
+        """
         try:
             results = call()
         except BaseException as error:
@@ -262,7 +268,9 @@ class Node:
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]
         for result in translated:
-            self._log.add(_subject_results(result), again)
+            new = _subject_results(result)
+            self._log.add(new, again)
+            self._measuring.update({one.kind: measure for one in new if isinstance(one, Measurement)})
         return translated
 
     def _patience(self, check: str) -> float:
@@ -292,7 +300,7 @@ class Node:
         return translate
 
 
-def _subject_results(result: Any) -> Iterable[SubjectResult]:
+def _subject_results(result: Any) -> list[SubjectResult]:
     if isinstance(result, SubjectResult):
         return [result]
     if isinstance(result, (list, tuple)):
