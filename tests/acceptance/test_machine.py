@@ -23,7 +23,7 @@ from mgpu_check.acceptance.machine.checks import _LIMITS, examine_kernel, of_hos
 from mgpu_check.acceptance.machine.cores import _judged, vote_of_cores
 from mgpu_check.acceptance.machine.kernel import Component, read_kernel
 from mgpu_check.acceptance.machine.memory import CHUNK, WordPattern, examine_memory
-from mgpu_check.acceptance.machine.simulated import SimulatedHost, write_tree
+from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
 from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in, paths_of_rank
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.planting import hardware_planted
@@ -263,11 +263,13 @@ def test_what_is_not_there_is_counted(tmp_path, healthy):
 def test_each_planted_fault_of_a_host_rejects_it(name):
     fault = all_hardware_faults()[name]
     host = SimulatedHost(**fault.of_host)
+    gpus = [replace(gpu, facts={f"p2p_{1 - gpu.number}": "read"}) for gpu in run_reports.gpus(2)]
     assert set(fault.of_host) <= {field.name for field in fields(SimulatedHost)}
     found = [
         *test_machine.look_at_cores([], 1.0, host),
         *examine_memory([], 1 << 20, 1, 1, host.word),
         *test_machine.look_at_kernel([], {}, host),
+        *examine_paths([paths_in(log_of_nccl(2, host.transport))], gpus, {}),
     ]
     rejected = [one for one in (judged(one, {}) for one in found) if one.outcome == "failed"]
     assert rejected and all(one.ruling == "reject" and one.finding != "MGPU-OTHER" for one in rejected)
@@ -322,18 +324,17 @@ def test_a_slower_path_than_there_is_rejects_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("simulated", "numbers", "level", "why"),
+    ("numbers", "level", "why"),
     [
-        (True, (0, 1), "standard", "simulated GPUs have no NCCL"),
-        (False, (0,), "standard", "one GPU has no path to another"),
-        (False, (0, 1), "quick", "at quick, there is no time to start NCCL again"),
+        ((0,), "standard", "one GPU has no path to another"),
+        ((0, 1), "quick", "at quick, there is no time to start NCCL again"),
     ],
-    ids=["simulated", "alone", "quick"],
+    ids=["alone", "quick"],
 )
-def test_paths_that_were_not_tried_are_said(simulated, numbers, level, why):
+def test_paths_that_were_not_tried_are_said(numbers, level, why):
     recorded: list[Observation] = []
     node: Any = SimpleNamespace(
-        simulated=simulated, numbers=numbers, depth=level, hosts={0: [0], 1: [1]}, record=recorded.extend
+        simulated=False, numbers=numbers, depth=level, hosts={0: [0], 1: [1]}, record=recorded.extend
     )
     test_machine.test_the_fabric_is_used(node)
     skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())

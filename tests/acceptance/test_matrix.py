@@ -22,6 +22,7 @@ FAULTS = [
     "lost",
     "core-wrong",
     "nic-slow",
+    "transport-shm",
 ]
 """Faults of each theme that are seen early."""
 

@@ -1,4 +1,4 @@
-"""Defects of a host: a core, its memory, a NIC, a slot."""
+"""Defects of a host: a core, its memory, a NIC, a slot, a path of collectives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mgpu_check.acceptance.faults import HardwareFault, hardware_fault, host
 __all__: list[str] = []
 
 _PORT = "sys/class/infiniband/mlx5_1/ports/1"
+_NET = "sys/class/net/eth0"
 _SLOT = "sys/devices/pci0000:00/0000:f0:21.0"
 
 
@@ -34,9 +35,29 @@ _FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         "the PCIe link of a NIC is trained down",
         _always(f"{_SLOT}/0000:41:00.0/current_link_width", "8"),
     ),
+    "ethernet-flaps": (
+        "the link of an Ethernet interface goes down and comes back",
+        {"after": {f"{_NET}/carrier_down_count": "2"}},
+    ),
+    "ethernet-frames": (
+        "frames arrive with wrong checksums at an Ethernet interface",
+        {"after": {f"{_NET}/statistics/rx_crc_errors": "5000"}},
+    ),
+    "ethernet-carrier": (
+        "an Ethernet interface loses its carrier again and again",
+        {"after": {f"{_NET}/statistics/tx_carrier_errors": "5000"}},
+    ),
+    "slot-fatal-errors": (
+        "the slot of a NIC counts a fatal error of PCIe",
+        {"after": {f"{_SLOT}/aer_dev_fatal": "TOTAL_ERR_FATAL 1"}},
+    ),
     "slot-errors": (
         "the slot of a NIC counts an uncorrectable error of PCIe",
         {"after": {f"{_SLOT}/aer_dev_nonfatal": "TOTAL_ERR_NONFATAL 1"}},
+    ),
+    "transport-shm": (
+        "NCCL copies through the memory of the host between GPUs with direct access",
+        {"transport": "SHM/direct/direct"},
     ),
 }
 """Faults of a simulated host: summary, and fields of `SimulatedHost`."""

@@ -1,14 +1,14 @@
-"""Write the kernel's files of a healthy host, with planted faults."""
+"""Write the kernel's files and the log of NCCL of a healthy host, with planted faults."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgpu_check.acceptance.machine.kernel import PORT_COUNTERS
 
-__all__ = ["SimulatedHost", "write_tree"]
+__all__ = ["SimulatedHost", "log_of_nccl", "write_tree"]
 
 _CARDS = 4
 _GPUS = 4
@@ -23,6 +23,7 @@ class SimulatedHost:
         cores: number of its cores.
         core: the core that computes wrong results; -1 for none.
         word: the word of memory that loses a bit; -1 for none.
+        transport: the path between any two of its GPUs, in NCCL's words.
         before, after: content of files below the root, where it differs from that of a healthy host, before and after
             the run; None for a file that is absent.
     """
@@ -30,8 +31,16 @@ class SimulatedHost:
     cores: int = 8
     core: int = -1
     word: int = -1
+    transport: str = "P2P/CUMEM/read"
     before: Mapping[str, str | None] = field(default_factory=dict)
     after: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def log_of_nccl(ranks: int, path: str) -> Iterator[str]:
+    """Yield the lines of NCCL about a ring of ranks that use `path`."""
+    for rank in range(ranks):
+        peer = (rank + 1) % ranks
+        yield f"simulated:1:1 [0] NCCL INFO Channel 00/0 : {rank}[{rank}] -> {peer}[{peer}] via {path}"
 
 
 def write_tree(root: Path, changes: Mapping[str, str | None]) -> None:

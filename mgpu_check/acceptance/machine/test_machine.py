@@ -13,8 +13,8 @@ from mgpu_check.acceptance.machine.checks import examine_kernel, of_host
 from mgpu_check.acceptance.machine.cores import vote_of_cores
 from mgpu_check.acceptance.machine.kernel import KernelFacts, read_kernel
 from mgpu_check.acceptance.machine.memory import examine_memory
-from mgpu_check.acceptance.machine.simulated import SimulatedHost, write_tree
-from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_of_rank
+from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
+from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in, paths_of_rank
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.processes.machine import boot_id
 
@@ -89,9 +89,8 @@ def test_no_errors_were_counted(node: Node) -> None:
 def _absent(node: Node) -> dict[str, bool]:
     """Return each reason not to try paths, and whether it holds."""
     return {
-        "simulated GPUs have no NCCL": node.simulated,
         "one GPU has no path to another": len(node.numbers) < 2,
-        "at quick, there is no time to start NCCL again": node.depth == "quick",
+        "at quick, there is no time to start NCCL again": node.depth == "quick" and not node.simulated,
     }
 
 
@@ -103,5 +102,9 @@ def test_the_fabric_is_used(node: Node) -> None:
         node.record(skipped.on((), host) for host in node.hosts)
         return
     gpus = [node.gpus[number] for number in node.numbers]
-    told = node.on_ranks("machine", paths_of_rank, environment=environment())
+    simulated = _simulated(node)
+    if simulated is None:
+        told = node.on_ranks("machine", paths_of_rank, environment=environment())
+    else:
+        told = [paths_in(log_of_nccl(len(gpus), simulated.transport))]
     node.record(examine_paths(told, gpus, node.fabric))
