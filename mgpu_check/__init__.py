@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mgpu_check.asserts.mismatch import raises_device_mismatch as raises_device_mismatch
     from mgpu_check.asserts.replicas import assert_replicas_agree as assert_replicas_agree
     from mgpu_check.asserts.scatter import assert_shards_cover as assert_shards_cover
+    from mgpu_check.compare.gate import assert_script_scales as assert_script_scales
     from mgpu_check.engine.rank_side.rank import Rank as Rank
     from mgpu_check.engine.rank_side.rank import current_rank as current_rank
     from mgpu_check.errors import NotCompared as NotCompared
@@ -46,6 +47,7 @@ _HOMES = {
     "assert_metric_scales": "mgpu_check.gates.scaling",
     "assert_replicas_agree": "mgpu_check.asserts.replicas",
     "assert_resume_continues": "mgpu_check.gates.resuming",
+    "assert_script_scales": "mgpu_check.compare.gate",
     "assert_shards_cover": "mgpu_check.asserts.scatter",
     "assert_step_scales": "mgpu_check.gates.scaling",
     "current_rank": "mgpu_check.engine.rank_side.rank",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.errors import RankHang, RankHangInFixture
 from mgpu_check.plugin.session import GpuSession
+from mgpu_check.processes.launched import simulating
 
 __all__ = ["Ranks", "abandoning"]
 
@@ -92,6 +94,23 @@ class Ranks:
     def _seeds_apart(self) -> bool:
         """Whether ranks have different hash seeds by default, as launched ranks have."""
         return self._session.has_agents
+
+    @property
+    def _simulated(self) -> str:
+        """The kind of simulated devices, as in "SIMULATED cpu"; "" for real devices."""
+        backing = self._session.settings.simulate
+        return f"SIMULATED {backing}" if backing else ""
+
+    def _script_environment(self, size: int) -> dict[str, str]:
+        """Return the environment of a script that sees the first `size` devices of the test, and no others."""
+        if self._session.has_agents:
+            raise pytest.UsageError(
+                "a script is compared on one machine only: run this test without torchrun or srun, with pytest --gpus=N"
+            )
+        backing = self._session.settings.simulate
+        if backing:
+            return simulating(os.environ, size, backing)
+        return {**os.environ, **self._session.leasing.mask(self._session.pool.available[:size]).environment}
 
     def _remark(self, line: str) -> None:
         """Add a line to the summary of the run, unless it is there already."""

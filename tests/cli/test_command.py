@@ -36,7 +36,10 @@ def test_version(command):
 
 def test_an_unknown_command_is_refused(command):
     text = command("device", code=4)
-    assert "'device' is no command; choose one of accept, compare, devices, doctor, pytest, selftest, simulate" in text
+    assert (
+        "'device' is no command; choose one of accept, compare, devices, doctor, init, pytest, selftest, simulate"
+        in text
+    )
 
 
 def test_an_unknown_option_is_refused_in_the_name_of_the_command(command):

@@ -1,9 +1,10 @@
-"""The action for workflows of GitHub: its steps, run as the runner runs them."""
+"""The action for workflows of GitHub and the hook for pre-commit: their commands, run as users' machines run them."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,13 @@ def test_the_command(tmp_path, monkeypatch, inputs, command):
     assert said.startswith(command)
     assert ("--simulate=cpu" in said) == ("simulate" not in inputs)
     assert said.rstrip().endswith(" a b") == (inputs["paths"] == "a b")
+
+
+def test_the_hook_selects_gates(tmp_path):
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gate: runs before each commit\n")
+    (tmp_path / "test_it.py").write_text("import pytest\n\n@pytest.mark.gate\ndef test_a(): ...\n\ndef test_b(): ...\n")
+    program, *words = shlex.split(hook["entry"])
+    command = [str(Path(sys.executable).with_name(program)), *words, "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert "test_it.py::test_a" in done.stdout and "test_b" not in done.stdout

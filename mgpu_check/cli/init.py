@@ -1,0 +1,204 @@
+"""`mgpu-check init`: write a first test for the training script of a repository, and run it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_check.cli.codes import RIGHT, UNDECIDED, Parser
+from mgpu_check.cli.init_survey import ScriptArgument, Survey, TrainingScript, survey
+
+__all__ = ["main"]
+
+_USAGE = "mgpu-check init [--gpus=N] [--output=FILE] [--no-run] [-- script.py [args...]]"
+_SAMPLES = 8  # of all ranks together: 1, 2, 4 and 8 ranks divide it
+_DIVIDED = f"{{{_SAMPLES}/W}}"
+_NAMED = 5  # entries
+_HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to"
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How to set an argument of a name, if the script has it, and what that assumes."""
+
+    name: str
+    value: str
+    assumes: str
+    unless: str = r"(?!)"
+
+    def fits(self, option: ScriptArgument) -> bool:
+        name = option.name.lstrip("-").replace("-", "_").lower()
+        return bool(re.fullmatch(self.name, name)) and not re.search(self.unless, name)
+
+
+_BATCH = _Fit(
+    r"(.*_)?(batch(_?size)?|bsz?)(_per_.*)?",
+    _DIVIDED,
+    f"{{}} is the batch of one rank, so that {_SAMPLES} samples are divided among all ranks",
+    unless="val|eval|test|global",
+)
+_GLOBAL_BATCH = _Fit(
+    r"(.*_)?(batch(_?size)?|bsz?)",
+    str(_SAMPLES),
+    f"{{}} is the batch of all ranks: {_SAMPLES} samples",
+    unless="val|eval|test",
+)
+_ACCUMULATION = _Fit(
+    r"(.*_)?accum(ulat(e|ion))?(_.*)?",
+    str(_SAMPLES),
+    f"{{}} is divided by the number of ranks: {_SAMPLES} micro-batches",
+)
+_ROWS = (
+    _Fit(r"(n_?|num_|max_)?epochs?", "1", "one epoch has two optimizer steps"),
+    _Fit(r"(n_?|num_)?(data_?|loader_)?(num_)?workers?|n_?j|dataloader_num_workers", "0", "loading needs no workers"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Survey the current directory, write a test, and run it.
+
+    Returns:
+        pytest's exit code; 0 with ``--no-run``; 2 if no script was found; 4 for wrong usage.
+    """
+    parser = Parser(
+        prog="mgpu-check init",
+        usage=_USAGE,
+        description="Find the training script of the current directory, write a test that compares it on one device "
+        "and on several, and run it on simulated GPUs. The files are parsed, not imported.",
+        epilog="Name the script after -- if another one is found, or if it needs arguments: mgpu-check init -- "
+        "train.py --data=samples",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpus", type=_gpus, default=2, metavar="N", help="simulated GPUs of the run (default: 2)")
+    parser.add_argument("--output", type=Path, default=Path("tests/test_scaling.py"), metavar="FILE", help="the test")
+    parser.add_argument("--no-run", action="store_true", help="write the test, and do not run it")
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    own, program = list(argv[:at]), list(argv[at + 1 :])
+    given = parser.parse_args(own)
+    if given.output.exists():
+        parser.error(f"{given.output} exists; remove it, or name another file with --output=FILE")
+    found = survey(Path.cwd())
+    print(f"mgpu-check init: {found.files} Python files" + (f", {found.unread} not readable" if found.unread else ""))
+    entry = _chosen(found, program, parser)
+    if entry is None:
+        print(
+            "no script that trains was found: none that starts by itself calls backward() or a Trainer\n"
+            f"do: name it, mgpu-check init -- train.py --args; or test a step or a loader: {_HOW_TO}/gate.md"
+        )
+        return UNDECIDED
+    words, assumed = fitted_arguments(entry, program[1:])
+    _tell(entry, found, words, assumed)
+    if missing := _missing(entry, program[1:]):
+        print(f"nothing was written: the script needs {', '.join(missing)}")
+        print(f"do: give what it needs, as in mgpu-check init -- {entry.path} {missing[0]}…")
+        return UNDECIDED
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(_test(entry.path, words), encoding="utf-8")
+    print(f"wrote {given.output}")
+    command = ["pytest", f"--gpus={given.gpus}", "--simulate", str(given.output)]
+    if given.no_run:
+        print(f"run it: {shlex.join(command)}")
+        return RIGHT
+    print(f"running: {shlex.join(command)}", flush=True)
+    return subprocess.run([sys.executable, "-m", *command], check=False).returncode
+
+
+def _gpus(text: str) -> int:
+    if not text.isdecimal() or int(text) not in (2, 4, 8):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs for a first test; give 2, 4 or 8")
+    return int(text)
+
+
+def _chosen(found: Survey, program: Sequence[str], parser: Parser) -> TrainingScript | None:
+    if not program:
+        return found.entries[0] if found.entries else None
+    path = Path(program[0])
+    if not path.is_file():
+        parser.error(f"there is no script {program[0]} in {Path.cwd()}; give its path, with its arguments")
+    same = [entry for entry in found.entries if entry.path == path]
+    return same[0] if same else TrainingScript(path, (), (), frozenset(), "", 0)
+
+
+def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of the test's script, and what they assume.
+
+    Args:
+        given: the user's arguments, which are kept.
+    """
+    words, assumed = list(given), []
+    named = {word.partition("=")[0] for word in given if word.startswith("-")}
+    for option, row in _fits(entry):
+        if option.name in named or not option.name.startswith("--"):
+            continue
+        words.append(f"{option.name}={row.value}")
+        assumed.append(row.assumes.format(option.name))
+    if entry.parser == "HfArgumentParser" and not any("train_batch" in word for word in words):
+        words += ["--output_dir=out", f"--per_device_train_batch_size={_DIVIDED}"]
+        assumed.append(f"TrainingArguments reads the arguments; {_SAMPLES} samples are divided among all ranks")
+    return words, assumed
+
+
+def _fits(entry: TrainingScript) -> Iterator[tuple[ScriptArgument, _Fit]]:
+    """Return the options to set, each with its row. One row sets the size of the global batch."""
+    divided = {name.replace("-", "_") for name in entry.divided}
+    split = [option for option in entry.options if option.name.lstrip("-").replace("-", "_").lower() in divided]
+    for row, options in (
+        (_ACCUMULATION, split),
+        (_GLOBAL_BATCH, split),
+        (_BATCH, entry.options),
+        (_GLOBAL_BATCH, entry.options),
+    ):
+        fitting = [option for option in options if row.fits(option)]
+        if fitting:
+            yield min(fitting, key=lambda option: len(option.name)), row
+            break
+    for row in _ROWS:
+        if (option := next((option for option in entry.options if row.fits(option)), None)) is not None:
+            yield option, row
+
+
+def _tell(entry: TrainingScript, found: Survey, words: Sequence[str], assumed: Sequence[str]) -> None:
+    print(f"script: {entry.path}, which uses {', '.join(entry.parallel) or 'one device, as far as its source shows'}")
+    others = [str(other.path) for other in found.entries if other.path != entry.path]
+    if others:
+        more = f", and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        print(f"  not chosen: {', '.join(others[:_NAMED])}{more}; name one after -- to choose it")
+    for line in assumed:
+        print(f"  assumed: {line}")
+    if not any(_DIVIDED in word or str(_SAMPLES) in word for word in words):
+        print("  assumed: the script itself divides a global batch among its ranks")
+    if not entry.options:
+        print("  not read: the arguments of the script, which its source does not list; give them after --")
+
+
+def _missing(entry: TrainingScript, given: Sequence[str]) -> list[str]:
+    """Return the names of the arguments that the script needs, and that were not given."""
+    named = {word.partition("=")[0] for word in given}
+    positional = sum(not word.startswith("-") for word in given)
+    options = [name for name in entry.required if name.startswith("-") and name not in named]
+    return options + [name for name in entry.required if not name.startswith("-")][positional:]
+
+
+def _test(path: Path, words: Sequence[str]) -> str:
+    name = re.sub(r"\W+", "_", path.stem)
+    arguments = "".join(f"        {json.dumps(word)},\n" for word in words)
+    return f'''"""{path} trains the same model on several GPUs as on one. Written by `mgpu-check init`."""
+
+from mgpu_check import assert_script_scales
+
+
+def test_{name}(ranks):
+    # W is the number of ranks. See {_HOW_TO}/compare.md
+    assert_script_scales(
+        ranks,
+        "{path}",
+{arguments}        steps=2,
+    )
+'''

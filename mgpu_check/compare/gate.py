@@ -1,0 +1,127 @@
+"""The gate for whole scripts: `mgpu-check compare` as an assertion."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from mgpu_check.compare.arguments import fitted
+from mgpu_check.errors import NotCompared, ScalingMismatch
+
+__all__ = ["assert_script_scales"]
+
+_HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md"
+
+
+class _RanksOfTest(Protocol):
+    """The part of the fixture `ranks` that this gate needs."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def _simulated(self) -> str: ...
+
+    def _script_environment(self, size: int) -> Mapping[str, str]: ...
+
+    def _remark(self, line: str) -> None: ...
+
+
+def assert_script_scales(
+    ranks: _RanksOfTest,
+    script: str | Path,
+    *arguments: str,
+    size: int | None = None,
+    steps: int | None = None,
+    timeout: float = 300.0,
+    fresh_directory: bool = True,
+    unjudged: Mapping[str, str] | None = None,
+) -> None:
+    """Assert that a training script trains the same model on several ranks as on one device.
+
+    The script runs unchanged, in processes of its own with the variables of torchrun, as under `mgpu-check compare`.
+
+    Args:
+        ranks: the fixture.
+        script: path of the script, or ``"-m package.module"``.
+        arguments: arguments of the script. ``{…}`` with W in it is replaced by its value, where W is the number of
+            processes: ``"--batch-size={64/W}"``.
+        size: number of ranks, at least 2; default ``ranks.size``.
+        steps: number of optimizer steps to compare; default all.
+        timeout: seconds without progress until a run is ended.
+        fresh_directory: start each run in a fresh copy of the current directory, without files of other runs.
+        unjudged: parameters that need not be compared, as pattern -> reason. The summary repeats the reason.
+
+    Raises:
+        ScalingMismatch: the ranks train another model, fail, or hang. ``.mistakes`` are the likely classes, and
+            ``.site`` is the line that the failure is about, or the first of the script.
+        NotCompared: there is no verdict: the script is not comparable, or a trained parameter was not compared.
+        ValueError: an argument is not valid.
+    """
+    __tracebackhide__ = True
+    size, words = _checked(ranks, script, arguments, size, steps, timeout)
+    # Here, because it imports torch, which this process may do without until it has a gate to run.
+    from mgpu_check.compare.comparison import ComparisonPlan, compare
+
+    plan = ComparisonPlan(
+        [sys.executable, *words],
+        shlex.join(words),
+        size,
+        ranks._script_environment(1),
+        ranks._script_environment(size),
+        ranks._simulated,
+        timeout,
+        steps,
+        fresh_directory,
+        unjudged=dict(unjudged or {}),
+    )
+    verdict = compare(plan, lambda line: None).verdict
+    if verdict.kind == "differs":
+        report = verdict.report
+        site = report.site or (f"{script}:1" if words[0] != "-m" else "")
+        raise ScalingMismatch(str(report), ranks=verdict.ranks, mistakes=report.mistakes, site=site)
+    if verdict.kind != "equal":
+        raise NotCompared(f"{verdict.report}\n  see: {_HOW_TO}", names=verdict.not_compared)
+    for pattern, reason in (unjudged or {}).items():
+        ranks._remark(f"{plan.shown}: {pattern} was not compared: {reason}")
+
+
+def _checked(
+    ranks: _RanksOfTest,
+    script: str | Path,
+    arguments: tuple[str, ...],
+    size: int | None,
+    steps: int | None,
+    timeout: float,
+) -> tuple[int, list[str]]:
+    """Return the number of ranks, and the script with its arguments as words.
+
+    Raises:
+        ValueError: an argument is not valid.
+    """
+    __tracebackhide__ = True
+    if size is None:
+        size = ranks.size
+    if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= ranks.size:
+        raise ValueError(
+            f"assert_script_scales: size is {size!r}; give a number of ranks from 2 to {ranks.size}"
+            if ranks.size > 1
+            else "assert_script_scales needs 2 ranks or more, but the test has 1; mark it @pytest.mark.gpus(2)"
+        )
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"assert_script_scales: steps is {steps!r}; give an integer of at least 1, or None for all")
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"assert_script_scales: timeout is {timeout!r}; give a number of seconds above 0")
+    module = str(script).removeprefix("-m ").strip() if str(script).startswith("-m ") else ""
+    if not module and not Path(script).exists():
+        raise ValueError(
+            f"assert_script_scales: there is no script {str(script)!r} in {Path.cwd()}; give its path, or "
+            "'-m package.module'"
+        )
+    words = [*(("-m", module) if module else (str(script),)), *map(str, arguments)]
+    for world in (1, size):
+        fitted(words, world)
+    return size, words
