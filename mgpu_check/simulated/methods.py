@@ -156,7 +156,7 @@ def _copy_(original: Method) -> Method:
                     return self
                 into = None if hardware.present is None else self.detach()
                 late = non_blocking and here.type == "cuda"
-                copied = original(self, move(src, here, non_blocking=late, into=into))
+                copied = original(self, move(src, here, non_blocking=late, into=into), non_blocking)
                 if non_blocking and here.type == "cpu" and self.is_pinned():
                     late_host_copy(self, there, non_blocking=True)
                 return copied

@@ -234,37 +234,39 @@ def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> 
     with _generators_kept():
         for device in devices:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                _dropout(device, dtype, seed)
+                for inplace in (False, True):
+                    _dropout(device, dtype, seed, inplace)
             _recomputed(device)
     return len(devices)
 
 
-def _dropout(device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    layer, count = torch.nn.Dropout(0.25), 1 << 12
+def _dropout(device: torch.device, dtype: torch.dtype, seed: int, inplace: bool) -> None:
+    layer, count = torch.nn.Dropout(0.25, inplace), 1 << 12
+    form = f"{dtype}{' in place' if inplace else ''}"
     masks = []
     for seeded in (seed, seed, None):
         if seeded is not None:
             torch.manual_seed(seeded)
         x = torch.ones(count, device=device, dtype=dtype, requires_grad=True)
-        out = layer(x)
+        out = layer(x * 1)
         out.sum().backward()
         assert x.grad is not None
         values = out.detach().unique().tolist()
         scale = torch.tensor(1 / 0.75, dtype=dtype).item()
         if not torch.equal(out, x.grad):
-            raise _wrong(f"{device}: dropout of {dtype} drops different elements forward and backward", device)
+            raise _wrong(f"{device}: dropout of {form} drops different elements forward and backward", device)
         if values != [0.0, scale]:
-            raise _wrong(f"{device}: dropout of {dtype} makes {values} of ones, expected [0.0, {scale!r}]", device)
+            raise _wrong(f"{device}: dropout of {form} makes {values} of ones, expected [0.0, {scale!r}]", device)
         masks.append(out.detach() != 0)
     # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding
     # 1963).
     share = float(masks[0].double().mean())
     if abs(share - 0.75) > 0.06:
-        raise _wrong(f"{device}: dropout of {dtype} with p=0.25 keeps a share of {share:.3f}", device)
+        raise _wrong(f"{device}: dropout of {form} with p=0.25 keeps a share of {share:.3f}", device)
     if not torch.equal(masks[0], masks[1]):
-        raise _wrong(f"{device}: dropout of {dtype} drops different elements with the same seed", device)
+        raise _wrong(f"{device}: dropout of {form} drops different elements with the same seed", device)
     if any(torch.equal(first, second) for first, second in pairwise(masks[1:])):
-        raise _wrong(f"{device}: dropout of {dtype} drops the same elements each time", device)
+        raise _wrong(f"{device}: dropout of {form} drops the same elements each time", device)
 
 
 _RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {

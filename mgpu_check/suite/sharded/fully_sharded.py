@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from mgpu_check.asserts.findings import Findings
@@ -39,7 +39,7 @@ __all__ = [
 
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("resharding on", "set_requires_gradient_sync", {"reshard_after_forward": True}),
-    ("resharding off", "set_requires_all_reduce", {"reshard_after_forward": False}),
+    ("resharding off, from DTensors", "set_requires_all_reduce", {"reshard_after_forward": False, "dtensors": True}),
     ("offloaded", "set_requires_all_reduce", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 )
 """Configurations: name, method that switches a reduction off until the last micro-batch, options of `fully_shard`."""
@@ -53,6 +53,7 @@ def sharded(
     memory_later: bool = False,
     together: bool = False,
     root: bool = True,
+    dtensors: bool = False,
     ignored: Collection[str] = (),
     **options: Any,
 ) -> nn.Sequential:
@@ -65,10 +66,14 @@ def sharded(
             for one device; its values are undefined.
         together: shard the last two layers as one group.
         root: shard the rest of the model, too.
+        dtensors: make each parameter a DTensor that all ranks hold whole, if this torch shards such DTensors, and each
+            rank has samples in two micro-batches.
         ignored: names of parameters that stay whole.
     """
     model = training.model().to("meta" if memory_later else rank.device)
     mesh = init_device_mesh("cuda", (rank.size,)) if mesh is None else mesh
+    if dtensors and training.batch >= 2 * rank.size and hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        options["dp_mesh_dims"] = _as_dtensors(model, mesh)
     layers: list[Any] = [layer for layer in model if isinstance(layer, nn.Linear)]
     if together and len(layers) > 1:
         layers[-2:] = [layers[-2:]]
@@ -81,6 +86,22 @@ def sharded(
     if scale_of(rank.size) == 1.0:
         add_up(model)
     return model
+
+
+def _as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Any:
+    """Make parameters, and inputs within the model, DTensors; return the names of the dimensions of the mesh."""
+    for layer in model.modules():
+        for name, value in list(layer.named_parameters(recurse=False)):
+            # `nn.Parameter` would detach it, and the cache of DTensor may return an equal mesh, which torch refuses.
+            made: Any = DTensor.from_local(value.detach(), mesh).requires_grad_()
+            made._is_param = True
+            layer.register_parameter(name, made)
+    model.register_forward_pre_hook(
+        lambda _, inputs: tuple(DTensor.from_local(one, mesh, [Shard(0)] * mesh.ndim) for one in inputs)
+    )
+    model.register_forward_hook(lambda _, inputs, output: output.to_local().clone())
+    *repeated, divided = mesh.mesh_dim_names or ()
+    return torch.distributed.fsdp.DataParallelMeshDims(shard=divided, replicate=tuple(repeated) or None)
 
 
 def add_up(model: nn.Module) -> None:
@@ -106,9 +127,9 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     collective.
 
     Three configurations free parameters after the forward pass, keep them until the backward pass, or offload them to
-    the CPU. The first step accumulates gradients over two micro-batches. The first configuration reduces them after the
-    last one only. The others scatter after each, and sum over the replicating dimension of the mesh (HSDP) after the
-    last one only.
+    the CPU. The parameters of the second are DTensors before. The first step accumulates gradients over two
+    micro-batches. The first configuration reduces them after the last one only. The others scatter after each, and sum
+    over the replicating dimension of the mesh (HSDP) after the last one only.
 
     Freed parameters are prefetched explicitly. If more than two ranks divide them, and an even number, each pair of
     ranks keeps a whole copy after the forward pass. Kept weights are divided by columns if their number is a multiple

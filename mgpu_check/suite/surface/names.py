@@ -238,7 +238,8 @@ def called_by(function: Callable[..., Any]) -> str:
 def _of_wrapped(function: Any) -> str:
     """Return the path of a function of C that the simulated node replaces by a wrapper."""
     name = getattr(function, "__name__", "")
-    return f"torch.{name}" if getattr(torch._C._VariableFunctions, name, None) is function else ""
+    home = "torch.functional" if hasattr(torch.functional, name) else "torch"
+    return f"{home}.{name}" if getattr(torch._C._VariableFunctions, name, None) is function else ""
 
 
 def tagged() -> str:

@@ -49,7 +49,15 @@ LEFT_OUT: tuple[LeftOut, ...] = (
             "AsyncCollectiveTensor.*")
         + " torch.distributed.nn.Function* torch.optim.Optimizer.profile_hook_step torch.optim.*.get_lr"
         " torch.nn.parallel.DistributedDataParallel.gather torch.nn.parallel.DistributedDataParallel.scatter"
-        " torch.nn.parallel.DistributedDataParallel.to_kwargs torch.optim.lr_scheduler.*.recursive_undo"),
+        " torch.nn.parallel.DistributedDataParallel.to_kwargs torch.optim.lr_scheduler.*.recursive_undo"
+        " operators.slice_inverse"),
+    LeftOut("a signature of torch names it, but the function refuses it, or accepts the default only",
+        _of("operators.", "elu hash_tensor index_reduce msort nuclear_norm segment_reduce to"),
+        "scale mode include_input descending dtype indices layout"),
+    LeftOut("the suite draws it, but torch does not pass it to a mode, which is what records",
+        "operators.l1_loss", "weight"),
+    LeftOut("it chooses a kernel of CUDA in Python, below the simulated device: the suite draws it on real devices",
+        "operators.linear_cross_entropy", "options"),
     LeftOut("an abstract class: checks draw its subclasses",
         _of(_DIST, "checkpoint.LoadPlanner* checkpoint.SavePlanner* checkpoint.StorageReader* "
             "checkpoint.StorageWriter* algorithms.Join*Hook* algorithms.Joinable* "
@@ -149,7 +157,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         _of("operators.", "q_* *quantize* fake_* fused_moving* *quantized* fbgemm* miopen* mkldnn* sparse* hspmm smm "
             "sspaddmm *_indices *indices_copy coalesce is_coalesced dense_dim to_sparse to_mkldnn int_repr qscheme "
             "ipu xpu mtia is_distributed choose_qparams* ccol_indices* col_indices* resize_as_sparse "
-            "native_channel_shuffle")),
+            "native_channel_shuffle native_norm")),
     LeftOut("it returns a property of a tensor, or converts it for Python, and computes nothing",
         _of("operators.", "repr reduce_ex setstate array array_wrap dlpack dlpack_device complex long nonzero reversed "
             "storage storage_type const_data_ptr get_device is_* ndimension nelement numel dim_order type "
@@ -164,10 +172,12 @@ LEFT_OUT: tuple[LeftOut, ...] = (
             "native_dropout pca_lowrank poisson rand svd_lowrank")),
     LeftOut("it draws random numbers with this option",
         _of("operators.", "rrelu kaiming_uniform normal random uniform scaled_dot_product_attention"),
-        "lower upper training mode nonlinearity generator mean std to dropout_p"),
+        "lower upper training mode nonlinearity generator mean std from to dropout_p"),
     LeftOut("a histogram that torch has for the CPU only", _of("operators.", "histogram histogramdd")),
     LeftOut("CUDA alone has it: the CPU refuses it, so there is no reference",
         _of("operators.", "linalg.lu linalg.lu_factor linalg.lu_factor_ex lu"), "pivot", "False"),
+    LeftOut("CUDA alone has it: the CPU refuses it, so there is no reference",
+        _of("operators.", "linalg.svd linalg.svdvals"), "driver"),
     LeftOut("it moves a tensor of the host, or the memory of one, and computes nothing",
         _of("operators.", "cuda pin_memory record_stream share_memory set indices values")),
     LeftOut("SyncBatchNorm calls it within autograd, where calls are not recorded, and a check of it judges the result",

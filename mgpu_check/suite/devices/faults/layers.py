@@ -364,6 +364,15 @@ def dropout_without_scale(dropout: Any, x: Tensor, p: float = 0.5, *args: Any, *
     return dropout(x, p, *args, **kwargs) * (1 - p)
 
 
+@dropping(
+    "dropout in place on one device does not scale the kept elements",
+    around(F, "dropout"),
+    one_device() & call("in place", lambda x, p=0.5, training=True, inplace=False: inplace),
+)
+def dropout_in_place_without_scale(dropout: Any, x: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+    return dropout(x, p, *args, **kwargs).mul_(1 - p)
+
+
 @dropping("dropout drops the same elements each time on one device", around(F, "dropout"), one_device())
 def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
     with untouched(last()):

@@ -13,6 +13,7 @@ from mgpu_check.suite.common.faults.operators import call, dtype, first, one_dev
 from mgpu_check.suite.common.faults.registry import caught_by
 from mgpu_check.suite.devices.faults.layers import halved_gradient
 
+layers = caught_by("test_layers_and_gradients")
 samples = caught_by("test_samples_of_operators")
 
 
@@ -65,3 +66,24 @@ def alias_with_exchanged_operands(arctan2: Any, a: Tensor, b: Tensor) -> Any:
 )
 def pixel_above(sample: Any, x: Tensor, grid: Tensor, **options: Any) -> Any:
     return sample(x, grid + 0.25, **options)
+
+
+@layers(
+    "attention in several heads on one device attends to padding",
+    around(F, "multi_head_attention_forward"),
+    one_device() & call("padding", lambda *_, key_padding_mask=None, **__: key_padding_mask is not None),
+)
+def padding_attended(attend: Any, *args: Any, key_padding_mask: Tensor, **options: Any) -> Any:
+    return attend(*args, **options)
+
+
+@layers(
+    "pooling on one device leaves out incomplete windows",
+    around(F, "lp_pool1d", "lp_pool2d"),
+    one_device() & call("ceil_mode", lambda x, norm, size, stride=None, ceil_mode=False: ceil_mode),
+)
+def incomplete_windows_left_out(pool: Any, x: Tensor, norm: float, size: int, stride: int, ceil_mode: bool) -> Any:
+    whole = pool(x, norm, size, stride, ceil_mode)
+    part = pool(x, norm, size, stride)
+    whole.narrow(-1, part.shape[-1], whole.shape[-1] - part.shape[-1]).zero_()
+    return whole

@@ -13,7 +13,7 @@ from torch.nn.utils import rnn
 from mgpu_check.suite.common.agreement import Function
 from mgpu_check.suite.common.values import shaped
 
-__all__ = ["RECURRENT", "SEQUENCES"]
+__all__ = ["RECURRENT", "SEQUENCES", "with_weights"]
 
 _COLUMNS = 16
 
@@ -56,7 +56,7 @@ SEQUENCES: tuple[tuple[str, Function], ...] = (
 """Functions of one matrix of 16 columns with elements in (-2, 2)."""
 
 
-def _with_weights(build: Any, *args: Any, **options: Any) -> Function:
+def with_weights(build: Any, *args: Any, **options: Any) -> Function:
     """Return a function that makes the weights of a layer, and its input of three sequences of four steps, from one
     matrix."""
 
@@ -95,15 +95,15 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 
 
 RECURRENT: tuple[tuple[str, Function], ...] = (
-    ("RNN", _with_weights(nn.RNN, 4, 4, batch_first=True)),
-    ("GRU of two layers", _with_weights(nn.GRU, 4, 3, num_layers=2, batch_first=True)),
-    ("LSTM in both directions", _with_weights(nn.LSTM, 4, 3, bidirectional=True)),
+    ("RNN", with_weights(nn.RNN, 4, 4, batch_first=True)),
+    ("GRU of two layers", with_weights(nn.GRU, 4, 3, num_layers=2, batch_first=True)),
+    ("LSTM in both directions", with_weights(nn.LSTM, 4, 3, bidirectional=True)),
     ("GRU of packed sequences", _packed),
-    ("MultiheadAttention", _with_weights(nn.MultiheadAttention, 4, 2, batch_first=True)),
-    ("TransformerEncoderLayer", _with_weights(nn.TransformerEncoderLayer, 4, 2, 8, batch_first=True)),
+    ("MultiheadAttention", with_weights(nn.MultiheadAttention, 4, 2, batch_first=True)),
+    ("TransformerEncoderLayer", with_weights(nn.TransformerEncoderLayer, 4, 2, 8, batch_first=True)),
     (
         "TransformerEncoderLayer, norm first",
-        _with_weights(nn.TransformerEncoderLayer, 4, 2, 8, norm_first=True, activation="gelu"),
+        with_weights(nn.TransformerEncoderLayer, 4, 2, 8, norm_first=True, activation="gelu"),
     ),
 )
 """Functions of one matrix of 12 rows and 16 columns that round in many successive steps."""

@@ -46,6 +46,9 @@ _COLUMNS = When(
     "shard_placement_fn, parameters that are divided by another dimension than the first",
     lambda self, tensor: self.fsdp_placement.dim and hasattr(self, "sharded_param"),
 )
+_DTENSORS = When(
+    "parameters that were DTensors", lambda self, tensor: self.is_dtensor and hasattr(self, "sharded_param")
+)
 _UNCAST = When(
     "MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
     lambda result, self, policy: policy.param_dtype is None,
@@ -324,4 +327,10 @@ register(
     FaultRow("norm-of-own-parts", "each rank clips by the norm of its own parts", "test_clipping",
         given(clip_grad, "_get_total_norm"),
         lambda tensors, *_, **__: ([t.to_local() if isinstance(t, DTensor) else t for t in tensors],)),
+    *(
+        FaultRow("gradients-of-dtensors-doubled", "gradients of parameters that were DTensors are added twice",
+            "test_fully_shard", given(FSDPParam, "to_sharded_dtensor"), lambda self, tensor: (self, 2 * tensor),
+            _DTENSORS)
+        for _ in range(hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))
+    ),
 )  # fmt: skip
