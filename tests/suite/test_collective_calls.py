@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from mgpu_check.acceptance.collectives import test_collectives as acceptance
 from mgpu_check.suite.collectives import call_strategies as calls
 from mgpu_check.suite.collectives import differentiable, functional
-from mgpu_check.suite.collectives.cases import COPYING, FUNCTIONS, NOT_CALLED, REDUCING, form_of, left_out
+from mgpu_check.suite.collectives.cases import COPIED, COPYING, FUNCTIONS, NOT_CALLED, REDUCING, form_of, left_out
 from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.program_cases import STEPS
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
@@ -34,6 +35,19 @@ def test_every_collective_is_called_in_groups_on_devices_and_the_cpu(seed):
     assert places == {(function, place) for function in (*REDUCING, *COPYING) for place in calls.PLACES}
     sums = {call.function for call in calls.in_groups(GROUPS, seed) if call.op == "SUM" and call.function in REDUCING}
     assert sums == set(REDUCING)
+
+
+def test_each_pair_of_options_is_drawn_and_by_some_backend_taken():
+    drawn = calls.options(4, 3, more=True)
+    assert [str(call) for call in drawn if left_out(call)] == []
+    rows = calls.option_rows()
+    assert {(row["dtype"], row["coalesced"]) for row in rows} == set(itertools.product(COPIED, (False, True)))
+    assert {row["layout"] for row in rows if row["op"] == "MIN"} >= {"scalar", "in place", "uneven", "gaps"}
+    assert {row["root"] for row in rows if row["dtype"] == "bool" and row["root"]} == {row["root"] for row in rows} - {
+        None
+    }
+    eighths = [call for seed in range(8) for call in calls.options(4, seed, more=False)]
+    assert sorted(str(replace(call, seed=0)) for call in eighths) == sorted(str(replace(one, seed=0)) for one in drawn)
 
 
 def test_a_message_goes_to_another_rank_in_a_world_of_any_size():

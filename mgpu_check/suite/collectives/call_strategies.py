@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mgpu_check import settings
 from mgpu_check.suite.collectives.cases import (
+    COALESCED,
     COPIED,
     COPYING,
     FLOATING,
@@ -23,6 +25,7 @@ from mgpu_check.suite.collectives.cases import (
     left_out,
 )
 from mgpu_check.suite.collectives.message_cases import Message
+from mgpu_check.suite.common.pairs import in_pairs
 from mgpu_check.suite.common.strategies.tensors import seeds as tensor_seeds
 from mgpu_check.suite.common.strategies.worlds import world_sizes
 from mgpu_check.torch_hooks.table import TRANSFERS
@@ -36,6 +39,8 @@ __all__ = [
     "layouts",
     "members",
     "messages",
+    "option_rows",
+    "options",
     "other_reductions",
     "partitions",
     "rounding",
@@ -227,24 +232,104 @@ def layouts(seed: int) -> list[CollectiveCall]:
     """Return calls on views, of several dimensions, in place, and with parts of different sizes."""
     calls = []
     for number, function in enumerate(_FUNCTIONS):
-        row = FUNCTIONS[function]
-        transfer = TRANSFERS[row.does]
-        exchanges = transfer.divides and transfer.joins
-        lists = row.lists and not transfer.root
-        shapes: tuple[str, ...] = ("uneven", "uneven") if exchanges or lists else ()
-        if row.lists or row.in_place:
-            shapes += ("matrix", "channels_last", "transposed", "gaps")
-        elif not exchanges:
-            shapes = ("in place",)
-        for turn, layout in enumerate(shapes):
+        for turn, layout in enumerate(_shapes(function)):
             dtype = FLOATING[(turn + seed) % 4] if layout == "channels_last" else None
             calls.append(_drawn(function, number + turn, seed, elements=24, layout=layout, place="device", dtype=dtype))
             if layout in ("in place", "uneven", "matrix"):
                 calls.append(_drawn(function, number + turn + 1, seed, elements=24, layout=layout, place="cpu"))
         calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
-        if exchanges:
+        if FUNCTIONS[function].does == "all_to_all":
             calls += [_drawn(function, number, seed, elements=0, layout="uneven", place=place) for place in PLACES]
     return _right(calls)
+
+
+def _shapes(function: str) -> tuple[str, ...]:
+    """Return the layouts of a function, apart from "dense" and "scalar"."""
+    row = FUNCTIONS[function]
+    transfer = TRANSFERS[row.does]
+    exchanges = transfer.divides and transfer.joins
+    lists = row.lists and not transfer.root
+    shapes: tuple[str, ...] = ("uneven", "uneven") if exchanges or lists else ()
+    if row.lists or row.in_place:
+        return (*shapes, "matrix", "channels_last", "transposed", "gaps")
+    return shapes if exchanges else ("in place",)
+
+
+_VIEWS = ("matrix", "channels_last", "transposed", "gaps")
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "function": _FUNCTIONS,
+    "dtype": COPIED,
+    "op": (None, *OPERATIONS),
+    "place": PLACES,
+    "layout": ("dense", "scalar", "in place", "uneven", *_VIEWS),
+    "elements": (24, 0, 1, 4100, 65540),
+    "root": (None, "first, global", "first, group", "last, global", "last, group"),
+    "coalesced": (False, True),
+    "asynchronous": (False, True),
+    "group": ("world", "without the first", "without the last"),
+}
+"""Options of a collective call. Only reductions have an `op`, and only transfers with one giver or taker a `root`."""
+
+_FITS: Mapping[str, Callable[[CollectiveCall, Any], bool]] = {
+    "op": lambda call, op: call.op == op if call.function in REDUCING else op is None,
+    "elements": lambda call, count: count == 1 if call.layout == "scalar" else count > 1 or call.layout not in _VIEWS,
+    "root": lambda call, root: (call.function in ROOTED) == (root is not None),
+    "coalesced": lambda call, coalesced: not coalesced or (
+        (call.place, call.layout) == ("device", "dense") and call.function in COALESCED
+    ),
+    "asynchronous": lambda call, asynchronous: True,
+    "group": lambda call, group: True,
+}  # fmt: skip
+"""Whether a call may have the value of an option; the other options are attributes of the call."""
+
+
+@functools.cache
+def option_rows() -> list[dict[str, Any]]:
+    """Return rows of `_OPTIONS` that together have each pair of values that occurs in a call."""
+    calls = _right(
+        [
+            CollectiveCall(function, dtype, op=op, place=place, layout=layout)
+            for function in _FUNCTIONS
+            for op in (OPERATIONS if function in REDUCING else ("SUM",))
+            for layout in dict.fromkeys(("dense", "scalar", *_shapes(function)))
+            for place in (PLACES if layout not in _VIEWS[1:] else PLACES[:1])
+            for dtype in COPIED
+        ]
+    )
+    # For each value, the calls that may have it, as the bits of a number.
+    having = {
+        (name, value): int("".join("01"[_fits(name, call, value)] for call in calls), 2)
+        for name, values in _OPTIONS.items()
+        for value in values
+    }
+    return in_pairs(_OPTIONS, lambda row: functools.reduce(int.__and__, map(having.__getitem__, row.items()), -1) != 0)
+
+
+def _fits(name: str, call: CollectiveCall, value: Any) -> bool:
+    return _FITS[name](call, value) if name in _FITS else getattr(call, name) == value
+
+
+def options(size: int, seed: int, *, more: bool) -> list[CollectiveCall]:
+    """Return calls that together have each pair of options; with `more` all of them, else an eighth, by the seed."""
+    groups = {"world": (), "without the first": tuple(range(1, size)), "without the last": tuple(range(size - 1))}
+    rows = [(number, dict(row)) for number, row in enumerate(option_rows())]
+    calls = []
+    for number, row in rows if more else rows[seed % 8 :: 8]:
+        where, _, by = (row.pop("root") or "first, global").partition(", ")
+        members = groups[row.pop("group")]
+        op = row.pop("op")
+        calls.append(
+            CollectiveCall(
+                **row,
+                op=op or "SUM",
+                values="exact" if op else "bits",
+                members=members,
+                root=0 if where == "first" else (len(members) or size) - 1,
+                root_by=by,
+                seed=seed + number,
+            )
+        )
+    return calls
 
 
 def asynchronous(seed: int) -> list[CollectiveCall]:

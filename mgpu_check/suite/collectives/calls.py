@@ -160,7 +160,14 @@ class Started(Laid):
         if call.layout == "in place":
             mine = slice(self.place * self.length, (self.place + 1) * self.length)
             given, taken = given or [taken[0][mine]], taken or [given[0][mine]]
-        return called(call.function, given, given if self.row.in_place else taken, *self.splits, **options)
+        taken = given if self.row.in_place else taken
+        if not call.coalesced:
+            return called(call.function, given, taken, *self.splits, **options)
+        # A private name, because there is no public one yet; libraries use it too.
+        manager = dist.distributed_c10d._coalescing_manager(group, self.whole.device, options.pop("async_op"))
+        with manager as managed:
+            called(call.function, given, taken, **options)
+        return managed if call.asynchronous else None
 
     def wait(self) -> None:
         """Wait until the collective has ended."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, Collective
 
 __all__ = [
+    "COALESCED",
     "COPIED",
     "COPYING",
     "FLOATING",
@@ -52,6 +53,8 @@ FUNCTIONS: Mapping[str, Collective] = {
 """Name of each collective that a `CollectiveCall` may call -> its row."""
 
 REDUCING = tuple(name for name, row in FUNCTIONS.items() if row.reduces)
+COALESCED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+"""The functions that torch puts together in a coalescing manager."""
 COPYING = tuple(name for name, row in FUNCTIONS.items() if not row.reduces)
 ROOTED = tuple(name for name, transfer in TRANSFERS.items() if transfer.root)
 
@@ -79,6 +82,7 @@ class CollectiveCall:
         layout: "dense" is a vector; "scalar" has no dimensions; in "in place" the input is a part of the output, or
             vice versa; "uneven" has parts of different sizes; "matrix"; "channels_last"; "transposed" has no gaps;
             "gaps" has. A backend may refuse the last two.
+        coalesced: whether the call is made in a coalescing manager, which the functions `COALESCED` allow.
     """
 
     function: str
@@ -93,6 +97,7 @@ class CollectiveCall:
     asynchronous: bool = False
     layout: str = "dense"
     seed: int = 0
+    coalesced: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.function} {self.op}" if self.function in REDUCING else self.function, self.dtype]
@@ -109,6 +114,8 @@ class CollectiveCall:
             parts.append(f"group {list(self.members)}")
         if self.asynchronous:
             parts.append("async")
+        if self.coalesced:
+            parts.append("coalesced")
         return ", ".join((*parts, f"seed {self.seed}"))
 
 

@@ -16,7 +16,7 @@ from mgpu_check.suite.collectives import program_strategies as steps
 from mgpu_check.suite.collectives.findings import assert_shared
 from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.program_cases import CollectiveStep
-from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks
@@ -81,6 +81,14 @@ def test_layouts(ranks: Ranks, size: int, seed: int) -> None:
 def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Several collectives in flight are right after they are waited for, in any order."""
     ranks.run(MATCH, calls.asynchronous(seed), size=size)
+
+
+@examples(3, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds, more=MORE)
+def test_options_of_collectives(ranks: Ranks, size: int, seed: int, more: bool) -> None:
+    """Collectives are right with each pair of options: dtype, operation, layout, size, root, group, in flight, and in a
+    coalescing manager."""
+    assert_shared(ranks.run(MATCH, calls.options(size, seed, more=more), size=size))
 
 
 @examples(12, quick=2)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.suite.collectives.faults.conditions import DEVICE, LAST, LATE, NAN, above, dtype
+from mgpu_check.suite.collectives.faults.conditions import DEVICE, LAST, LATE, NAN, above, dtype, op
 from mgpu_check.suite.collectives.faults.planting import Done, Seen, after, before, flipped, instead, unchanged
 from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
@@ -52,6 +52,8 @@ def _of_last_rank(seen: Seen) -> list[torch.Tensor]:
 
 register(
     __name__,
+    FaultRow("least-of-views-with-gaps", "a minimum of views with gaps is too large", "test_options_of_collectives",
+        after("all_reduce", "reduce", "reduce_scatter"), lambda seen: seen.first.add_(1), op("MIN") & _GAPS),
     FaultRow("payload-of-nan-lost", "broadcast replaces every NaN by the same NaN", _COPIES, after("broadcast"),
         lambda seen: seen.first.masked_fill_(seen.first.isnan(), torch.nan), dtype("float16") & NAN),
     FaultRow("integers-through-floats", "integers go through float64", _COPIES, after("all_gather_into_tensor"),

@@ -114,6 +114,17 @@ def coalesced_operation_ignored(real: Any, group: Any = None, *args: Any, **kwar
                 one.redop = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
+@fault("a coalescing manager leaves out numbers of int8", "test_options_of_collectives",
+       by=around(c10d, "_coalescing_manager"), when="int8")  # fmt: skip
+@contextlib.contextmanager
+def coalesced_bytes_left_out(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    with real(group, *args, **kwargs) as managed:
+        yield managed
+        for one in c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []):
+            if one.tensor.dtype is torch.int8:
+                one.tensor.zero_()
+
+
 @fault("the gradient of a reduce_scatter in a group is divided by the number of its members", _GRADIENTS,
        by=returned(differentiable._Reduce_Scatter, "backward"), when="groups of some ranks",
        least_gpus=3)  # fmt: skip
