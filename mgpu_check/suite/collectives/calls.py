@@ -130,8 +130,9 @@ class Started(Laid):
     def __init__(self, rank: Rank, call: CollectiveCall, members: tuple[int, ...], group: Any) -> None:
         super().__init__(call, members, members.index(rank.index))
         self.rank, self.group = rank, group
+        self.digest = zlib.crc32(str(call).encode())
         self.memory = CallMemory(self.dtype)
-        self.memory.lay([piece.shape for piece in self.pieces], backwards=bool(zlib.crc32(str(call).encode()) % 2))
+        self.memory.lay([piece.shape for piece in self.pieces], backwards=bool(self.digest & 1))
         device = rank.device if call.place == "device" else torch.device("cpu")
         self.whole = self.memory.filled([piece.before for piece in self.pieces]).to(device)
         self.refused = ""
@@ -162,7 +163,7 @@ class Started(Laid):
             given, taken = given or [taken[0][mine]], taken or [given[0][mine]]
         taken = given if self.row.in_place else taken
         if not call.coalesced:
-            return called(call.function, given, taken, *self.splits, **options)
+            return called(call.function, given, taken, *self.splits, older=bool(self.digest & 2), **options)
         # A private name, because there is no public one yet; libraries use it too.
         manager = dist.distributed_c10d._coalescing_manager(group, self.whole.device, options.pop("async_op"))
         with manager as managed:

@@ -38,7 +38,7 @@ COPIED = (*REDUCED, "float8_e4m3fn", "float8_e5m2")
 
 OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
-_NEWER = "another name of a function that is called, by its newest name"
+_NEWER = "another name of a function that is called, by both names"
 _COALESCED = "several tensors in one call: see `functional.assert_coalesced_match`"
 NOT_CALLED: Mapping[str, str] = {
     **dict.fromkeys((row.newer for row in COLLECTIVES.values() if row.newer), _NEWER),

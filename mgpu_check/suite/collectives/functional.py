@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional  # they have no public name yet
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.runner import newest
+from mgpu_check.suite.collectives.runner import named
 from mgpu_check.suite.collectives.teams import CallTally, Team, judged_by, numbers_of
 
 __all__ = ["assert_coalesced_match", "assert_functional_match"]
@@ -153,19 +153,19 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
     several = list(zip(*parts, strict=True))
     whole = [torch.cat(given) for given in several]
     total = [_REDUCTIONS[op](torch.stack(given)) for given in several]
-    reduced = {"op": getattr(dist.ReduceOp, op), "group": group}
+    reduced, older = {"op": getattr(dist.ReduceOp, op), "group": group}, seed % 4 > 1
     mine = [part.to(device) for part in parts[me]]
     makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
         "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got, **reduced)),
         "all_gather_into_tensor": (
             [torch.empty_like(one, device=device) for one in whole],
             whole,
-            lambda got, given: newest("all_gather_into_tensor")(got, given, group=group),
+            lambda got, given: named("all_gather_into_tensor", older=older)(got, given, group=group),
         ),
         "reduce_scatter_tensor": (
             [torch.empty_like(part[: len(part) // size]) for part in mine],
             [one.chunk(size)[me] for one in total],
-            lambda got, given: newest("reduce_scatter_tensor")(got, given, **reduced),
+            lambda got, given: named("reduce_scatter_tensor", older=older)(got, given, **reduced),
         ),
     }
     late = ", async" if asynchronous else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -35,67 +35,79 @@ def object_of(seed: int, rank: int, number: int = 0) -> object:
     return (rank, number, pool[(seed + rank + number) % len(pool)])
 
 
-def assert_objects_travel(rank: Rank, root: int, seed: int, group: dist.ProcessGroup | None = None) -> None:
-    """Assert that each collective of objects brings equal copies of the objects to the right ranks.
+def assert_objects_travel(
+    rank: Rank, root: int, seed: int, members: tuple[int, ...] = (), *, backend: str | None = None
+) -> None:
+    """Assert that each collective of objects brings equal copies of the objects to the right ranks. A collective.
 
     Args:
-        root: the rank that sends or collects, modulo the world size.
-        seed: the seed of the objects; see `object_of`.
-        group: a group of all ranks; None for the default one. Objects travel over the CPU if the group has a backend
-            for it.
+        root: the number in the group of the rank that sends or collects, modulo the size of the group.
+        seed: the seed of the objects; see `object_of`. An odd seed names the root by its number in the group.
+        members: the ranks of a group that calls them; empty for all ranks.
+        backend: the backend of the group; None for the default one. Objects travel over the CPU if the group has a
+            backend for it.
 
     Raises:
         CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
-    size, root, me = rank.size, root % rank.size, rank.index
+    group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
+    members = members or tuple(range(rank.size))
+    if rank.index not in members:
+        return
+    findings = list(_traveled(members, members.index(rank.index), root % len(members), seed, group))
+    if group is not None:
+        dist.destroy_process_group(group)
+    raise_findings(findings, 6, rank)
+
+
+def _traveled(
+    members: tuple[int, ...], me: int, root: int, seed: int, group: dist.ProcessGroup | None
+) -> Iterator[WrongResult]:
+    """Call each collective of objects, and yield the wrong results; `me` and `root` are numbers in the group."""
+    size = len(members)
     all_of = [object_of(seed, other) for other in range(size)]
-    findings: list[WrongResult] = []
+    where = f" in the group {list(members)}" if members != tuple(range(size)) else ""
 
-    def compare(what: str, got: object, right: object) -> None:
+    def differing(what: str, got: object, right: object) -> Iterator[WrongResult]:
         if got != right:
-            findings.append(WrongResult(what, f"got {_short(got)}, expected {_short(right)}"))
+            yield WrongResult(what + where, f"got {_short(got)}, expected {_short(right)}")
 
-    def apart(what: str, got: list[object]) -> None:
+    def shared(what: str, got: list[object]) -> Iterator[WrongResult]:
         # A later change of a result must not change the input.
         if any(one is all_of[me] for one in got):
-            findings.append(WrongResult(what, "it gives this rank's own object back, expected a copy"))
+            yield WrongResult(what + where, "it gives this rank's own object back, expected a copy")
+
+    def end(role: str, number: int) -> dict[str, Any]:
+        return {f"group_{role}": number} if seed % 2 else {role: members[number]}
 
     gathered: list[object] = [None] * size
     dist.all_gather_object(gathered, all_of[me], group=group)
-    compare("all_gather_object", gathered, all_of)
-    apart("all_gather_object", gathered)
+    yield from differing("all_gather_object", gathered, all_of)
+    yield from shared("all_gather_object", gathered)
     dist.all_gather_object(gathered, _empty(seed, me), group=group)
-    compare(
-        "all_gather_object of empty objects",
-        [repr(one) for one in gathered],
-        [repr(_empty(seed, n)) for n in range(size)],
-    )
-    # The group has all ranks, so a rank has the same number in it.
-    to: dict[str, Any]
-    source: dict[str, Any]
-    to, source = ({"group_dst": root}, {"group_src": root}) if seed % 2 else ({"dst": root}, {"src": root})
+    right: list[object] = [repr(_empty(seed, number)) for number in range(size)]
+    yield from differing("all_gather_object of empty objects", [repr(one) for one in gathered], right)
     collected: list[object] | None = [None] * size if me == root else None
-    dist.gather_object(all_of[me], collected, group=group, **to)
-    compare(f"gather_object to rank {root}", collected, all_of if me == root else None)
-    apart("gather_object", collected or [])
+    dist.gather_object(all_of[me], collected, group=group, **end("dst", root))
+    yield from differing(f"gather_object to rank {members[root]}", collected, all_of if me == root else None)
+    yield from shared("gather_object", collected or [])
     spread: list[object] = [f"nothing for rank {me}"]
     parts = [object_of(seed, root, to) for to in range(size)] if me == root else None
-    dist.scatter_object_list(spread, parts, group=group, **source)
-    compare(f"scatter_object_list from rank {root}", spread, [object_of(seed, root, me)])
+    dist.scatter_object_list(spread, parts, group=group, **end("src", root))
+    yield from differing(f"scatter_object_list from rank {members[root]}", spread, [object_of(seed, root, me)])
     told = _told(seed, me, root)
-    dist.broadcast_object_list(told, group=group, **source)
-    compare(f"broadcast_object_list from rank {root}", told, _told(seed, root, root))
+    dist.broadcast_object_list(told, group=group, **end("src", root))
+    yield from differing(f"broadcast_object_list from rank {members[root]}", told, _told(seed, root, root))
     if size > 1:
         target = (root + 1) % size
         carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
         if me == root:
-            dist.send_object_list(carried, group=group, **(to | dict.fromkeys(to, target)))
+            dist.send_object_list(carried, group=group, **end("dst", target))
         elif me == target:
-            dist.recv_object_list(carried, group=group, **source)
+            dist.recv_object_list(carried, group=group, **end("src", root))
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
-            compare(f"send_object_list of rank {root} to rank {target}", carried, right)
-    raise_findings(findings, 6, rank)
+            yield from differing(f"send_object_list of rank {members[root]}", carried, right)
 
 
 def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) -> None:

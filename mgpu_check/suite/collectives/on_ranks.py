@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.engine.rank_side.rank import Rank
@@ -74,7 +75,7 @@ def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
 
 
 def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], seed: int) -> None:
-    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU.
+    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU, and in a group.
 
     Args:
         drawn: messages between ranks modulo the world size.
@@ -83,18 +84,23 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
     between = partial(messages_between, rank.size)
     placed = [message.between_ranks(rank.size) for message in drawn]
     large = [Message(0, rank.size - 1, 0, "int8", (1 << 20) + 3, seed)]
-    cases = (
-        ("batched", "device", placed),
-        ("flying", "cpu", [message for message in placed if message.dtype in REDUCED]),
-        ("batched", "device", between(seed, "device", tags=False, own=True)),
-        ("batched", "device", between(seed + 3, "device", tags=False, alike=True)),
-        ("blocking", "device", between(seed + 1, "device", tags=False)),
-        ("batched", "cpu", between(seed, "cpu", tags=False)),
-        ("blocking", "cpu", between(seed + 1, "cpu", tags=True)),
-        ("flying", "cpu", between(seed + 2, "cpu", alike=True)),
-        (("blocking", "device", large), ("flying", "cpu", large))[seed % 2],
-    )
-    run_all(partial(assert_messages_arrive, rank, messages, way, place) for way, place, messages in cases)
+    cases: list[tuple[Any, ...]] = [
+        (placed, "batched", "device"),
+        ([message for message in placed if message.dtype in REDUCED], "flying", "cpu"),
+        (between(seed, "device", tags=False, own=True), "batched", "device"),
+        (between(seed + 3, "device", tags=False, alike=True), "batched", "device"),
+        (between(seed + 1, "device", tags=False), "blocking", "device"),
+        (between(seed, "cpu", tags=False), "batched", "cpu"),
+        (between(seed + 1, "cpu", tags=True), "blocking", "cpu"),
+        (between(seed + 2, "cpu", alike=True), "flying", "cpu"),
+        ((large, "blocking", "device"), (large, "flying", "cpu"))[seed % 2],
+    ]
+    for some in _some(rank, seed)[:1]:
+        for turn, (way, place) in enumerate((("batched", "device"), ("flying", "cpu"), ("blocking", "device"))):
+            inside = messages_between(len(some), seed, place, tags=place == "cpu")[turn::3]
+            moved = [replace(one, source=some[one.source], target=some[one.target]) for one in inside]
+            cases.append((moved, way, place, some))
+    run_all(partial(assert_messages_arrive, rank, *case) for case in cases)
 
 
 def assert_messages_from_any_source_arrive(
@@ -117,12 +123,12 @@ def assert_messages_from_any_source_arrive(
 
 
 def assert_objects_travel_on_all_ways(rank: Rank, root: int, drawn: Sequence[object], seed: int) -> None:
-    """Assert that objects travel over the CPU, and over devices: drawn ones, and some of every kind and size."""
-    over_devices = dist.new_group(backend="nccl")
-    cases = [(turn, seed + turn, None) for turn in range(3)] + [(0, seed, over_devices)]
-    checks = [partial(assert_objects_travel, rank, root + turn, *case) for turn, *case in cases]
-    some = partial(assert_drawn_objects_travel, rank, root, drawn)
-    run_all((some, *checks, partial(dist.destroy_process_group, over_devices)))
+    """Assert that objects travel over the CPU, over devices, and in a group: drawn ones, and some of every kind and
+    size."""
+    checks = [partial(assert_objects_travel, rank, root + turn, seed + turn) for turn in range(3)]
+    checks.append(partial(assert_objects_travel, rank, root, seed, backend="nccl"))
+    checks += [partial(assert_objects_travel, rank, root + 1, seed, some) for some in _some(rank, seed)[:1]]
+    run_all((partial(assert_drawn_objects_travel, rank, root, drawn), *checks))
 
 
 def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:

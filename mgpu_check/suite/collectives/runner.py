@@ -14,18 +14,20 @@ import torch.distributed as dist
 from mgpu_check.suite.collectives.cases import form_of
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, is_list
 
-__all__ = ["Runner", "called", "newest", "parts_of", "runner"]
+__all__ = ["Runner", "called", "named", "parts_of", "runner"]
 
 Tensors = Sequence[torch.Tensor]
 
 
-def newest(name: str) -> Callable[..., Any]:
-    """Return a collective under the name that this version of torch does not deprecate."""
-    found: Callable[..., Any] = getattr(dist, COLLECTIVES[name].newer, None) or getattr(dist, name)
+def named(name: str, *, older: bool = False) -> Callable[..., Any]:
+    """Return a collective under the name that this version of torch does not deprecate, or under the older name."""
+    found: Callable[..., Any] = (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
     return found
 
 
-def called(name: str, given: Tensors, taken: Tensors, *splits: list[int] | None, **options: Any) -> Any:
+def called(
+    name: str, given: Tensors, taken: Tensors, *splits: list[int] | None, older: bool = False, **options: Any
+) -> Any:
     """Call a collective of `torch.distributed`.
 
     Args:
@@ -33,12 +35,13 @@ def called(name: str, given: Tensors, taken: Tensors, *splits: list[int] | None,
         taken: the tensors for the result of this rank; none if only the root gets one. For a collective in place they
             are the same tensors.
         splits: the sizes of parts, for `all_to_all_single`.
+        older: whether to use the older name of a function that torch has renamed.
         options: the root, the operation of a reduction, and all that every collective has.
     """
     row = COLLECTIVES[name]
     operands = {row.given: given, row.taken: taken}
     tensors = [(list(operands[one]) or None) if is_list(one) else operands[one][0] for one in _order(name)]
-    return newest(name)(*tensors, *splits, **options)
+    return named(name, older=older)(*tensors, *splits, **options)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mgpu_check.suite.collectives.faults.conditions import above
+from mgpu_check.suite.collectives.faults.conditions import GROUPS, above
 from mgpu_check.suite.collectives.faults.planting import Done, Seen, after, flipped, instead
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last
@@ -62,6 +62,13 @@ register(
     FaultRow("sender-by-its-place", "recv from any rank returns the sender's rank in the group, not in the world", _ANY,
         returned(dist, "recv"), lambda sender, *_, group, **__: dist.get_group_rank(group, sender),
         When("groups of some ranks", lambda *_, group=None, **__: group is not None)),
+    FaultRow("message-of-a-group-spoiled", "recv with group_src has a bit flipped", _MESSAGES, after("recv"),
+        lambda seen: seen.first.numel() and flipped(seen.first),
+        GROUPS & When("group_src", lambda seen: "group_src" in seen.kwargs), 3),
+    FaultRow("objects-of-a-group-swapped", "all_gather_object in a group swaps its first two members", _OBJECTS,
+        _object_lists("all_gather_object"),
+        lambda _, objects, *__, **___: _filled(objects, [*objects[1::-1], *objects[2:]]),
+        When("groups without rank 0", lambda *_, group=None, **__: 0 not in dist.get_process_group_ranks(group)), 3),
     FaultRow("objects-rotated", "all_gather_object starts with the second rank", _OBJECTS,
         _object_lists("all_gather_object"),
         lambda _, objects, *__, **___: _filled(objects, [*objects[1:], objects[0]])),

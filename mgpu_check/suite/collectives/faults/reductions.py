@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mgpu_check.suite.collectives.faults.conditions import LAST, NAN, above, dtype, op
 from mgpu_check.suite.collectives.faults.planting import Seen, after, before, flipped, instead, unchanged
+from mgpu_check.suite.common.faults.breaking import around
 from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 
@@ -75,6 +76,9 @@ register(
         lambda seen: torch.view_as_real(seen.first)[..., 1].zero_(), dtype("complex128") & LAST),
     FaultRow("reduce-confuses-extremes", "reduce returns the maximum for the minimum", _OTHERS, instead("reduce"),
         lambda seen: seen.with_op("MAX"), dtype("int32") & op("MIN")),
+    FaultRow("operation-lost-by-the-older-name", "reduce_scatter_tensor, the older name, always adds up", _OTHERS,
+        around(dist, "reduce_scatter_tensor"),
+        lambda real, output, given, op=None, **options: real(output, given, **options)),
     FaultRow("scattered-maximum-of-one-element",
         "reduce_scatter_tensor gives the last rank the minimum of its first element", _OTHERS,
         after("reduce_scatter_tensor"), lambda seen: seen.first[:1].abs_().add_(1).neg_(),
