@@ -64,6 +64,7 @@ class FindingKind:
         meaning: what is wrong, as a sentence.
         evidence: what the observation's evidence and text contain.
         do: what a person should do.
+        do_for_host: the same if all GPUs of a host have it; "" if it is `do`.
         checks: names of checks.
         subjects: kinds of subjects.
         fields: telemetry fields, by the evidence "field"; a pair field without its peer.
@@ -78,6 +79,7 @@ class FindingKind:
     meaning: str
     evidence: str
     do: str
+    do_for_host: str = ""
     checks: tuple[str, ...] = ()
     subjects: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
@@ -162,7 +164,8 @@ def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
     found = []
     for (name, subject), entries in groups.items():
         kind, first = KINDS[name], entries[0]
-        advice = str(first.evidence.get("advice") or kind.do)
+        do = kind.do_for_host if kind.do_for_host and subject.kind == "host" else kind.do
+        advice = str(first.evidence.get("advice") or do)
         ruling = first.ruling or kind.ruling
         found.append(
             ReportedFinding(
@@ -176,10 +179,14 @@ def table() -> str:
     """Return the table of all kinds in Markdown."""
     head = ("id", "severity", "action", "verdict", "means", "evidence", "do")
     rows = [
-        (f"`{kind.id}`", kind.severity, kind.action, kind.ruling, kind.meaning, kind.evidence, kind.do)
+        (f"`{kind.id}`", kind.severity, kind.action, kind.ruling, kind.meaning, kind.evidence, _for_page(kind))
         for kind in KINDS.values()
     ]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ("---",) * len(head), *rows]) + "\n"
+
+
+def _for_page(kind: FindingKind) -> str:
+    return f"{kind.do}. For a host: {kind.do_for_host}" if kind.do_for_host else kind.do
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ def test_each_planted_fault_accuses_its_part(monkeypatch: pytest.MonkeyPatch, na
     explanation = explain(entries, [0] * len(GPUS))
     assert set(explanation.parts) == set(planted.parts) and not explanation.unexplained
     assert set(planted.fault.caught_by) <= {entry.check for entry in entries if entry.outcome == "failed"}
-    assert all(entry.evidence.get("advice") for entry in entries if entry.outcome == "failed")
 
 
 def test_there_are_faults_enough() -> None:

@@ -24,37 +24,22 @@ __all__ = ["THROTTLED", "allowed_growth", "examine_growth", "examine_health", "e
 
 _CHECK = "health"
 
-_RESET = "reset the GPU (nvidia-smi --gpu-reset), or restart the machine, and run again"
-_EXCHANGE = "exchange the GPU"
 _COOLING = "look at fans, air flow, inlet temperature and heat sinks; compare with the other GPUs"
-_NVLINK = "look at nvidia-smi nvlink -e; reset the GPU; re-seat it or its bridge; if it stays, exchange it"
-_PCIE = "re-seat the GPU and its riser; look at the AER counters of its ports; if it stays, exchange riser, then GPU"
 
-_STATES: dict[str, str] = {
-    "remap_pending": _RESET,
-    "remap_failed": _EXCHANGE,
-    "retired_pending": _RESET,
-    "repair_pending": _RESET,
-    "sram_threshold": _EXCHANGE,
-    "unrepairable_memory": _EXCHANGE,
-}
-"""State that means trouble when it is True -> advice."""
+_STATES = (
+    *("remap_pending", "remap_failed", "retired_pending", "repair_pending", "sram_threshold", "unrepairable_memory"),
+)
+"""States that mean trouble when they are True."""
 
 _SINCE_LOADED = "ecc_uncorrected"
 _MOST_RETIRED = 62  # DCGM and the field diagnostic call 63 retired pages a failure
 
-_ADVICE: dict[str, str] = {
-    "ecc_corrected": "run again; if it stays, reset the GPU; then exchange it",
-    "ecc_uncorrected": _RESET + "; if errors come back, exchange the GPU",
-    "ecc_uncorrected_ever": _RESET + "; if errors come back, exchange the GPU",
-    "remapped_corrected": _RESET,
-    "remapped_uncorrected": _RESET,
-    "retired_pages": _RESET,
-    "thermal_violation": _COOLING,
-    **dict.fromkeys(("pcie_replays", "pcie_nonfatal", "pcie_fatal"), _PCIE),
-    **dict.fromkeys(("nvlink_crc", "nvlink_replay", "nvlink_recovery", "nvlink_packets"), _NVLINK),
-}
-"""Counter that must not grow, or only slowly -> advice."""
+_COUNTERS = (
+    *("ecc_corrected", "ecc_uncorrected", "ecc_uncorrected_ever", "remapped_corrected", "remapped_uncorrected"),
+    *("retired_pages", "thermal_violation", "pcie_replays", "pcie_nonfatal", "pcie_fatal"),
+    *("nvlink_crc", "nvlink_replay", "nvlink_recovery", "nvlink_packets"),
+)
+"""Counters that must not grow, or only slowly."""
 
 THROTTLED = {
     "hardware slowdown": _COOLING + "; look at power cables and supplies",
@@ -118,7 +103,7 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
     for gpu in sorted(before.counters.keys() & after.counters.keys()):
         failed = []
         counted = 0
-        for name, advice in _ADVICE.items():
+        for name in _COUNTERS:
             first, last = before.counters[gpu].get(name), after.counters[gpu].get(name)
             if first is None or last is None:
                 continue
@@ -127,7 +112,7 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
                 continue  # "ecc_uncorrected" counts the same errors
             text = _grown(name, first, last, allowed_growth(name, seconds, after.gauges.get(gpu, {})))
             if text:
-                evidence = {"field": name, "before": first, "after": last, "seconds": seconds, "advice": advice}
+                evidence = {"field": name, "before": first, "after": last, "seconds": seconds}
                 failed.append(_of(gpu, "failed", text, case, 1, evidence))
         found += failed or [_of(gpu, "passed", "", case, counted, {})]
     return found
@@ -210,7 +195,7 @@ def _growth(snapshots: Sequence[tuple[str, Snapshot]]) -> list[Observation]:
 def _well(gpu: int, before: Snapshot, after: Snapshot, samples: Sequence[TelemetrySample]) -> Observation:
     facts, counters = after.facts[gpu], after.counters[gpu]
     states = sum(facts.get(name) is not None for name in names("state"))
-    counted = sum(counters.get(name) is not None for name in _ADVICE)
+    counted = sum(counters.get(name) is not None for name in _COUNTERS)
     unknown = dict(after.unknown.get(gpu, {}))
     if not states + counted:
         return _of(gpu, "unknown", "nothing is known of its health: " + "; ".join(sorted(set(unknown.values()))))
@@ -232,25 +217,25 @@ def _states(
     facts = after or before
     found = []
 
-    def wrong(field: str, text: str, advice: str, value: Any, **more: Any) -> None:
-        found.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, "advice": advice, **more}))
+    def wrong(field: str, text: str, value: Any, **more: Any) -> None:
+        found.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, **more}))
 
-    for name, advice in _STATES.items():
+    for name in _STATES:
         if facts.get(name) is True:
-            wrong(name, field_of(name).text, advice, True)
+            wrong(name, field_of(name).text, True)
     action = facts.get("recovery_action")
     if action not in (None, "none"):
-        wrong("recovery_action", f"the driver asks: {action}", f"{action}, and run again", action)
+        wrong("recovery_action", f"the driver asks: {action}", action, advice=f"{action}, and run again")
     if None not in (facts.get("ecc"), facts.get("ecc_pending")) and facts["ecc"] != facts["ecc_pending"]:
         text = f"ECC mode is {facts['ecc']}, and will be {facts['ecc_pending']} after a restart"
-        wrong("ecc_pending", text, _RESET, facts["ecc_pending"])
+        wrong("ecc_pending", text, facts["ecc_pending"])
     errors = counters.get(_SINCE_LOADED)
     if errors:
         text = f"{field_of(_SINCE_LOADED).text}, before the run: {errors}"
-        wrong(_SINCE_LOADED, text, _ADVICE[_SINCE_LOADED], errors)
+        wrong(_SINCE_LOADED, text, errors)
     pages = counters.get("retired_pages")
     if pages is not None and pages > _MOST_RETIRED:
-        wrong("retired_pages", f"{pages} retired pages", _EXCHANGE, pages)
+        wrong("retired_pages", f"{pages} retired pages", pages)
     for name, value in before.items():
         kind = field_of(name).kind
         if (
@@ -262,8 +247,7 @@ def _states(
             text = f"{field_of(name).text} has changed in the run: from {value} to {after[name]}"
             if peer_of(name) is not None:
                 text = f"{text} (GPU {peer_of(name)})"
-            advice = _NVLINK if name.startswith("nvlink") else _RESET
-            wrong(name, text, advice, after[name], **{"changed from": value})
+            wrong(name, text, after[name], **{"changed from": value})
     return found
 
 
@@ -271,9 +255,8 @@ def _fabric(after: Snapshot, host: int) -> list[Observation]:
     bad = {gpu: f for gpu, facts in after.facts.items() if (f := facts.get("fabric")) not in (None, "completed")}
     if not bad:
         return []
-    advice = "look at systemctl status nvidia-fabricmanager, and at its log; its version must be that of the driver"
     states = ", ".join(sorted({str(state) for state in bad.values()}))
-    evidence = {"field": "fabric", "seen": states, "advice": advice}
+    evidence = {"field": "fabric", "seen": states}
     if len(bad) == len(after.facts) > 1:
         text = f"the NVLink fabric of its GPUs is {states}"
         return [Observation(_CHECK, Subject("host", (host,)), "failed", text, "fabric", Work(operations=1), evidence)]
@@ -309,9 +292,9 @@ def _trouble(trouble: Trouble, host: int) -> list[Observation]:
     subject = Subject("host", (host,)) if trouble.gpu is None else Subject("gpu", (trouble.gpu,))
     outcome: Outcome = "failed"
     text = f"{trouble.field}: {trouble.text}" if trouble.field else trouble.text
-    advice = _RESET
+    evidence = {"kind": trouble.kind, "field": trouble.field, "code": trouble.code, "at": trouble.at}
     if trouble.kind == "xid" and trouble.code is not None:
-        text, advice = meaning_of(trouble.code), advice_on(trouble.code)
+        text, evidence["advice"] = meaning_of(trouble.code), advice_on(trouble.code)
         if trouble.code in CONSEQUENCES:
             return []
     elif trouble.kind == "blocked":
@@ -319,13 +302,11 @@ def _trouble(trouble: Trouble, host: int) -> list[Observation]:
     elif trouble.kind == "sampler":
         outcome = "unknown"
     elif trouble.kind == "lost":
-        text, advice = f"the driver says: {trouble.text}", advice_on(79)
+        text = f"the driver says: {trouble.text}"
     elif trouble.kind == "error":
         text = f"the driver cannot report its {field_of(trouble.field).text}: {trouble.text}"
     elif trouble.kind == "hang":
         text = f"a query of the driver hangs ({trouble.field}): {trouble.text}"
-        advice = "look at dmesg; restart the machine, and run again; if it comes back, exchange the GPU"
-    evidence = {"kind": trouble.kind, "field": trouble.field, "code": trouble.code, "at": trouble.at, "advice": advice}
     return [Observation(_CHECK, subject, outcome, text, "", Work(operations=1), evidence)]
 
 

@@ -41,13 +41,6 @@ _POWER_OVER = 1.1  # of the enforced limit; a sample is a mean over up to a seco
 _HALF = 0.5
 _RELIABILITY = (0.1, 0.01)  # seconds, or share of the time, whichever is more: as for heat
 
-_COOLING = "look at fans, air flow, inlet temperature and heat sinks; compare with the other GPUs"
-_CLOCKS = "look at locked clocks (nvidia-smi -q -d CLOCK,PERFORMANCE), power and heat; reset the GPU"
-_SUPPLY = "look at the power supplies and cables of the machine; reset the GPU; if it stays, exchange it"
-_PCIE = "re-seat the GPU and its riser, look at the BIOS; if it stays, exchange riser, then GPU"
-_NVLINK = "look at nvidia-smi nvlink -s and dmesg; reset the GPU; re-seat it or its bridge; if it stays, exchange it"
-_WATCH = "compare with later reports; if it grows, exchange the GPU"
-
 
 def examine_limits(
     before: Snapshot, after: Snapshot, samples: Mapping[int, Sequence[TelemetrySample]]
@@ -75,11 +68,11 @@ def _hot(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[O
         over = [value for value in _values(busy, gauge) if highest is not None and value >= highest]
         if highest is not None and _often(over, busy, _SHARE):
             text = f"{field_of(gauge).text} was {max(over):g} degrees Celsius under load, and {what} is {highest:g}"
-            yield _of(gpu, text + _share(over, busy), gauge, max(over), highest, _COOLING)
+            yield _of(gpu, text + _share(over, busy), gauge, max(over), highest)
     margin = [value for value in _values(busy, "temperature_margin") if value <= 0]
     if _often(margin, busy, _SHARE):
         text = "it was as hot as its slowdown limit under load" + _share(margin, busy)
-        yield _of(gpu, text, "temperature", min(margin), 0, _COOLING)
+        yield _of(gpu, text, "temperature", min(margin), 0)
 
 
 def _slow_clocks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
@@ -93,7 +86,7 @@ def _slow_clocks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> It
             continue
         text = f"{field_of(clock).text} was {max(seen):g} MHz at most under load, and can be {able:g}"
         text += f"; the driver gives {', '.join(reasons) or 'no reason'}"
-        yield _of(gpu, text, clock, max(seen), able, _CLOCKS)
+        yield _of(gpu, text, clock, max(seen), able)
 
 
 def _power(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
@@ -103,11 +96,10 @@ def _power(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator
     over = [value for value in _values(busy, "power") if value > _POWER_OVER * limit]
     if _often(over, busy, _SHARE):
         text = f"it drew {max(over):.0f} W, and its power limit is {limit:g} W" + _share(over, busy)
-        yield _of(gpu, text, "power", max(over), limit, _SUPPLY)
+        yield _of(gpu, text, "power", max(over), limit)
     if default is not None and limit < default:
         text = f"power limit is {limit:g} W, and the default of the board is {default:g} W"
-        advice = "set it again (nvidia-smi -pl), unless the lower limit is meant"
-        yield _of(gpu, text, "power_limit_default", limit, default, advice)
+        yield _of(gpu, text, "power_limit_default", limit, default)
 
 
 def _pcie(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
@@ -119,7 +111,7 @@ def _pcie(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[
         stays = len(seen) >= _LAST and all(able is not None and value < able for value in seen[-_LAST:])
         if able is not None and (stays or _often(below, busy, share)):
             text = f"{field_of(name).text} was {min(below):g} under load, and can be {able:g}" + _share(below, busy)
-            yield _of(gpu, text, name, min(below), able, _PCIE)
+            yield _of(gpu, text, name, min(below), able)
 
 
 def _nvlinks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
@@ -128,7 +120,7 @@ def _nvlinks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterat
     down = [value for value in up if value < most]
     if down:  # a single time, because a link that goes down is an event and no noise
         text = f"only {min(down):g} of {most:g} NVLinks were active under load" + _share(down, busy)
-        yield _of(gpu, text, "nvlinks_up", min(down), most, _NVLINK)
+        yield _of(gpu, text, "nvlinks_up", min(down), most)
 
 
 def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iterator[Observation]:
@@ -136,17 +128,17 @@ def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iter
     spent, low = (_number(facts.get(f"banks_{name}")) for name in ("without_spares", "low_on_spares"))
     if spent:
         text = f"{spent:g} banks of memory have no spare rows left"
-        yield _of(gpu, text, "banks_without_spares", spent, 0, "exchange the GPU")
+        yield _of(gpu, text, "banks_without_spares", spent, 0)
     if low:
-        yield _of(gpu, f"{low:g} banks of memory have few spare rows left", "banks_low_on_spares", low, 0, _WATCH)
+        yield _of(gpu, f"{low:g} banks of memory have few spare rows left", "banks_low_on_spares", low, 0)
     rows = [counters.get(f"remapped_{kind}") or 0 for kind in ("corrected", "uncorrected")]
     if sum(rows):
         text = f"{sum(rows)} rows of memory were remapped before the run, {rows[1]} of them after uncorrected errors"
-        yield _of(gpu, text, "remapped_rows", sum(rows), 0, _WATCH)
+        yield _of(gpu, text, "remapped_rows", sum(rows), 0)
     ever, loaded = counters.get("ecc_uncorrected_ever") or 0, counters.get("ecc_uncorrected") or 0
     if ever > loaded:  # those since the driver was loaded have a finding of their own
         text = f"{ever} uncorrected memory errors in its life, before the run"
-        yield _of(gpu, text, "ecc_uncorrected_ever", ever, 0, _WATCH, **{"before the run": True})
+        yield _of(gpu, text, "ecc_uncorrected_ever", ever, 0, **{"before the run": True})
 
 
 def _violations(gpu: int, before: Snapshot, after: Snapshot) -> Iterator[Observation]:
@@ -155,7 +147,7 @@ def _violations(gpu: int, before: Snapshot, after: Snapshot) -> Iterator[Observa
         held = _held(gpu, name, before, after)
         if held is not None and held > least:
             text = f"{what} has held its clocks down for {held:.1f} s"
-            yield _of(gpu, text, name, held, least, _SUPPLY)
+            yield _of(gpu, text, name, held, least)
 
 
 def _held(gpu: int, name: str, before: Snapshot, after: Snapshot) -> float | None:
@@ -175,13 +167,13 @@ def _beside_others(
             for gpu, mine, usual in _with_others({gpu: median(some) for gpu, some in seen.items() if len(some) >= 2}):
                 if mine < least * usual:
                     text = f"{field_of(gauge).text} was {mine:g} under load, and that of the others {usual:g} (medians)"
-                    found.append(_of(gpu, text, field, mine, usual, _CLOCKS))
+                    found.append(_of(gpu, text, field, mine, usual))
         seconds = max(1e-9, after.at - before.at)
         held = {gpu: _held(gpu, "power_violation", before, after) for gpu in gpus}
         for gpu, mine, usual in _with_others({gpu: time / seconds for gpu, time in held.items() if time is not None}):
             if mine > usual + _HALF:
                 text = f"its power limit held clocks down for {mine:.0%} of the time, and the others for {usual:.0%}"
-                found.append(_of(gpu, text, "power_violation", mine, usual, _SUPPLY))
+                found.append(_of(gpu, text, "power_violation", mine, usual))
     return found
 
 
@@ -209,6 +201,6 @@ def _share(some: Sequence[float], samples: Sequence[TelemetrySample]) -> str:
     return f", in {len(some)} of {len(samples)} samples"
 
 
-def _of(gpu: int, seen: str, field: str, value: float, limit: float, advice: str, **more: Any) -> Observation:
-    evidence = {"field": field, "seen": value, "limit": limit, "advice": advice, **more}
+def _of(gpu: int, seen: str, field: str, value: float, limit: float, **more: Any) -> Observation:
+    evidence = {"field": field, "seen": value, "limit": limit, **more}
     return Observation(_CHECK, Subject("gpu", (gpu,)), "failed", seen, _CASE, Work(operations=1), evidence)

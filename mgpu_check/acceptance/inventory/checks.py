@@ -134,52 +134,11 @@ def _pcie(gpu: int, facts: Mapping[str, Value | None], seen: Sequence[TelemetryS
             unknown = unknown or "no sample was taken under load"
         elif most < int(able):
             seen_text = f"under load its {field_of(name).text} is {most}, and it and its slot can do {able}"
-            evidence = {"field": name, "seen": most, "expected": able, "advice": _ADVICE["pcie"]}
+            evidence = {"field": name, "seen": most, "expected": able}
             failed.append(Observation(_CHECK, subject, "failed", seen_text, "PCIe under load", work, evidence))
     if failed:
         return failed
     return [Observation(_CHECK, subject, "unknown" if unknown else "passed", unknown, "PCIe under load", work)]
-
-
-_ADVICE = {
-    "pcie": "re-seat the GPU and its riser, look at the BIOS settings of the slot; if it stays, exchange riser, then "
-    "GPU",
-    "nvlinks": "look at nvidia-smi nvlink -s and dmesg; reset the GPU; re-seat it or its bridge; if it stays, "
-    "exchange it",
-    "memory": "compare nvidia-smi -q of both; if model and ECC mode are equal, exchange the GPU",
-    "power_limit": "set it again (nvidia-smi -pl), and find what has changed it",
-    "ecc": "set it (nvidia-smi -e 1), and reset the GPU",
-    "mig": "set it (nvidia-smi -mig 0), and reset the GPU",
-    "vbios": "flash all GPUs to one version, as the maker of the system gives it",
-    "inforom": "bring all GPUs to one version; if the InfoROM is corrupt, exchange the GPU",
-    "driver": "install one version, and restart the machine",
-    "name": "exchange the GPU for one of the ordered model",
-    **dict.fromkeys(
-        ("sm_clock_max", "memory_clock_max"), "look at locked clocks (nvidia-smi -q -d CLOCK), then at VBIOS and model"
-    ),
-    **dict.fromkeys(
-        ("pcie_generation_max", "pcie_width_max"),
-        "look at slot, riser and BIOS settings; put the GPU into another slot; if it stays, exchange it",
-    ),
-    "p2p": "look at nvidia-smi topo -p2p r, at ACS and IOMMU settings, and at the fabric manager",
-}
-
-
-_ON_PURPOSE = "if the host is so on purpose, record a baseline"
-_ADVICE_FOR_HOST = {
-    "count": "look for a GPU that has fallen off the bus: dmesg (Xid 79), and lspci | grep -i nvidia; switch the host "
-    f"off and on; {_ON_PURPOSE}",
-    **dict.fromkeys(
-        ("nvlinks", "nvlink_speed"),
-        "look at systemctl status nvidia-fabricmanager, at NVSwitches in dmesg, and at nvidia-smi nvlink -s; "
-        f"{_ON_PURPOSE}",
-    ),
-    **dict.fromkeys(
-        ("pcie_generation_max", "pcie_width_max"),
-        f"look at the BIOS settings of the slots, and at risers and retimers; {_ON_PURPOSE}",
-    ),
-}
-_OTHERWISE = "bring the setting or the firmware to that of the other GPUs"
 
 
 def _reference(name: str, references: Sequence[Reference]) -> Reference | None:
@@ -327,9 +286,7 @@ def _shown(name: str, value: Value | None) -> str:
 
 
 def _differs(subject: Subject, text: str, name: str, value: Any, usual: Any) -> Observation:
-    for_host = _ADVICE_FOR_HOST if subject.kind == "host" else {}
-    advice = for_host.get(name) or _ADVICE.get(name, _OTHERWISE)
-    evidence = {"field": name, "seen": value, "expected": usual, "advice": advice}
+    evidence = {"field": name, "seen": value, "expected": usual}
     return Observation(_CHECK, subject, "failed", text, "", Work(operations=1), evidence)
 
 

@@ -12,11 +12,6 @@ __all__ = ["examine_identity"]
 
 _CHECK = "inventory"
 _CASE = "identity"
-_ADVICE = {
-    "uuid": "compare nvidia-smi -L on several starts; look at VBIOS and InfoROM of both; one of them is wrong",
-    "serial": "compare the labels of both boards with nvidia-smi -q; the InfoROM of one of them is wrong",
-    "pci": "compare lspci with nvidia-smi -q; restart the machine, update the driver",
-}
 
 
 def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int = 0) -> list[Observation]:
@@ -51,5 +46,5 @@ def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int 
 
 
 def _wrong(subject: Subject, text: str, name: str, value: object, more: Mapping[str, object]) -> Observation:
-    evidence = {"field": name, "seen": value, "advice": _ADVICE[name], **more}
+    evidence = {"field": name, "seen": value, **more}
     return Observation(_CHECK, subject, "failed", text, _CASE, Work(operations=1), evidence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.findings import listed
 from mgpu_check.devices.observations import Observation, Part
 
@@ -22,11 +23,9 @@ _ADVICE = {
 
 def advice_for(part: Part, failed: Sequence[Observation]) -> str:
     """Return what to do about `part`, given the failed observations that it explains."""
-    told = [str(entry.evidence["advice"]) for entry in failed if entry.evidence.get("advice")]
-    if told:  # a check that recognises the defect gives better advice than the kind of the part
-        return f"drain the node; {told[0]}"
-    if {entry.check for entry in failed} <= {"machine", "dcgm"}:  # their findings have little in common
-        return f"drain the node; {listed(failed)[0].advice}"
+    known = [entry for entry in failed if (check := CHECKLIST[entry.check]).of_driver or check.of_facts]
+    if known:  # a finding that names the defect gives better advice than the kind of the part
+        return f"drain the node; {listed(known)[0].advice}"
     if {entry.check for entry in failed} == {"performance"}:
         return (
             "look at clocks, throttle reasons, power and cooling, and at the width of its links; " + _ADVICE[part.kind]
