@@ -7,17 +7,7 @@ from mgpu_check.diagnosis.registry import mistake, on_checkpoint
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import by_ranks, few
 
-__all__ = [
-    "differs_at_the_end",
-    "goes_on_in_another_epoch",
-    "loaded_on_none",
-    "loaded_on_some",
-    "not_in_the_state",
-    "numbers_of_rank_0",
-    "ranks_part_ways",
-    "resharded_wrongly",
-    "state_of_rank_0",
-]
+__all__: list[str] = []
 
 _SHOWN = 4
 _UNSAID = "what train does not return (the optimizer, the schedule, the position in the data) was not restored"

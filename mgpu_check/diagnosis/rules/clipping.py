@@ -15,7 +15,7 @@ from mgpu_check.processes.rank_lists import few
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["clips_by_other_norms", "clips_first", "clips_parts", "limits_another_norm"]
+__all__ = ["clips_parts"]
 
 
 mistake(

@@ -17,16 +17,7 @@ from mgpu_check.torch_hooks.table import COLLECTIVES
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "delivers_to_one_rank",
-    "gradient_cut",
-    "not_waited",
-    "other_reduction",
-    "read_too_early",
-    "reduces_by_other_operation",
-    "result_discarded",
-    "uneven_tensors",
-]
+__all__ = ["gradient_cut"]
 
 _WITHOUT_HISTORY = {
     "sync_params_and_buffers",

@@ -16,27 +16,7 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "all_see_the_same",
-    "counted_by_every_rank",
-    "counts_too_few",
-    "drops_last",
-    "epochs_alike",
-    "loader_drops_last",
-    "missing_rows",
-    "models_miss_samples",
-    "of_rank_0_alone",
-    "pads",
-    "pads_a_metric",
-    "pads_the_batch",
-    "repeated_rows",
-    "samples_several_times",
-    "seeds_of_samplers",
-    "split_by_own_seeds",
-    "surplus_samples",
-    "truncates",
-    "whole_dataset",
-]
+__all__ = ["counted_by_every_rank", "samples_several_times"]
 
 _EQUAL = 1e-5
 """Relative tolerance for counts and rows: ranks sum them in another order than one device."""

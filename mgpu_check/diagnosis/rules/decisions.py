@@ -16,26 +16,7 @@ from mgpu_check.processes.rank_lists import grouped, named
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "broadcast_of_another_rank",
-    "broadcast_of_rank_0",
-    "buffers_alone_drift",
-    "buffers_drift",
-    "calls_models_apart",
-    "decides_by_own_values",
-    "decides_by_rank",
-    "decides_for_its_parameters",
-    "draws_by_rank",
-    "draws_other_numbers",
-    "kept_on_some",
-    "may_draw_by_rank",
-    "restores_later_on_some",
-    "restores_on_some",
-    "right_on_one_rank",
-    "starts_apart",
-    "steps_unlike_one_device",
-    "updates_on_some",
-]
+__all__ = ["right_on_one_rank"]
 
 mistake(
     "different-initialization",

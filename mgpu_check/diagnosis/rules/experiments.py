@@ -11,15 +11,7 @@ from mgpu_check.processes.rank_lists import few, intervals
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "right_by_another_operation",
-    "right_by_the_size_of_a_group",
-    "right_in_another_group",
-    "right_in_another_order",
-    "right_where_positions_go_on",
-    "right_with_a_term_scaled",
-    "right_without_a_collective",
-]
+__all__: list[str] = []
 
 mistake(
     "loss-term-factor",

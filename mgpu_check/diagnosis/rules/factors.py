@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "clips_a_multiple",
-    "experts_off_by_their_group",
-    "first_step_off_by_micro_batches",
-    "first_step_off_by_world_size",
-    "grows_with_world_size",
-    "off_by_micro_batches",
-    "off_by_world_size",
-]
+__all__ = ["off_by_world_size"]
 
 _NEAR = 1e-4
 """Relative tolerance for norms of gradients that were summed in another order."""

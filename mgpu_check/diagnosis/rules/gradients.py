@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "added_on_every_rank",
-    "adds_up_no_parts_of_an_activation",
-    "adds_up_to_the_whole",
-    "each_rank_its_own",
-    "gradients_apart",
-    "outside_of_the_wrapper",
-    "stays_as_backward_left_it",
-]
+__all__ = ["adds_up_no_parts_of_an_activation", "adds_up_to_the_whole", "stays_as_backward_left_it"]
 
 _CLOSE = 1e-4
 """Tolerance of a sum over ranks, as a fraction of its largest element."""

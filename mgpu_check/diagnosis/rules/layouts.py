@@ -11,7 +11,7 @@ from mgpu_check.diagnosis.report import Finding
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["aliased_list", "other_layouts", "parameters_of_other_layouts", "strided_view"]
+__all__: list[str] = []
 
 
 mistake(

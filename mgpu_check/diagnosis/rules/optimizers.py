@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.observed import ObservedRun
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["makes_something_else", "optimizes_its_own", "steps_other_tensors", "updates_otherwise"]
+__all__ = ["makes_something_else"]
 
 _RATE = "learning rate of group"
 _SHOWN = 4

@@ -21,7 +21,6 @@ from mgpu_check.diagnosis.samples import Loader
 
 __all__ = [
     "RULES",
-    "RULES_OF_EPOCHS",
     "distinct",
     "findings_of",
     "findings_of_calls",

@@ -13,15 +13,7 @@ from mgpu_check.processes.rank_lists import few
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "mean_of_metrics",
-    "mean_of_parts",
-    "normalizes_parts",
-    "statistics_of_parts",
-    "takes_parts_for_the_batch",
-    "uneven_parts",
-    "wrong_where_uneven",
-]
+__all__: list[str] = []
 
 
 mistake(

@@ -10,7 +10,7 @@ from mgpu_check.diagnosis.report import Finding
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["computes_in_narrow_dtype", "narrow_operand", "overflows"]
+__all__: list[str] = []
 
 _NARROW = ("float16", "bfloat16")
 _ROUNDED = 2.0**-4

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["first_shard_for_all", "other_order"]
+__all__: list[str] = []
 
 _EQUAL = 1e-5
 """Relative tolerance for counts and rows: ranks sum them in another order than one device."""

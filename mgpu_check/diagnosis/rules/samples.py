@@ -7,16 +7,7 @@ from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.samples import EpochSamples, Loader
 from mgpu_check.processes.rank_lists import named
 
-__all__ = [
-    "on_no_rank",
-    "order_repeats",
-    "read_by_each_rank",
-    "read_by_each_worker",
-    "repeated_to_fill",
-    "same_on_some",
-    "shared_out_unlike",
-    "uneven_batches",
-]
+__all__: list[str] = []
 
 
 # One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "clips_each_part",
-    "counts_parts_unlike",
-    "divides_a_count",
-    "limits_by_a_norm_of_parts",
-    "rounds_to_integers",
-    "steps_by_its_own_factor",
-    "unscales_by_its_own",
-]
+__all__: list[str] = []
 
 _SAME = 1e-3
 """Largest relative difference between equal weights, norms or factors; a fit itself is allowed 1e-4."""
