@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,39 +16,18 @@ from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 __all__ = ["check_paths", "check_place", "clear", "shortened", "write"]
 
 
-def _html(report: RunReport) -> str:
-    from mgpu_check.acceptance.report.page import render
-
-    return render(report)
-
-
-def _json(report: RunReport) -> str:
-    from mgpu_check.acceptance.report.values import to_json
-
-    return to_json(report)
-
-
-def _markdown(report: RunReport) -> str:
-    from mgpu_check.acceptance.report.markdown import render
-
-    return render(report)
-
-
-def _junit(report: RunReport) -> str:
-    from mgpu_check.acceptance.report.junit import render
-
-    return render(report)
-
-
-def _prometheus(report: RunReport) -> str:
-    from mgpu_check.acceptance.report.prometheus import render
-
-    return render(report)
-
-
-_WRITERS: Mapping[str, Callable[[RunReport], str]] = dict(
-    zip(ACCEPTANCE_SUFFIXES, (_html, _json, _markdown, _junit, _prometheus), strict=True)
+_WRITERS: Mapping[str, tuple[str, str]] = dict(
+    zip(
+        ACCEPTANCE_SUFFIXES,
+        (
+            ("page", "render"),
+            ("values", "to_json"),
+            *((name, "render") for name in ("markdown", "junit", "prometheus")),
+        ),
+        strict=True,
+    )
 )
+"""Suffix -> the module beside this one, and its function that renders a report. A module is imported when needed."""
 
 
 def check_paths(paths: Iterable[Path | str]) -> None:
@@ -114,4 +94,6 @@ def _writer(path: Path) -> Callable[[RunReport], str]:
     if path.suffix.lower() not in _WRITERS:
         *some, last = ACCEPTANCE_SUFFIXES
         raise ValueError(f"{path} does not end in {', '.join(some)} or {last}; choose one of them")
-    return _WRITERS[path.suffix.lower()]
+    module, name = _WRITERS[path.suffix.lower()]
+    writer: Callable[[RunReport], str] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    return writer
