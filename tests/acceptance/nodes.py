@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 
 import torch
 
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Observation, SubjectResult
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.engine.rank_side.rank import Rank
 
 
@@ -24,6 +26,7 @@ class Node:
     def on_ranks(self, check, fn, *args, gpus=None, timeout=None, environment=None):
         chosen = self.numbers if gpus is None else list(gpus)
         results = []
+        fn = pkgutil.resolve_name(fn.__qualname__) if isinstance(fn, NamedFunction) else fn
         for index, gpu in enumerate(chosen):
             result = fn(Rank(index, len(chosen), index, 0, torch.device("cuda", gpu)), *args)
             if isinstance(result, list):

@@ -154,12 +154,12 @@ LOAD = SoakCase(TransformerCase("autocast", batch=4, steps=2), 1, 0.1, 1 << 10, 
 def loaded(rank, faults):
     from mgpu_check.acceptance.faults import hardware_text, planted_from
     from mgpu_check.acceptance.planting import hardware_planted
-    from mgpu_check.acceptance.soak.rounds import _examine_load
+    from mgpu_check.acceptance.soak.checks import examine_load
 
     seen = []
     for fault in faults:
         with hardware_planted(hardware_text([planted_from(name) for name in fault.split()])):
-            *failed, said = _examine_load(rank, LOAD)
+            *failed, said = examine_load(rank, LOAD)
         kinds = {one.subject.kind + (" memory" if "memory under" in one.seen else "") for one in failed}
         seen.append((sorted(kinds), said.reduced, sorted(said.exchanged), said.trained.digests, said.bytes > 10**6))
     return seen

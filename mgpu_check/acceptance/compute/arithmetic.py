@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.verdict.voting import Vote, vote
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.devices.computing.cases import Ballot, ComputeCase
 
 if TYPE_CHECKING:
@@ -16,26 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["compute", "measure_launches"]
 
+_EXAMINE, _ELEMENTS = (
+    NamedFunction(f"mgpu_check.suite.devices.computing.examine:{name}")
+    for name in ("examine_arithmetic", "elements_of_piece")
+)
 _LISTED = 16
 _LAUNCHES = 20
-
-
-def _examine(rank: Rank, cases: Sequence[ComputeCase]) -> list[SubjectResult | Ballot]:
-    from mgpu_check.suite.devices.computing.examine import examine_arithmetic
-
-    return examine_arithmetic(rank, cases)
 
 
 def _pieces(rank: Rank, case: ComputeCase, usual: int) -> tuple[bool, list[int]]:
     from mgpu_check.suite.devices.computing.examine import pieces_of_result
 
     return pieces_of_result(rank, case, usual, equal=rank.index > 0)
-
-
-def _elements(rank: Rank, piece: int) -> tuple[int, list[int]]:
-    from mgpu_check.suite.devices.computing.examine import elements_of_piece
-
-    return elements_of_piece(rank, piece)
 
 
 def measure_launches(rank: Rank, repeats: int) -> list[SubjectResult]:
@@ -53,7 +46,7 @@ def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
     """Run `cases` on all GPUs, and record what their oracles find and which GPUs are outvoted by others of their
     model."""
     numbers = node.numbers
-    results = node.on_ranks("compute", _examine, cases, timeout=20 + 3 * sum(case.seconds for case in cases))
+    results = node.on_ranks("compute", _EXAMINE, cases, timeout=20 + 3 * sum(case.seconds for case in cases))
     ballots: dict[ComputeCase, dict[int, int]] = {}
     wrong: set[tuple[str, int]] = set()
     for number, entries in zip(numbers, results, strict=False):
@@ -105,7 +98,7 @@ def _located(node: Node, case: ComputeCase, odd: int, other: int, usual: int) ->
     pieces = [number for number, pair in enumerate(zip(again[0][1], again[1][1], strict=False)) if pair[0] != pair[1]]
     if not pieces:
         return {"again": "the results agree"}
-    contents = node.on_ranks("compute", _elements, pieces[0], gpus=[odd, other])
+    contents = node.on_ranks("compute", _ELEMENTS, pieces[0], gpus=[odd, other])
     if len(contents) < 2:
         return {"pieces": pieces}
     (start, got), (_, right) = contents

@@ -24,13 +24,14 @@ from mgpu_check.devices.observations import (
     Work,
     median_and_spread,
 )
+from mgpu_check.engine.named_function import NamedFunction
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
-    from mgpu_check.engine.rank_side.rank import Rank
 
 __all__ = ["Rate", "Soak", "slower"]
 
+_LOAD = NamedFunction("mgpu_check.acceptance.soak.checks:examine_load")
 _ROUNDS = 40
 _SHORTEST, _LONGEST = 0.5, 30.0
 """Limits on the seconds of a round. Within them, a soak has `_ROUNDS` rounds."""
@@ -109,7 +110,7 @@ class Soak:
         gpus = self.node.numbers
         case = self._case(number, turns, len(gpus))
         results = self.node.on_ranks(
-            "soak", _examine_load, case, gpus=gpus, environment=DETERMINISTIC, timeout=60 + 10 * self._round
+            "soak", _LOAD, case, gpus=gpus, environment=DETERMINISTIC, timeout=60 + 10 * self._round
         )
         loaded = {
             gpu: one
@@ -259,9 +260,3 @@ def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation
             seen = f"{count} elements that GPU {gpus[rank]} gave GPU {gpu} in all_to_all are wrong under load"
             found.append(Observation("soak", pair, "failed", seen, str(case)))
     return found
-
-
-def _examine_load(rank: Rank, case: SoakCase) -> list[Any]:
-    from mgpu_check.acceptance.soak.checks import examine_load
-
-    return examine_load(rank, case)

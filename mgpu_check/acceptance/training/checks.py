@@ -14,15 +14,20 @@ from mgpu_check.acceptance.comparison import models
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.acceptance.training.departures import Divided, departures, judge, passed
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject
+from mgpu_check.engine.named_function import NamedFunction
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
-    from mgpu_check.engine.rank_side.rank import Rank
 
 __all__ = ["DETERMINISTIC", "largest", "sized", "train_alike"]
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """cuBLAS gives the same bits each time only if this variable is set before its first call."""
+
+_TRAINING, _BYTES = (
+    NamedFunction(f"mgpu_check.acceptance.training.identical:{name}") for name in ("examine_training", "bytes_after")
+)
+_BESIDE_REFERENCE = NamedFunction("mgpu_check.acceptance.training.reference:examine_by_reference")
 
 _SIMULATED: dict[str, Any] = {"layers": 1, "heads": 2, "width": 16, "vocabulary": 32, "length": 8, "batch": 4}
 _QUICK: dict[str, Any] = {"layers": 4, "heads": 8, "width": 512, "vocabulary": 1024, "length": 128, "batch": 8}
@@ -54,7 +59,7 @@ def train_alike(node: Node, case: TransformerCase) -> None:
     trained = _trained(node, case, node.numbers)
 
     def bits(gpu: int, step: int, name: str) -> bytes | None:
-        found = node.on_ranks("training", _bytes_after, case, step, name, gpus=[gpu], environment=DETERMINISTIC)
+        found = node.on_ranks("training", _BYTES, case, step, name, gpus=[gpu], environment=DETERMINISTIC)
         return found[0] if found else None
 
     model = models(node.gpus)
@@ -70,7 +75,7 @@ def train_alike(node: Node, case: TransformerCase) -> None:
 
 
 def _trained(node: Node, case: TransformerCase, gpus: Sequence[int]) -> dict[int, Trained]:
-    results = node.on_ranks("training", _examine_training, case, gpus=gpus, environment=DETERMINISTIC)
+    results = node.on_ranks("training", _TRAINING, case, gpus=gpus, environment=DETERMINISTIC)
     return {
         gpu: one for gpu, result in zip(gpus, results, strict=False) for one in result or () if isinstance(one, Trained)
     }
@@ -100,7 +105,7 @@ def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) ->
 
 def _wrong_beside_the_host(node: Node, case: TransformerCase, gpus: Sequence[int]) -> set[int]:
     small = replace(case, optimizer="sgd", dropout=False, **_BESIDE_THE_HOST)
-    results = node.on_ranks("training", _examine_by_reference, small, gpus=gpus, environment=DETERMINISTIC)
+    results = node.on_ranks("training", _BESIDE_REFERENCE, small, gpus=gpus, environment=DETERMINISTIC)
     return {
         entry.subject.members[0]
         for entry in _observations(results)
@@ -114,21 +119,3 @@ def _observations(results: Iterable[Any]) -> Iterable[Observation]:
 
 def _failed(subject: Subject, seen: str, case: TransformerCase, evidence: dict[str, Any]) -> Observation:
     return Observation("training", subject, "failed", seen, str(case), evidence=evidence)
-
-
-def _examine_training(rank: Rank, case: TransformerCase) -> list[Any]:
-    from mgpu_check.acceptance.training.identical import examine_training
-
-    return examine_training(rank, case)
-
-
-def _bytes_after(rank: Rank, case: TransformerCase, step: int, name: str) -> bytes:
-    from mgpu_check.acceptance.training.identical import bytes_after
-
-    return bytes_after(rank, case, step, name)
-
-
-def _examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]:
-    from mgpu_check.acceptance.training.reference import examine_by_reference
-
-    return examine_by_reference(rank, case)
