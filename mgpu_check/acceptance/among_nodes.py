@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -25,17 +25,13 @@ class Outlier:
     """A node that is too slow compared with the others.
 
     Attributes:
-        report: index of its report in the order given; `host` is the number of the host in that report.
-        name: name of the host.
-        subject: kind of the measured subjects, such as "gpu"; `value` is the median over those of this node.
+        host: its number in the report; `name` is its name.
+        value: the median over the measured subjects of this node.
         nodes: number of other nodes in the comparison.
     """
 
-    report: int
     host: int
     name: str
-    model: str
-    subject: str
     quantity: str
     unit: str
     size: int
@@ -71,92 +67,63 @@ class AmongNodes:
     """The result of `among_nodes`.
 
     Attributes:
-        compared: number of values of nodes that were compared.
         unknown: a line for each node, or quantity of one, that could not be compared, with the reason.
     """
 
     outliers: tuple[Outlier, ...]
-    compared: int
     unknown: tuple[str, ...]
 
 
-def among_nodes(reports: Sequence[RunReport]) -> AmongNodes:
-    """Compare each node with the others of the same model and software, real with real, simulated with simulated.
+def among_nodes(report: RunReport) -> AmongNodes:
+    """Compare each node of a report of many nodes with the others of the same model and software.
 
     A node has one value for each quantity and size: the median over its GPUs or links. A single slow GPU or link does
     not move it; the verdict of the node's own run names that part.
     """
-    groups: defaultdict[tuple[Any, ...], dict[tuple[int, int], list[Measurement]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    every = [(number, gpu) for number, report in enumerate(reports) for gpu in report.gpus]
-    kinds = models(replace(gpu, number=place) for place, (_, gpu) in enumerate(every))
-    model_of = {(number, gpu.number): kinds[place] for place, (number, gpu) in enumerate(every)}
-    for number, report in enumerate(reports):
-        hosts = {gpu.number: gpu.host for gpu in report.gpus}
-        software = {host.number: tuple(host.software.get(name, "") for name in SOFTWARE) for host in report.hosts}
-        for m in report.measurements:
-            if m.subject.kind == "host" or useless(m):
-                continue
-            there = {hosts[member] for member in m.subject.members}
-            model = {model_of[number, member] for member in m.subject.members}
-            if len(there) == len(model) == 1:
-                host = there.pop()
-                kind = (m.subject.kind, len(m.subject.members), m.quantity, m.unit, m.size)
-                groups[(bool(report.simulated), *model, software.get(host, ()), *kind)][number, host].append(m)
+    groups: defaultdict[tuple[Any, ...], dict[int, list[Measurement]]] = defaultdict(lambda: defaultdict(list))
+    model = models(report.gpus)
+    host_of = {gpu.number: gpu.host for gpu in report.gpus}
+    software = {host.number: tuple(host.software.get(name, "") for name in SOFTWARE) for host in report.hosts}
+    names = {host.number: host.name for host in report.hosts}
+    for m in report.measurements:
+        if m.subject.kind == "host" or useless(m):
+            continue
+        hosts = {host_of[member] for member in m.subject.members}
+        if len(hosts) == len({model[member] for member in m.subject.members}) == 1:
+            host = hosts.pop()
+            groups[(model[m.subject.members[0]], software.get(host, ()), m.kind)][host].append(m)
     outliers: list[Outlier] = []
     alone: dict[str, None] = {}
     undecided: dict[str, None] = {}
-    compared = 0
     for group in groups.values():
         if len(group) <= LEAST_PEERS:
-            alone.update((_name(reports, *node), None) for node in group)
+            alone.update((names.get(host, f"host {host}"), None) for host in group)
             continue
-        compared += len(group)
-        standing, why = _stand_out(reports, group)
+        standing, why = _stand_out(names, group)
         outliers += standing
         undecided.update(dict.fromkeys(why))
     lines = [
         f"{name}: fewer than {LEAST_PEERS} other nodes have its model and software; not all was compared"
         for name in alone
     ]
-    return AmongNodes(tuple(outliers), compared, (*lines, *undecided))
+    return AmongNodes(tuple(outliers), (*lines, *undecided))
 
 
-def _stand_out(
-    reports: Sequence[RunReport], group: Mapping[tuple[int, int], Sequence[Measurement]]
-) -> tuple[list[Outlier], list[str]]:
+def _stand_out(names: Mapping[int, str], group: Mapping[int, Sequence[Measurement]]) -> tuple[list[Outlier], list[str]]:
     """Return the nodes of a group that are too slow, and why others are undecided."""
-    values = {node: median(m.value for m in several) for node, several in group.items()}
+    values = {host: median(m.value for m in several) for host, several in group.items()}
+    kind = next(iter(group.values()))[0].kind
+    what = f"{kind.quantity} of size {kind.size}"
     found, why = [], []
-    for node, several in group.items():
-        first = several[0]
-        others = [value for other, value in values.items() if other != node]
-        comparison = beside_peers(values[node], others, first.unit, least_shortfall(first.kind))
+    for host, value in values.items():
+        name = names.get(host, f"host {host}")
+        others = [value for other, value in values.items() if other != host]
+        comparison = beside_peers(value, others, kind.unit, least_shortfall(kind))
         if comparison.outcome == "unknown":
-            why.append(f"{_name(reports, *node)}: {first.quantity} of size {first.size}: {comparison.why}")
+            why.append(f"{name}: {what}: {comparison.why}")
         if comparison.outcome == "failed":
-            model = next(gpu.name for gpu in reports[node[0]].gpus if gpu.number == first.subject.members[0])
-            found.append(
-                Outlier(
-                    report=node[0],
-                    host=node[1],
-                    name=_name(reports, *node),
-                    model=model,
-                    subject=first.subject.kind,
-                    quantity=first.quantity,
-                    unit=first.unit,
-                    size=first.size,
-                    value=values[node],
-                    comparison=comparison,
-                    nodes=len(others),
-                )
-            )
+            found.append(Outlier(host, name, kind.quantity, kind.unit, kind.size, value, comparison, len(others)))
     if 2 * len(found) < len(group):
         return found, [] if found else why  # a named node explains why the others scatter
     half = ", ".join(one.name for one in found)
-    return [], [*why, f"{found[0].quantity} of size {found[0].size}: half of the nodes are slow, none is named: {half}"]
-
-
-def _name(reports: Sequence[RunReport], report: int, host: int) -> str:
-    return next((h.name for h in reports[report].hosts if h.number == host), f"host {host}")
+    return [], [*why, f"{what}: half of the nodes are slow, none is named: {half}"]

@@ -21,15 +21,7 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
 from mgpu_check.devices.telemetry.fields import Value
 
-__all__ = [
-    "FORM",
-    "SOFTWARE",
-    "Baseline",
-    "Entry",
-    "Recorded",
-    "place_of",
-    "read_baseline",
-]
+__all__ = ["FORM", "SOFTWARE", "Baseline", "Entry", "Recorded", "place_of", "read_baseline"]
 
 SOFTWARE = ("driver", "cuda", "nccl", "torch")
 """Versions that affect speed: kernels come from torch and CUDA, collectives from NCCL, clocks and copies from the
@@ -133,14 +125,6 @@ class Baseline:
         """Return how many GPUs one host had when this model was last recorded; None if the file does not say."""
         entries = self.of(gpus[0]) if gpus else []
         return entries[0].gpus or None if entries else None
-
-    def about(self, gpu: Gpu, software: Mapping[str, str]) -> str:
-        """Return why the file has no entry for the model of this GPU with this software, or "" if it has one.
-
-        Args:
-            software: name -> version. All versions of `SOFTWARE` must be equal.
-        """
-        return self.entry(gpu, software)[1]
 
     def compare(
         self, measurement: Measurement, gpus: Mapping[int, Gpu], software: Mapping[int, Mapping[str, str]]

@@ -59,10 +59,10 @@ def differing(observations: Iterable[Observation]) -> list[Observation]:
     return [o for o in observations if {"differ", "differ to the host"} & set(o.evidence)]
 
 
-def report(name: str, factor: float, torch: str = "2.13", simulated: str | None = None) -> RunReport:
+def report(name: str, factor: float, torch: str = "2.13") -> RunReport:
     verdict = Verdict("ACCEPTED")
     made = tuple(node("gpu", 4, lambda m: factor) + node("copy", 4, lambda m: factor))
     return RunReport(
         "2026-01-01T00:00:00+00:00", 1.0, "", "quick", verdict, {0: verdict}, (Host(0, name, {"torch": torch}),),
-        tuple(gpus(4)), (), (), made, simulated=simulated,
+        tuple(gpus(4)), (), (), made,
     )  # fmt: skip

@@ -14,9 +14,10 @@ from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amo
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.performance.checks import judge, unmeasured
 from mgpu_check.acceptance.performance.peers import link_classes
+from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
-from mgpu_check.acceptance.run_report import Gpu
+from mgpu_check.acceptance.run_report import Gpu, RunReport
 from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.acceptance.verdict.verdict import explain
@@ -343,22 +344,26 @@ def test_a_fast_link_is_no_measure_for_all_others():
 # --- among nodes ---
 
 
+def joined(*reports: RunReport) -> RunReport:
+    return merge({one.hosts[0].name: one for one in reports}, "mgpu-check accept merge")
+
+
 def test_a_node_whose_gpus_are_all_slow_stands_out_among_nodes():
-    found = among_nodes([report("a", 1.0), report("b", 0.99), report("c", 0.6), report("d", 1.01)])
-    assert {(o.name, o.report, o.quantity) for o in found.outliers} == {
+    found = among_nodes(joined(report("a", 1.0), report("b", 0.99), report("c", 0.6), report("d", 1.01)))
+    assert {(o.name, o.host, o.quantity) for o in found.outliers} == {
         ("c", 2, "matrix product, float16"),
         ("c", 2, "copy bandwidth"),
     }
-    assert found.compared == 8 and not found.unknown
+    assert not found.unknown
     assert "40% slower than" in str(found.outliers[0]) and "3 other nodes" in str(found.outliers[0])
 
 
 def test_nodes_are_compared_with_their_like_only():
-    few = among_nodes([report("a", 1.0), report("b", 0.5)])
+    few = among_nodes(joined(report("a", 1.0), report("b", 0.5)))
     assert not few.outliers and len(few.unknown) == 2 and "fewer than 2 other nodes" in few.unknown[0]
-    other = [report("a", 1.0), report("b", 1.0), report("c", 0.5, torch="2.11"), report("d", 0.5, simulated="cpu")]
+    other = joined(report("a", 1.0), report("b", 1.0), report("c", 0.5, torch="2.11"))
     assert not among_nodes(other).outliers
-    halves = [report("a", 1.0), report("b", 1.0), report("c", 0.5), report("d", 0.5)]
+    halves = joined(report("a", 1.0), report("b", 1.0), report("c", 0.5), report("d", 0.5))
     assert not among_nodes(halves).outliers  # two against two
 
 

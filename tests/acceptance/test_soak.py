@@ -159,7 +159,8 @@ def loaded(rank, faults):
     seen = []
     for fault in faults:
         with hardware_planted(hardware_text([planted_from(name) for name in fault.split()])):
-            *failed, said = examine_load(rank, LOAD)
+            results: list[Any] = examine_load(rank, LOAD)
+        *failed, said = results
         kinds = {one.subject.kind + (" memory" if "memory under" in one.seen else "") for one in failed}
         seen.append((sorted(kinds), said.reduced, sorted(said.exchanged), said.trained.digests, said.bytes > 10**6))
     return seen

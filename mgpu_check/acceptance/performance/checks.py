@@ -242,7 +242,7 @@ def _without_reference(
             made.update(c.against for c in comparisons if c.outcome in ("passed", "failed"))
     for number, made in sorted(measured.items()):
         gpu = gpus[number]
-        lacking = baseline.about(gpu, software.get(gpu.host, {})) if baseline is not None else ""
+        lacking = baseline.entry(gpu, software.get(gpu.host, {}))[1] if baseline is not None else ""
         if baseline is not None and not lacking and "baseline" not in made:
             lacking = f"{baseline.file} does not list any of the measured quantities"
         if made & {"baseline", "floor"} and not lacking:

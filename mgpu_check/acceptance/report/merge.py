@@ -134,7 +134,7 @@ def _with_moves(whole: RunReport, moves: Mapping[int, Sequence[str]]) -> RunRepo
 def _with_suspects(whole: RunReport) -> RunReport:
     """Add an accusation of each host that is slower than the others of its model, unless an earlier merge has."""
     known = {one.part for one in whole.verdict.accusations if view.is_suspect(one)}
-    found = [one for one in among_nodes([whole]).outliers if Part("host", (one.host,)) not in known]
+    found = [one for one in among_nodes(whole).outliers if Part("host", (one.host,)) not in known]
     slow = [judged(one.observation, whole.policy) for one in found]
     observations = (*whole.observations, *slow)
     numbers: dict[int, list[int]] = {}

@@ -325,7 +325,7 @@ def among_hosts(report: RunReport) -> list[str]:
         return []
     if len(report.hosts) <= LEAST_PEERS:
         return [f"speeds of hosts are compared with each other from {LEAST_PEERS + 1} hosts on"]
-    found = among_nodes([report])
+    found = among_nodes(report)
     told = {one.part.members[0] for one in report.verdict.accusations if is_suspect(one)}
     return [*(str(one) for one in found.outliers if one.host not in told), *found.unknown]
 
