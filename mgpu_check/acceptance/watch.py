@@ -46,12 +46,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        gpus: Sequence[Gpu],
-        pool: RankPool,
-        simulated: SimulatedTelemetry | None,
-        interval: float,
-        epoch: float,
+        self, gpus: Sequence[Gpu], pool: RankPool, simulated: SimulatedTelemetry | None, interval: float, epoch: float
     ) -> None:
         self.interval = interval
         self._pool = pool
@@ -61,7 +56,7 @@ class Watch:
             self._of.setdefault(gpu.host, []).append((gpu.number, gpu.uuid))
         self.hosts = {host: [number for number, _ in here] for host, here in self._of.items()}
         first = self._of.pop(0, [])
-        self._sampler = TelemetrySampler.start(first, simulated, interval, epoch=epoch)
+        self._sampler = TelemetrySampler(first, simulated, interval, epoch=epoch)
         self._visited: dict[int, float] = {}
         self._answering: set[int] = set()
         self._samples: list[TelemetrySample] = []

@@ -327,7 +327,7 @@ def test_xids_are_events_of_their_gpu(machine: Machine, monkeypatch: pytest.Monk
 def test_an_initialization_that_hangs_is_a_trouble_of_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"init": {"hang": True}}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with TelemetrySampler.start(list(UUIDS.items()), None, 1.0, deadline=0.1) as sampler:
+    with TelemetrySampler(list(UUIDS.items()), None, 1.0, deadline=0.1) as sampler:
         taken = sampler.snapshot()
         (trouble,) = sampler.troubles()
     assert (trouble.kind, trouble.gpu, trouble.field) == ("hang", None, "initialization")
@@ -337,7 +337,7 @@ def test_an_initialization_that_hangs_is_a_trouble_of_no_gpu(monkeypatch: pytest
 def test_where_no_xids_are_told_a_snapshot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": [{"nvmlDeviceGetSupportedEventTypes": 0}]}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with TelemetrySampler.start([(0, UUIDS[0])], None, 1.0) as sampler:
+    with TelemetrySampler([(0, UUIDS[0])], None, 1.0) as sampler:
         while "xid" not in (taken := sampler.snapshot()).unknown[0]:
             pass
     assert taken.unknown[0]["xid"] == "no GPU reports Xids"
@@ -348,7 +348,7 @@ def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPat
     gpus = [{}, {"nvmlDeviceGetPowerUsage": {"hang": True}}]
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": gpus, "events": [{"gpu": 0, "xid": 63}]}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with TelemetrySampler.start(list(UUIDS.items()), None, 0.05, deadline=1.0) as sampler:
+    with TelemetrySampler(list(UUIDS.items()), None, 0.05, deadline=1.0) as sampler:
         taken = sampler.snapshot()
         troubles = {(t.kind, t.gpu, t.field, t.code) for t in sampler.troubles()}
     assert taken.facts[0]["name"] == "NVIDIA H100 80GB HBM3"

@@ -25,7 +25,7 @@ def test_snapshots_samples_and_troubles_name_the_gpu_and_the_field() -> None:
         Override(2, "p2p_0", "chipset not supported"),
         Override(0, "xid", 48),
     )
-    with TelemetrySampler.start(GPUS, SimulatedTelemetry({"memory": 1 << 20}, overrides), 0.01) as sampler:
+    with TelemetrySampler(GPUS, SimulatedTelemetry({"memory": 1 << 20}, overrides), 0.01) as sampler:
         first, second = sampler.snapshot(), sampler.snapshot()
         assert sampler.snapshot().counters[1]["pcie_replays"] > first.counters[1]["pcie_replays"] >= 7
         while len(sampler.samples()) < 8:
@@ -45,7 +45,7 @@ def test_snapshots_samples_and_troubles_name_the_gpu_and_the_field() -> None:
 
 def test_one_that_hangs_and_one_that_is_lost_cost_the_others_nothing() -> None:
     overrides = (Override(2, "power", error="timeout"), Override(0, "", error="lost"))
-    with TelemetrySampler.start(GPUS, SimulatedTelemetry(overrides=overrides), 0.05, deadline=0.2) as sampler:
+    with TelemetrySampler(GPUS, SimulatedTelemetry(overrides=overrides), 0.05, deadline=0.2) as sampler:
         taken = sampler.snapshot()
         again = sampler.snapshot()
         troubles = {(t.kind, t.gpu, t.field) for t in sampler.troubles()}
@@ -58,13 +58,13 @@ def test_one_that_hangs_and_one_that_is_lost_cost_the_others_nothing() -> None:
 
 
 def test_where_there_is_no_telemetry_a_snapshot_says_why() -> None:
-    with TelemetrySampler.start(GPUS, SimulatedTelemetry(absent="no driver"), 1.0) as sampler:
+    with TelemetrySampler(GPUS, SimulatedTelemetry(absent="no driver"), 1.0) as sampler:
         taken = sampler.snapshot()
     assert taken.absent == "no driver" and taken.facts == {} and set(taken.missing) == {0, 1, 2, 3}
 
 
 def test_a_process_that_dies_is_a_trouble_with_what_it_had_asked() -> None:
-    with TelemetrySampler.start(
+    with TelemetrySampler(
         GPUS, SimulatedTelemetry(overrides=(Override(2, "power", error="timeout"),)), 0.05
     ) as sampler:
         while sampler.asked_now() != [(2, "power")]:
@@ -83,7 +83,7 @@ def test_it_ends_with_the_process_that_has_it() -> None:
         "from mgpu_check.devices.telemetry.sampler import TelemetrySampler\n"
         "from mgpu_check.devices.telemetry.simulated import Override, SimulatedTelemetry\n"
         "hanging = SimulatedTelemetry(overrides=(Override(0, 'power', error='timeout'),))\n"
-        "sampler = TelemetrySampler.start([(0, 'a')], hanging, 0.05)\n"
+        "sampler = TelemetrySampler([(0, 'a')], hanging, 0.05)\n"
         "while not sampler.asked_now(): pass\n"
         "print(sampler.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -110,4 +110,4 @@ def test_what_is_no_field_or_no_interval_is_refused() -> None:
     with pytest.raises(ValueError, match="fan"):
         SimulatedTelemetry({"fan": 1})
     with pytest.raises(ValueError, match="interval=0"):
-        TelemetrySampler.start(GPUS, None, 0)
+        TelemetrySampler(GPUS, None, 0)

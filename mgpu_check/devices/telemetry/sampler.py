@@ -35,11 +35,17 @@ _FACTS: tuple[Kind, ...] = ("identity", "fact", "pair", "limit", "state")
 
 
 class TelemetrySampler:
-    """Watches the GPUs of this machine. Safe to use from several threads.
+    """Watches the GPUs of this machine from its creation on. Safe to use from several threads.
 
-    Attributes:
-        gpus: their numbers in the run.
+    Args:
+        gpus: number in the run, and UUID, of each GPU of this machine.
+        simulated: configuration of simulated telemetry; None for real GPUs.
         interval: seconds between two samples of a GPU.
+        epoch: start of the run, by `time.monotonic`; default now.
+        deadline: seconds until a query counts as hanging; default 20, simulated 2.
+
+    Raises:
+        ValueError: `interval` is not positive.
     """
 
     def __init__(
@@ -51,7 +57,6 @@ class TelemetrySampler:
         epoch: float | None = None,
         deadline: float | None = None,
     ) -> None:
-        """See `start`."""
         if not interval > 0:
             raise ValueError(f"Sampler: interval={interval!r} must be more than 0 seconds")
         self.gpus = tuple(number for number, _ in gpus)
@@ -102,30 +107,6 @@ class TelemetrySampler:
             )
         self._listener = threading.Thread(target=self._listen, name="telemetry", daemon=True)
         self._listener.start()
-
-    @classmethod
-    def start(
-        cls,
-        gpus: Sequence[tuple[int, str]],
-        simulated: SimulatedTelemetry | None,
-        interval: float,
-        *,
-        epoch: float | None = None,
-        deadline: float | None = None,
-    ) -> TelemetrySampler:
-        """Begin to sample. Returns before the driver has answered.
-
-        Args:
-            gpus: number in the run, and UUID, of each GPU of this machine.
-            simulated: configuration of simulated telemetry; None for real GPUs.
-            interval: seconds between two samples of a GPU.
-            epoch: start of the run, by `time.monotonic`; default now.
-            deadline: seconds until a query counts as hanging; default 20, simulated 2.
-
-        Raises:
-            ValueError: `interval` is not positive.
-        """
-        return cls(gpus, simulated, interval, epoch=epoch, deadline=deadline)
 
     def snapshot(self, timeout: float = 60.0, *, full: bool = True) -> Snapshot:
         """Query all GPUs now, and wait up to `timeout` seconds for all answers together.

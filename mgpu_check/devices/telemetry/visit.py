@@ -34,11 +34,11 @@ def visit(
     """Sample the GPUs of this machine while `meanwhile` runs, then take a snapshot.
 
     Args:
-        gpus, simulated, interval: see `TelemetrySampler.start`.
+        gpus, simulated, interval: see `TelemetrySampler`.
         full: see `TelemetrySampler.snapshot`.
         meanwhile: the work to run; None takes the snapshot at once.
     """
-    with TelemetrySampler.start(gpus, simulated, interval) as sampler:
+    with TelemetrySampler(gpus, simulated, interval) as sampler:
         if meanwhile is not None:
             meanwhile()
         snapshot = sampler.snapshot(_PATIENCE, full=full)
