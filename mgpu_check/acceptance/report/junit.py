@@ -54,7 +54,8 @@ def render(report: RunReport) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-_OUTCOMES: dict[str, Outcome] = {"failure": "failed", "error": "unknown", "skipped": "skipped", "": "passed"}
+_TAGS: dict[Outcome, str] = {"failed": "failure", "unknown": "error", "skipped": "skipped", "passed": ""}
+_OUTCOMES = {tag: outcome for outcome, tag in _TAGS.items()}
 
 
 def _properties(report: RunReport) -> ET.Element:
@@ -79,16 +80,10 @@ def _properties(report: RunReport) -> ET.Element:
 
 def _case(report: RunReport, check: str, subject: Subject, entries: Sequence[Observation]) -> ET.Element:
     seconds = sum(entry.work.seconds for entry in entries)
-    names = {
-        "classname": f"mgpu_check.acceptance.{check}",
-        "name": view.name_of(report, subject),
-        "time": f"{seconds:.3f}",
-    }
-    case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
+    case = _element(check, view.name_of(report, subject), seconds)
     tally = view.Tally.of(entry.outcome for entry in entries for _ in range(entry.times))
     telling = [entry for entry in entries if entry.outcome == tally.outcome != "passed"]
-    tag = {"failed": "failure", "unknown": "error", "skipped": "skipped"}.get(tally.outcome)
-    if tag:
+    if tag := _TAGS[tally.outcome]:
         kind = telling[0].finding or tally.outcome
         reason = ET.SubElement(case, tag, {"message": _text(telling[0].seen), "type": kind})
         reason.text = _text("\n".join(_told(entry) for entry in telling[:_MOST]))
@@ -101,12 +96,15 @@ def _case(report: RunReport, check: str, subject: Subject, entries: Sequence[Obs
 
 def _of_check(run: CheckRun) -> ET.Element:
     """Return a test case for a whole check that did too little work or has no observations."""
-    names = {"classname": f"mgpu_check.acceptance.{run.name}", "name": "all", "time": f"{run.seconds:.3f}"}
-    case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
-    tag = {"failed": "failure", "unknown": "error", "skipped": "skipped"}.get(run.outcome)
-    if tag:
+    case = _element(run.name, "all", run.seconds)
+    if tag := _TAGS[run.outcome]:
         ET.SubElement(case, tag, {"message": _text(run.why), "type": run.outcome})
     return case
+
+
+def _element(check: str, name: str, seconds: float) -> ET.Element:
+    names = {"classname": f"mgpu_check.acceptance.{check}", "name": name, "time": f"{seconds:.3f}"}
+    return ET.Element("testcase", {key: _text(value) for key, value in names.items()})
 
 
 def _told(entry: Observation) -> str:
