@@ -347,10 +347,7 @@ def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterato
     ]
     for observation in judge(made, gpus):
         if observation.outcome == "failed":
-            yield (
-                f"{observation.subject}: {observation.seen}: the recorded node is itself broken",
-                "broken node",
-            )
+            yield (f"{observation.subject}: {observation.seen}: the recorded node is itself broken", "broken node")
 
 
 def _place(text: str) -> tuple[int, ...] | None:

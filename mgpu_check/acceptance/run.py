@@ -103,14 +103,7 @@ class Run:
             self.session.fault = Planting(PLANTER, hardware_text(plan.planted))
         with self.leased("acceptance: first look at the GPUs"):
             gpus = self._gpus()
-        self.node = Node(
-            self.session.pool,
-            self.log,
-            gpus,
-            plan,
-            self.hosts,
-            telemetry=self._watch(gpus),
-        )
+        self.node = Node(self.session.pool, self.log, gpus, plan, self.hosts, telemetry=self._watch(gpus))
         with self.leased("acceptance: first look at telemetry"):
             self.node.mark()
         self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)

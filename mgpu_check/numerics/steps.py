@@ -135,11 +135,7 @@ def measure_step(
 
 
 def measure_step_provisionally(
-    step: Step,
-    inputs: Mapping[str, torch.Tensor],
-    single: Mapping[str, torch.Tensor],
-    *,
-    seed: int = 0,
+    step: Step, inputs: Mapping[str, torch.Tensor], single: Mapping[str, torch.Tensor], *, seed: int = 0
 ) -> MeasuredStep[str]:
     """Measure a distance from single-device results within which `measure_step` would accept a result.
 

@@ -95,11 +95,5 @@ def install_storage(patches: Patches) -> None:
     patches.set(_storage, "device", property(_device))
     patches.set(_storage, "is_cuda", property(lambda self: _device(self).type == "cuda"))
     patches.set(_storage, "__new__", _new(_storage.__new__))
-    for name, function in (
-        ("cuda", _cuda),
-        ("cpu", _cpu),
-        ("to", _to),
-        ("clone", _clone),
-        ("resize_", _resize_),
-    ):
+    for name, function in (("cuda", _cuda), ("cpu", _cpu), ("to", _to), ("clone", _clone), ("resize_", _resize_)):
         patches.set(_storage, name, function)

@@ -209,10 +209,7 @@ def _well(gpu: int, before: Snapshot, after: Snapshot, samples: Sequence[Telemet
 
 
 def _states(
-    gpu: int,
-    before: Mapping[str, Value | None],
-    after: Mapping[str, Value | None],
-    counters: Mapping[str, int | None],
+    gpu: int, before: Mapping[str, Value | None], after: Mapping[str, Value | None], counters: Mapping[str, int | None]
 ) -> list[Observation]:
     facts = after or before
     found = []

@@ -129,11 +129,7 @@ def _states(facts: KernelFacts) -> Iterator[tuple[str, Component, str]]:
         if str(one.values.get("iommu", "")).startswith("DMA"):
             yield "iommu", one, f"the IOMMU translates its addresses ({one.values['iommu']})"
         if "gsp" in one.values and one.values["gsp"] != usual[0][0] and 2 * usual[0][1] > len(gpus):
-            yield (
-                "gsp",
-                one,
-                f"its firmware of the GSP is {one.values['gsp']}, and that of the others {usual[0][0]}",
-            )
+            yield ("gsp", one, f"its firmware of the GSP is {one.values['gsp']}, and that of the others {usual[0][0]}")
     above = {slot for one in gpus for slot in one.slots[:-1]} if len(gpus) > 1 else set()
     for one in facts.values():
         if one.name in above and one.values.get("acs"):

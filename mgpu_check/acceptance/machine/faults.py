@@ -27,10 +27,7 @@ _FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nic-link-flaps": ("the link of a NIC goes down and comes back", {"after": {f"{_PORT}/counters/link_downed": "1"}}),
     "nic-link-down": ("the link of a NIC goes down in the run", {"after": {f"{_PORT}/state": "1: DOWN"}}),
     "nic-symbol-errors": ("symbol errors of a NIC grow", {"after": {f"{_PORT}/counters/symbol_error": "5000"}}),
-    "nic-slow": (
-        "the link of a NIC is trained at half the width",
-        _always(f"{_PORT}/rate", "200 Gb/sec (2X NDR)"),
-    ),
+    "nic-slow": ("the link of a NIC is trained at half the width", _always(f"{_PORT}/rate", "200 Gb/sec (2X NDR)")),
     "nic-pcie-slow": (
         "the PCIe link of a NIC is trained down",
         _always(f"{_SLOT}/0000:41:00.0/current_link_width", "8"),

@@ -37,10 +37,7 @@ _fault(
     "SlowDevice",
 )
 _fault(
-    "slow-dtype",
-    "a GPU computes slowly in one dtype",
-    {"device": 1, "factor": 8.0, "dtype": "float16"},
-    "SlowDevice",
+    "slow-dtype", "a GPU computes slowly in one dtype", {"device": 1, "factor": 8.0, "dtype": "float16"}, "SlowDevice"
 )
 _fault("slow-link", "copies over a link are slow", {"device": 0, "peer": 2, "factor": 4.0}, "SlowLink", link)
 _fault(
@@ -87,16 +84,8 @@ _fault(
     "SlowCollective",
 )
 _fault(
-    "lost",
-    "a GPU falls off the bus, `after` seconds into the run",
-    {"device": 1, "after": 0.0},
-    "Lost",
-    caught_by=_ALL,
+    "lost", "a GPU falls off the bus, `after` seconds into the run", {"device": 1, "after": 0.0}, "Lost", caught_by=_ALL
 )
 _fault(
-    "hangs",
-    "a call of the driver about a GPU never returns",
-    {"device": 1, "after": 0.0},
-    "Hanging",
-    caught_by=_ALL,
+    "hangs", "a call of the driver about a GPU never returns", {"device": 1, "after": 0.0}, "Hanging", caught_by=_ALL
 )

@@ -88,10 +88,7 @@ def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
 
 
 def _speeds(
-    report: RunReport,
-    key: Key,
-    found: Mapping[tuple[int, int], Measurement],
-    links: set[tuple[int, int]],
+    report: RunReport, key: Key, found: Mapping[tuple[int, int], Measurement], links: set[tuple[int, int]]
 ) -> list[Matrix]:
     quantity, unit, size = key
     scale, prefix = view.prefix([one.value for one in found.values()])

@@ -20,9 +20,7 @@ mistake(
     "allocate each entry: [torch.empty_like(x) for _ in range(world_size)]",
 )
 mistake(
-    "strided-view",
-    "a collective ran on a view with gaps",
-    "communicate tensor.contiguous(), and copy the result back",
+    "strided-view", "a collective ran on a view with gaps", "communicate tensor.contiguous(), and copy the result back"
 )
 mistake(
     "memory-formats-differ",

@@ -73,11 +73,7 @@ def _layouts(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
 
 
 def _shifted_within(
-    rows: _Rows,
-    of_ranks: Sequence[Labels],
-    parts: int,
-    chunks_of: Sequence[tuple[int, ...]],
-    samples: int,
+    rows: _Rows, of_ranks: Sequence[Labels], parts: int, chunks_of: Sequence[tuple[int, ...]], samples: int
 ) -> tuple[int, str, int] | None:
     """Return the first wrong label as rank, label and right label; None without any, or in another layout.
 

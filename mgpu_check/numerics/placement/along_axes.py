@@ -14,11 +14,7 @@ __all__ = ["along_axes"]
 
 
 def along_axes(
-    name: str,
-    local: torch.Tensor,
-    wholes: Wholes,
-    coordinates: Coordinates,
-    others: Iterable[tuple[torch.Size, Slice]],
+    name: str, local: torch.Tensor, wholes: Wholes, coordinates: Coordinates, others: Iterable[tuple[torch.Size, Slice]]
 ) -> Slice | None:
     """Return the chunk of the whole of this name that is this rank's along an axis; None if that is not known.
 
