@@ -33,15 +33,8 @@ class Pool:
     """Blocks and bytes of one pool of a device: in use now, at the peak, and allocated in total."""
 
     __slots__ = (
-        "blocks",
-        "blocks_given",
-        "blocks_peak",
-        "bytes",
-        "bytes_given",
-        "bytes_peak",
-        "requested",
-        "reserved",
-        "since",
+        *("blocks", "blocks_given", "blocks_peak", "bytes", "bytes_given", "bytes_peak", "requested", "reserved"),
+        *("since",),
     )
 
     def __init__(self) -> None:
@@ -65,20 +58,8 @@ class DeviceMemory:
     """
 
     __slots__ = (
-        "addresses",
-        "allocated",
-        "emptied",
-        "exhausted",
-        "freed",
-        "index",
-        "large",
-        "limit",
-        "peak",
-        "reserved",
-        "reserved_peak",
-        "small",
-        "taken",
-        "total",
+        *("addresses", "allocated", "emptied", "exhausted", "freed", "index", "large", "limit", "peak", "reserved"),
+        *("reserved_peak", "small", "taken", "total"),
     )
 
     def __init__(self, index: int, total: int = _TOTAL) -> None:
