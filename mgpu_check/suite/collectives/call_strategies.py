@@ -280,7 +280,7 @@ _FITS: Mapping[str, Callable[[CollectiveCall, Any], bool]] = {
     "asynchronous": lambda call, asynchronous: True,
     "group": lambda call, group: True,
 }  # fmt: skip
-"""Whether a call may have the value of an option; the other options are attributes of the call."""
+"""Tests whether a call may have the value of an option. The other options are attributes of the call."""
 
 
 @functools.cache

@@ -23,6 +23,7 @@ _3_RANKS = When("3 ranks and more", lambda seen: len(seen.written) > 2)
 _1_MIB = When("above 1 MiB", lambda seen: seen.first.nbytes > 1 << 20)
 _STRIDED = When("channels_last", lambda seen: not seen.first.is_contiguous())
 _GAPS = When("views with gaps", lambda seen: seen.first.dim() == 1 and not seen.first.is_contiguous())
+_SCALAR = When("no dimensions", lambda seen: seen.first.dim() == 0)
 _COMPLEX_ON_THE_CPU = When(
     "complex tensors on the CPU, two ranks and more",
     lambda seen: seen.size > 1 and seen.first.is_complex() and seen.first.device.type == "cpu",
@@ -52,8 +53,9 @@ def _of_last_rank(seen: Seen) -> list[torch.Tensor]:
 
 register(
     __name__,
-    FaultRow("least-of-views-with-gaps", "a minimum of views with gaps is too large", "test_options_of_collectives",
-        after("all_reduce", "reduce", "reduce_scatter"), lambda seen: seen.first.add_(1), op("MIN") & _GAPS),
+    FaultRow("least-of-scalars", "a minimum of scalars is too large", "test_options_of_collectives",
+        after("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+        lambda seen: [tensor.add_(1) for tensor in seen.written], op("MIN") & _SCALAR),
     FaultRow("payload-of-nan-lost", "broadcast replaces every NaN by the same NaN", _COPIES, after("broadcast"),
         lambda seen: seen.first.masked_fill_(seen.first.isnan(), torch.nan), dtype("float16") & NAN),
     FaultRow("integers-through-floats", "integers go through float64", _COPIES, after("all_gather_into_tensor"),
