@@ -35,8 +35,10 @@ _SLOWEST = 10
 """... but at most this multiple of its limit on a fast one."""
 _SHARE = 4
 """All second looks of a run may take this multiple of the limit of one. Each gets one such part of the rest."""
-_COUNTS = (("size", "ranks"), ("devices", "gpus"), ("devices", "ranks"))
-"""Arguments of a check that hold the number of ranks or devices, each with the fixture that has them."""
+_COUNTS = (("size", "ranks"), ("sizes", "ranks"), ("devices", "gpus"), ("devices", "ranks"))
+"""Arguments of a check that hold the number of ranks or devices, or several, each with the fixture that has them."""
+_ORDER = "order"
+"""The argument that holds indices of the devices of the fixture `gpus`, in their order."""
 _PLACE = re.compile(r"cuda:(\d+)")
 
 
@@ -106,10 +108,12 @@ class _Second:
         self._session = session
         self._kind = _kind_of(error)
         given = failed.kwargs
-        self._count = next((name for name, of in _COUNTS if of in given and isinstance(given.get(name), int)), None)
-        self._least = max(1, needs.least)
+        self._count = next((name for name, of in _COUNTS if of in given and _sizes_in(given.get(name))), None)
         self._all = tuple(range(needs.count or session.pool.devices))
-        self._places = self._named(given) if self._count is None and "ranks" not in given else ()
+        self._order = given[_ORDER] if "gpus" in given and _sizes_in(given.get(_ORDER)) else ()
+        self._all_given = self._count is None and not self._order and "gpus" in given
+        named = _PLACE.findall(repr([value for name, value in given.items() if name != "gpus"]))
+        self._least = max(1, needs.least, *(int(place) + 1 for place in named if self._all_given))
         self._began = time.monotonic()
         self._runs = 0
         self._hung = False
@@ -117,8 +121,9 @@ class _Second:
         self._why = "reached its time limit; --gpu-level=long allows more time"
 
     def look(self) -> Reruns:
-        seen = Reruns(partial=bool(self._places))
-        usual = self._all[: self._failed.kwargs[self._count]] if self._count else self._places or self._all
+        seen = Reruns(partial=self._all_given)
+        most = max(_sizes_in(self._failed.kwargs[self._count])) if self._count else len(self._all)
+        usual = self._order or self._all[:most]
         try:
             self._repeat(seen, usual, _REPEATS_FIRST, self._until)
             if seen.unreliable:
@@ -127,9 +132,11 @@ class _Second:
             self._repeat(seen, usual, _REPEATS_RELIABLE, self._half)
             if seen.unreliable:
                 self._repeat(seen, usual, _REPEATS, self._half)
-            self._confirm(seen)
-            self._localise(seen, seen.tries)
+            self._prove(seen)
+            needed = seen.tries
             self._repeat(seen, usual, _REPEATS, self._half)
+            if seen.tries > needed:
+                self._prove(seen)
         except _OutOfTime:
             seen.notes.append(f"the second look {self._why}")
         finally:
@@ -153,6 +160,10 @@ class _Second:
         while len(seen.repeats) < most and time.monotonic() < until:
             seen.repeats.append(self._as_it_was(usual))
 
+    def _prove(self, seen: Reruns) -> None:
+        self._confirm(seen)
+        self._localise(seen, seen.tries)
+
     def _confirm(self, seen: Reruns) -> None:
         """Repeat the reruns that passed too few times: chance may have cleared a part."""
         seen.settled = False
@@ -174,7 +185,8 @@ class _Second:
         while True:
             failed = min((one.devices for one in (*seen.repeats, *seen.elsewhere) if one.failed), key=len, default=())
             most = len(seen.repeats[0].devices)
-            sizes = range(self._least, most + 1) if self._count else [most]
+            fewer = self._count or self._order or self._all_given
+            sizes = range(self._least if fewer else most, most + 1)
             new = (one for one in worlds(self._all, sizes, failed) if one not in asked)
             devices = seen.next_trial(new, tries)
             if devices is None:
@@ -203,7 +215,7 @@ class _Second:
         """Return whether the example can run on other devices."""
         if len(self._all) < 2 or self._session.settings.per_host:
             return False
-        return self._count is not None or "ranks" in self._failed.kwargs or bool(self._places)
+        return bool(self._count or self._order or self._all_given or "ranks" in self._failed.kwargs)
 
     def _try(self, devices: tuple[int, ...]) -> Rerun:
         if self._runs:
@@ -213,17 +225,19 @@ class _Second:
         self._runs += 1
         kwargs = dict(self._failed.kwargs)
         ranks = None
-        if self._count is not None:
-            kwargs[self._count] = len(devices)
+        if self._count is not None and len(devices) < max(_sizes_in(kwargs[self._count])):
+            kwargs[self._count] = len(devices) if isinstance(kwargs[self._count], int) else (len(devices),)
         if "ranks" in kwargs:
             # A check that decides by itself how many devices it uses gets all, these first.
             rest = () if self._count else (device for device in self._all if device not in devices)
             ranks = kwargs["ranks"] = _OnDevices(self._session, (*devices, *rest))
-        elif self._count is not None:
+        elif self._order:
+            kwargs[_ORDER] = devices
+        elif self._count is not None or self._all_given:
+            if self._all_given:  # arguments may also name devices by their place among all
+                moved = dict(enumerate(devices))
+                kwargs = {name: _moved(value, moved) for name, value in kwargs.items()}
             kwargs["gpus"] = protocol.Placeholder("gpus", order=devices)
-        elif self._places:
-            moved = dict(zip(self._places, devices, strict=True))
-            kwargs = {name: _moved(value, moved) for name, value in kwargs.items()}
         try:
             self._body(*self._failed.args, **kwargs)
         except RankHang:
@@ -243,9 +257,11 @@ class _Second:
         is_assertion = isinstance(kind, type) and issubclass(kind, AssertionError)
         return not isinstance(error, StartupFailure) and (is_assertion or kind == self._kind)
 
-    def _named(self, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        named = {name: value for name, value in kwargs.items() if name != "gpus"}
-        return tuple(dict.fromkeys(int(index) for index in _PLACE.findall(repr(named))))
+
+def _sizes_in(value: object) -> tuple[int, ...]:
+    """Return the numbers in an argument: itself, or those of a tuple; empty for anything else."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    return numbers if all(isinstance(one, int) and not isinstance(one, bool) for one in numbers) else ()
 
 
 def _kind_of(error: object) -> type | str:

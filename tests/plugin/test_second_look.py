@@ -60,7 +60,7 @@ def seen(*elsewhere: Rerun, repeats=ALWAYS, settled=True) -> Reruns:
                 Rerun((2, 3), False),
                 repeats=[Rerun((0, 1, 2, 3), True, (2,))],
             ),
-            "the error stays with rank 2 on different devices",
+            "fails on any 3 devices: looks like the code",
         ),
         # devices 0 and 1 alone fail: two parts
         (seen(*(Rerun(one, one < (2,)) for one in ALONE)), "looks like cuda:0 and cuda:1: no rerun without them"),
@@ -134,13 +134,23 @@ def shows(fault: Fault, trial: tuple[int, ...]) -> bool:
     kind, members, least = fault
     if kind == "rank":
         return len(trial) > members[0]
+    if kind == "at":  # a device at one rank only
+        return len(trial) >= max(least, members[1] + 1) and trial[members[1]] == members[0]
     return len(trial) >= least and set(members) <= set(trial)
 
 
+def ranks_of(fault: Fault, trial: tuple[int, ...]) -> list[int]:
+    """Return the ranks that see a fault: the device, the taker of a link, the rank, or all."""
+    kind, members, _ = fault
+    if kind in ("rank", "size"):
+        return list(members) if kind == "rank" else list(range(len(trial)))
+    return [trial.index(members[1 if kind == "link" else 0])]
+
+
 def cause_of(fault: Fault) -> str:
-    return {"device": "cuda:{0}", "link": "the link between cuda:{0} and cuda:{1}"}.get(fault[0], "the code").format(
-        *fault[1]
-    )
+    return {"device": "cuda:{0}", "at": "cuda:{0}", "link": "the link between cuda:{0} and cuda:{1}"}.get(
+        fault[0], "the code"
+    ).format(*fault[1])
 
 
 def faults_of(count: int) -> list[Fault]:
@@ -148,6 +158,10 @@ def faults_of(count: int) -> list[Fault]:
     found: list[Fault] = [("device", (one,), least) for one in range(count) for least in sizes]
     found += [("link", pair, least) for pair in itertools.combinations(range(count), 2) for least in sizes[1:]]
     return [*found, *(("size", (), least) for least in sizes), *(("rank", (rank,), 1) for rank in range(count))]
+
+
+def at_one_rank(count: int) -> list[Fault]:
+    return [("at", (one, rank), least) for one, rank, least in itertools.product(range(count), repeat=3)]
 
 
 class Clock:
@@ -180,8 +194,9 @@ class Node:
         self.clock.now += self.cost
         trial = tuple(devices)
         self.trials.append(trial)
-        if any(shows(fault, trial) for fault in self.faults) and self.random.random() < self.rate:
-            failure = RankFailure("wrong", ranks=[0])
+        shown = [fault for fault in self.faults if shows(fault, trial)]
+        if shown and self.random.random() < self.rate:
+            failure = RankFailure("wrong", ranks=sorted({rank for one in shown for rank in ranks_of(one, trial)}))
             failure.__cause__ = AssertionError("wrong")
             raise failure
         return []
@@ -226,7 +241,8 @@ def test_no_innocent_part_is_named(clock, data):
     count = data.draw(st.integers(1, 5), label="devices")
     size = data.draw(st.integers(1, count), label="size of the example")
     everything = faults_of(count)
-    planted = data.draw(st.lists(st.sampled_from(everything), min_size=1, max_size=3, unique=True), label="planted")
+    several = st.lists(st.sampled_from(everything), min_size=1, max_size=3, unique=True)
+    planted = data.draw(several | st.sampled_from(at_one_rank(count)).map(lambda one: [one]), label="planted")
     assume(any(shows(fault, tuple(range(size))) for fault in planted))
     node = Node(count, planted, clock, cost=data.draw(st.sampled_from([0.05, 0.1, 0.5, 3.0]), label="seconds"))
     node.looked = data.draw(st.sampled_from([0.0, 5.0, 17.0]), label="seconds of earlier looks")
@@ -238,7 +254,7 @@ def test_no_innocent_part_is_named(clock, data):
     for size in (1, 2):
         agreeing = [
             {cause_of(fault) for fault in some}
-            for some in itertools.combinations(everything, size)
+            for some in itertools.combinations([*everything, *(at_one_rank(count) if size == 1 else ())], size)
             if all(any(shows(fault, trial) for fault in some) is failed for trial, failed in trials.items())
         ]
         if agreeing:
@@ -277,6 +293,13 @@ def test_a_fault_of_worlds_of_three_is_not_charged_to_the_device_that_was_not_tr
             assert any("reached its time limit" in line for line in found.lines())
 
 
+def test_two_faults_that_leave_no_world_right_are_not_charged_to_the_code(clock):
+    """All worlds of two fail, as with a fault of the code, but the ranks that fail follow the devices."""
+    found = look(Node(3, [("device", (2,), 2), ("link", (0, 1), 2)], clock, cost=0.1), 2)
+    assert {one.devices for one in found.elsewhere if one.failed} >= {(0, 2), (1, 2)}
+    assert not found.named
+
+
 def test_the_time_follows_the_speed_of_the_machine_and_each_failure_has_a_share(clock):
     fault: list[Fault] = [("device", (1,), 1)]
     fast, slow = Node(4, fault, clock, cost=0.01), Node(4, fault, clock, cost=0.9)
@@ -308,7 +331,7 @@ def test_only_the_devices_that_take_part_are_suspects(clock, size):
 
 
 def test_a_size_of_data_is_no_number_of_devices(clock):
-    """`gpus` has its devices from elsewhere."""
+    """The example runs on fewer devices with the same size. Others may take part, so the code is not named."""
     calls = []
 
     def of_data(gpus, size):
@@ -323,7 +346,36 @@ def test_a_size_of_data_is_no_number_of_devices(clock):
         session_of(Node(4, [], clock)),
         AssertionError(),
     )
-    assert set(calls) == {3} and not found.elsewhere
+    assert set(calls) == {3} and {(0,), (1,)} <= {one.devices for one in found.elsewhere} and not found.named
+
+
+def test_devices_named_in_two_ways_are_moved_together(clock):
+    """The example has a device by its place in `gpus`, and one by its name, so a rerun exchanges two for all."""
+    node = Node(4, [("link", (0, 2), 2)], clock, cost=0.1)
+
+    def from_first(gpus, source):
+        order = getattr(gpus, "order", ()) or range(4)
+        node.run(None, devices=[order[0], int(source[-1])])
+
+    failed = Failed((), {"gpus": None, "source": "cuda:2"})
+    found = look_again(from_first, failed, Needs("node", 0), session_of(node), RankFailure("wrong"))
+    assert named_in(found) == {"the link between cuda:0 and cuda:2"}
+
+
+@pytest.mark.parametrize("given", [{"order": (2, 0, 3)}, {"seed": 3}, {"ranks": None, "sizes": (4, 3)}])
+def test_every_form_of_devices_is_moved(clock, given):
+    """Indices in an argument, all devices of the fixture, and two worlds of one example."""
+    node = Node(4, [("device", (2,), 1)], clock, cost=0.1)
+
+    def on_devices(gpus=None, order=(), ranks=None, sizes=(), seed=0):
+        for size in sizes:
+            ranks.run("module:function", size=size)
+        if ranks is None:
+            node.run(None, devices=order or getattr(gpus, "order", ()) or range(4))
+
+    arguments = given if "ranks" in given else {"gpus": None, **given}
+    found = look_again(on_devices, Failed((), arguments), Needs("node", 0), session_of(node), RankFailure("wrong"))
+    assert "looks like cuda:2: fails on it alone" in found.headline
 
 
 def test_planted_hardware_is_named(run, pytester):

@@ -20,6 +20,8 @@ __all__ = ["Cause", "RerunEvidence", "worlds"]
 _MOST_CAUSES = 2
 """Most parts in one explanation; with more, too many sets explain the same trials."""
 _MOST_WORLDS = 30
+_SUREST = 0.95
+"""Largest probability that a trial is expected to fail with: a fault may show at some ranks only."""
 
 
 @dataclass(frozen=True, order=True)
@@ -112,6 +114,8 @@ class RerunEvidence:
 
     def _control(self, new: Sequence[tuple[int, ...]], cause: Cause) -> tuple[int, ...] | None:
         """Return a trial that distinguishes the only single explanation from two faults together, or None."""
+        if cause.kind == "code" and (reordered := self._reordered(new)) is not None:
+            return reordered
         cleared = {cause.place(trial) for trial in self.passed}
         for others in self._pairs_instead_of(cause):
             for trial in new:
@@ -120,6 +124,16 @@ class RerunEvidence:
                 if mine != theirs:
                     return trial
         return None
+
+    def _reordered(self, new: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return a trial with the devices of the smallest failed one at other ranks, unless one has run.
+
+        A fault of the code stays at its ranks.
+        """
+        (least, *_) = sorted(map(set, self.failed), key=len)
+        if sum(set(trial) == least for trial in (*self.failed, *self.passed)) > 1:
+            return None
+        return next((trial for trial in new if set(trial) == least), None)
 
     def _pairs_instead_of(self, cause: Cause) -> Iterable[frozenset[Cause]]:
         """Yield pairs of other parts that explain all failed trials: each fails in worlds of some size and above."""
@@ -141,7 +155,7 @@ class RerunEvidence:
             inside = frozenset(trial)
             size = len(trial)
             fails = sum(1 for devices, least in expected if least <= size and devices <= inside)
-            share = fails / len(expected) if expected else 0.5
+            share = min(fails / len(expected), _SUREST) if expected else 0.5
             if_failed = sum(cause.place(trial) is None for cause in single)
             if_passed = sum(cause.place(trial) in places[cause] for cause in single)
             # The last term prefers trials that also show the smallest size that fails.
@@ -168,8 +182,8 @@ class RerunEvidence:
 
 
 def worlds(devices: Sequence[int], sizes: Iterable[int], failed: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return trials that may rule parts out: worlds of `sizes`, and those that exchange one device of a failed
-    trial."""
+    """Return trials that may rule parts out: worlds of `sizes`, and a failed trial with one device, or two ranks,
+    exchanged."""
     found: list[tuple[int, ...]] = []
     sizes = sorted(set(sizes))
     for size in sizes:
@@ -186,4 +200,11 @@ def worlds(devices: Sequence[int], sizes: Iterable[int], failed: Sequence[int]) 
             if other not in failed
         ]
         found += [(*failed[by:], *failed[:by]) for by in range(1, len(failed))]
+        found += [_swapped(failed, *places) for places in itertools.combinations(range(len(failed)), 2)]
     return found
+
+
+def _swapped(trial: Sequence[int], one: int, other: int) -> tuple[int, ...]:
+    moved = list(trial)
+    moved[one], moved[other] = trial[other], trial[one]
+    return tuple(moved)

@@ -1,4 +1,4 @@
-"""Localise a failure to a device, a link, a rank or the code, from reruns of the same example on other devices."""
+"""Localise a failure to a device, a link or the code, from reruns of the same example on other devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rerun:
     Attributes:
         devices: indices of the participating devices, in rank order.
         failed: whether it failed again.
-        ranks: the ranks that the failure names.
+        ranks: the ranks that the failure names; others may not have been compared.
         refused: whether it could not run on these devices, so that the rerun is inconclusive.
         tries: how often it ran, if it did not fail.
     """
@@ -128,33 +128,43 @@ class Reruns:
             return []
         if not self.settled and evidence.likely:
             return [f"no part is named: the reruns that would prove {_and(sorted(evidence.likely))} are missing"]
+        if Cause("code") in evidence.likely and not self._same_ranks:
+            return ["no part is named: the ranks that fail follow the devices, so several parts may be at fault"]
         rivals = [str(cause) for cause in evidence.rivals]
         more = [f"{len(rivals) - _MOST_RIVALS} more parts"] if len(rivals) > _MOST_RIVALS else []
         named = ", ".join([*rivals[:_MOST_RIVALS], *more])
         return [f"no part is named: these reruns do not distinguish {named}" if rivals else "no part is named"]
 
-    def _part(self) -> str:
-        evidence = self._evidence(self.tries)
-        causes = sorted(evidence.likely) if self.settled else []
-        if not causes:
-            return ""
-        if Cause("code") in causes:
-            return "" if self.partial or len(causes) > 1 else self._of_code(evidence)
-        (first, *more) = causes
-        alone = first.kind == "device" and first.devices in evidence.failed
-        it, its = ("them", "their") if more else ("it", "its")
-        how = f"fails on {it} alone" if alone and not more else f"no rerun without {it} fails"
-        return f"looks like {_and(causes)}: {how}, and with others in {its} place the example passes"
+    @property
+    def named(self) -> list[Cause]:
+        """The parts that the reruns prove to be at fault; empty if they prove none."""
+        causes = sorted(self._evidence(self.tries).likely) if self.settled else []
+        if Cause("code") in causes and (self.partial or len(causes) > 1 or not self._same_ranks):
+            return []
+        return causes
 
-    def _of_code(self, evidence: RerunEvidence) -> str:
-        failing = [rerun for rerun in (*self.repeats, *self.elsewhere) if rerun.failed]
-        least = min(len(trial) for trial in evidence.failed)
-        if least == 1:
-            return "fails on each device alone: looks like the code, or torch, and not like one device"
-        ranks = set.intersection(*(set(rerun.ranks) for rerun in failing))
-        if len(ranks) == 1:
-            return f"the error stays with rank {min(ranks)} on different devices: looks like the code, or torch"
-        return f"fails on any {least} devices: looks like the code, or torch, and not like one device"
+    @property
+    def _same_ranks(self) -> bool:
+        """True if all failures in worlds of one size name the same ranks. Failures of the code do, on any devices."""
+        named = {(len(rerun.devices), rerun.ranks) for rerun in self._failing}
+        return len(named) == len({size for size, _ in named})
+
+    @property
+    def _failing(self) -> list[Rerun]:
+        return [rerun for rerun in (*self.repeats, *self.elsewhere) if rerun.failed]
+
+    def _part(self) -> str:
+        if not self.named:
+            return ""
+        (first, *more) = self.named
+        if first.kind == "code":
+            least = min(len(rerun.devices) for rerun in self._failing)
+            where = "on each device alone" if least == 1 else f"on any {least} devices"
+            return f"fails {where}: looks like the code, or torch, and not like one device"
+        alone = not more and len(first.devices) == 1 and first.devices in (rerun.devices for rerun in self._failing)
+        it, its = ("them", "their") if more else ("it", "its")
+        how = f"fails on {it} alone" if alone else f"no rerun without {it} fails"
+        return f"looks like {_and(self.named)}: {how}, and with others in {its} place the example passes"
 
 
 def _and(causes: Sequence[Cause]) -> str:
