@@ -136,7 +136,11 @@ class Selftest:
         self.out_of_reach: list[Fault] = []
         self._settings: dict[Any, Any] = {}
 
+    @pytest.hookimpl(trylast=True)  # after the plugin, which makes the session
     def pytest_configure(self, config: pytest.Config) -> None:
+        from mgpu_check.plugin.stash import SESSION
+
+        config.stash[SESSION].preload += FAULTS
         self.collects_only = config.getoption("collectonly")
         if config.getoption("dist", "no") != "no":
             raise pytest.UsageError(
@@ -183,11 +187,7 @@ class Selftest:
                 name, check = _check_of(item)
                 self.matrices[name].deselected.add((tried.fault, check))
 
-    @pytest.hookimpl(tryfirst=True)  # before the fork server starts
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        from mgpu_check.plugin.stash import SESSION
-
-        session.config.stash[SESSION].preload += FAULTS
         for item in session.items:
             name, check = _check_of(item)
             if check not in self.matrices[name].checks:

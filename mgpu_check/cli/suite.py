@@ -18,8 +18,10 @@ import pytest
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.remote import current
+from mgpu_check.plugin.packaged import modules_of_ranks
 from mgpu_check.plugin.report.progress import Progress
 from mgpu_check.plugin.report.replay import CommandLine
+from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import OPTIONS
 
@@ -152,13 +154,15 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
         else word
         for before, word in zip(["", *arguments], arguments, strict=False)
     ]
+    named = {Path(word.partition("::")[0]) for word in chosen} & set(paths.values())
+    preload = modules_of_ranks(named or paths.values()) if package is mgpu_check.suite else []
     if chosen == list(arguments):
         ours += ["--pyargs", package.__name__]
     scratch = Scratch.new("suite")
     # Hypothesis stores tables there even without an example database. xdist's workers inherit the variable.
     kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
     try:
-        return int(pytest.main([*ours, *chosen], plugins=[_SuitePlugin(package), *plugins]))
+        return int(pytest.main([*ours, *chosen], plugins=[_SuitePlugin(package, preload), *plugins]))
     finally:
         if kept == str(scratch.path):
             del os.environ[_HYPOTHESIS_HOME]
@@ -167,11 +171,18 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
 
 class _SuitePlugin:
     """A pytest plugin for the process of a command. Rejects arguments that name no test file, with a clearer message
-    than pytest's."""
+    than pytest's. Starts the fork server of a simulated node before the collection, so that both run side by side.
 
-    def __init__(self, package: ModuleType) -> None:
+    Args:
+        package: the package of tests.
+        preload: modules of the package that the fork server imports; empty to start it after the collection.
+    """
+
+    def __init__(self, package: ModuleType, preload: Sequence[str]) -> None:
         self.package = package
+        self.preload = preload
 
+    @pytest.hookimpl(trylast=True)  # after the plugin, which makes the session
     def pytest_configure(self, config: pytest.Config) -> None:
         for word in config.getoption("file_or_dir"):
             name = word.partition("::")[0]
@@ -180,6 +191,15 @@ class _SuitePlugin:
                     f"mgpu-check: {word!r} is neither a file nor a module; choose one of "
                     f"{', '.join(files(self.package))}, or checks by -k NAME"
                 )
+        config.stash[SESSION].preload += self.preload
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        config = session.config
+        # Each worker of pytest-xdist starts its own.
+        idle = config.option.collectonly or config.pluginmanager.has_plugin("dsession")
+        if self.preload and not idle and config.stash[SESSION].settings.simulate == "cpu":
+            config.stash[SESSION].pool.start()
 
     def pytest_collection_finish(self) -> None:
         gc.freeze()  # collections would visit modules and tests, which stay, a hundred times

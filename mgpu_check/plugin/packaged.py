@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-__all__ = ["SUITE", "command_of", "package_of", "used_by_ranks"]
+__all__ = ["SUITE", "command_of", "modules_of_ranks", "package_of", "used_by_ranks"]
 
 SUITE = "mgpu_check.suite"
 
@@ -30,8 +31,13 @@ def command_of(package: str) -> tuple[str, ...]:
 
 
 def used_by_ranks(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the modules of the suite that ranks import for these tests: those in the folders of their properties."""
-    tests = {item.path for item in items if package_of(item) == SUITE}
+    """Return the modules of the suite that ranks import for these tests."""
+    return modules_of_ranks(item.path for item in items if package_of(item) == SUITE)
+
+
+def modules_of_ranks(tests: Iterable[Path]) -> list[str]:
+    """Return the modules that ranks import for these test files of the suite: those in the folders of their
+    properties."""
     found = []
     for folder in sorted({path.parent for path in tests}):
         for file in sorted(folder.rglob("*.py")):

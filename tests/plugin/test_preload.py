@@ -45,3 +45,19 @@ def test_only_a_simulated_node_imports_in_advance(simulate, preloaded):
     launcher: Any = session.pool._launcher
     session.close()
     assert ("json.tool" in launcher._preload) == preloaded
+
+
+def test_the_command_starts_its_fork_server_before_the_collection(warm, pytester):
+    code = """
+from mgpu_check.cli.suite import run
+from mgpu_check.plugin.stash import SESSION
+
+class Probe:
+    def pytest_collection(self, session):
+        launcher = session.config.stash[SESSION].pool._launcher
+        print("started", launcher._server is not None, "mgpu_check.suite.launch.launching" in launcher._preload)
+
+run(["--gpus=2", "--simulate", "test_launch.py", "-k", "no_such_check"], [Probe()])
+"""
+    result = pytester.runpython_c(code)
+    assert "started True True" in result.stdout.str(), result.stdout.str() + result.stderr.str()
