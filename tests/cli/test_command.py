@@ -395,4 +395,11 @@ def test_a_log_has_a_line_about_a_check_that_takes_long():
         session.count_example()
         seen.append(len(lines))
     assert seen == [0, 1, 1, 2]
-    assert lines == ["[0/0] 30 s, 2 examples: test_slow", "[0/0] 61 s, 4 examples: test_slow"]
+    progress._done, progress._total = 1, 4
+    now[0] += 30
+    session.count_example()
+    assert lines == [
+        "[0/0] 30 s, 2 examples: test_slow",
+        "[0/0] 61 s, 4 examples: test_slow",
+        "[1/4] 91 s, about 273 s left, 5 examples: test_slow",
+    ]

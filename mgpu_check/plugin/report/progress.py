@@ -18,6 +18,9 @@ _INTERVAL = 0.1  # seconds between two updates of the live line
 _SILENCE = 30.0
 """Seconds between lines in a log about a running check: shorter intervals would fill the log."""
 
+_KNOWN = 0.05
+"""Share of the checks that must have ended before the time left is estimated from them."""
+
 # pytest's own categories, so that its last line keeps its usual counts.
 _CATEGORIES = {
     "passed": "passed",
@@ -102,6 +105,7 @@ class Progress:
         self._current = ""
         self._running = False
         self._started = self._written = clock()
+        self._first: float | None = None  # when the first check began
         self._line = LiveLine(None)
 
     @pytest.hookimpl(trylast=True)
@@ -139,6 +143,7 @@ class Progress:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._current = nodeid.rpartition("::")[2]
         self._running = False
+        self._first = self._clock() if self._first is None else self._first
         self._show(now=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -194,9 +199,16 @@ class Progress:
         failed = f", {self._failed} failed" if self._failed else ""
         running = self._session.test.examples if self._running and self._session is not None else 0
         return (
-            f"[{self._done}/{self._total}{failed}] {self._clock() - self._started:.0f} s, "
+            f"[{self._done}/{self._total}{failed}] {self._clock() - self._started:.0f} s{self._left_over()}, "
             f"{self._examples + running} examples: {self._current}"
         )
+
+    def _left_over(self) -> str:
+        """Return an estimate of the time left: the checks to come take as long on average as those that have ended."""
+        if self._first is None or self._done < max(1, _KNOWN * self._total):
+            return ""
+        each = (self._clock() - self._first) / self._done
+        return f", about {each * (self._total - self._done):.0f} s left"
 
 
 def _file(nodeid: str) -> str:
