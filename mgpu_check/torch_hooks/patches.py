@@ -110,6 +110,8 @@ class Patches:
                 continue
             if self._sparing is not None and module.__name__.startswith(self._sparing):
                 continue
+            if mapping.keys().isdisjoint(map(id, list(vars(module).values()))):
+                continue  # most modules: by far the fastest way to look at 200,000 names
             for name, value in list(vars(module).items()):
                 other = mapping.get(id(value), _ABSENT)
                 if other is not _ABSENT:
