@@ -57,10 +57,17 @@ def test_one_property_from_anywhere(command, tmp_path):
     assert "1 passed" in text.splitlines()[-1]
     assert "3 SIMULATED GPUs" in text.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []  # an acceptance run leaves nothing where it was started
+    lines = text.splitlines()
+    said = [number for number, line in enumerate(lines) if line.startswith("level quick: ")]
+    assert all("--gpu-level=standard draws four times as many" in lines[number] for number in said)
+    first = next(number for number, line in enumerate(lines) if line.startswith("[1/1] "))
+    assert said[0] < first < said[1], "before the first check, and at the end"
+    assert lines[first - 1].startswith("1 checks; ")
+    assert said[1] == len(lines) - 2
 
 
 def test_verbose_shows_each_check_and_its_data(command):
-    text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial", "-v")
+    text = command("--gpus=3", "--simulate", "test_scatter.py", "-k", "tutorial", "-v")
     assert "[1/1] passed       scatter: The model inside DataParallel" in text
     assert re.search(r"^scatter +The model inside .*\n(.*\n)+? +drawn: size \d", text, re.MULTILINE)
     assert "-v shows each check" not in text
@@ -75,7 +82,15 @@ def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_pat
         "    assert 'try_gpu' not in item.name, 'planted'\n"
     )
     text = command(
-        "--gpus=2", "--simulate", "-k", "test_try_gpu or test_try_all_gpus or tutorial", "-p", "breaks", code=1
+        "--gpus=2",
+        "--simulate",
+        "test_fixtures.py",
+        "test_scatter.py",
+        "-k",
+        "test_try_gpu or test_try_all_gpus or tutorial",
+        "-p",
+        "breaks",
+        code=1,
     )
     assert re.search(r"^\[1/3\] FAILED       fixtures: .*\n\[2/3\] fixtures: 1 FAILED, 1 passed ", text, re.MULTILINE)
     assert re.search(r"^fixtures +2 +\d+ +[\d.]+ +1 FAILED, 1 passed\n +FAILED: `try_gpu", text, re.MULTILINE)
@@ -83,7 +98,7 @@ def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_pat
 
 def test_what_torch_says_of_its_own_names_is_not_shown(command):
     """The suite calls old names of torch, too, since people do. From 2.13 on torch warns of them."""
-    text = command("--gpus=2", "--simulate", "-k", "test_functional_collectives")
+    text = command("--gpus=2", "--simulate", "test_collectives.py::test_functional_collectives")
     assert "1 passed" in text.splitlines()[-1]
     assert "warning" not in text
 
@@ -101,7 +116,7 @@ def test_a_killed_run_leaves_no_directory(command, tmp_path, monkeypatch):
         "        assert len(found) == 2, 'of Hypothesis, and of the ranks'\n"
         "        os.kill(os.getpid(), 9)\n"
     )
-    command("--gpus=2", "--simulate", "-k", "tutorial", "-p", "killer", code=-9)
+    command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial", "-p", "killer", code=-9)
     deadline = time.monotonic() + 60  # the fork server does it, in a moment
     while (left := list(temporary.glob("mgpu-check-*"))) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -109,14 +124,16 @@ def test_a_killed_run_leaves_no_directory(command, tmp_path, monkeypatch):
 
 
 def test_arguments_go_to_pytest(command, tmp_path):
-    command("--gpus=2", "--simulate", "-k", "tutorial", f"--junitxml={tmp_path / 'out.xml'}", "-n", "2")
+    command(
+        "--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial", f"--junitxml={tmp_path / 'out.xml'}", "-n", "2"
+    )
     text = Path(tmp_path, "out.xml").read_text()
     assert 'name="mgpu_check.property" value="scatter"' in text
 
 
 def test_a_pytest_ini_of_the_current_directory_changes_nothing(command, tmp_path):
     tmp_path.joinpath("pytest.ini").write_text("[pytest]\ngpus = nonsense\naddopts = --no-such-option\n")
-    command("--gpus=2", "--simulate", "-k", "tutorial")
+    command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial")
 
 
 def test_the_packaged_suite_under_plain_pytest(tmp_path):
@@ -184,11 +201,9 @@ def test_devices_says_what_there_is(command, monkeypatch):
     assert "no GPU is visible" in text
 
 
-@pytest.mark.parametrize(
-    "pairs", [(), pytest.param(("--all-pairs",), marks=pytest.mark.slow)], ids=["those that must", "all pairs"]
-)
-def test_selftest_of_one_property_proves_each_check(command, pairs):
-    text = command("selftest", *pairs, "-k", "test_mismatch")
+@pytest.mark.slow  # beside `test_selftest_of_one_check_asks_for_its_own_faults_only`
+def test_selftest_of_all_pairs_of_one_property_proves_each_check(command):
+    text = command("selftest", "--all-pairs", "test_mismatch.py")
     assert "selftest: " in text
     assert "every fault is caught, every check catches one" in text
 
@@ -199,16 +214,16 @@ def test_selftest_has_help_of_its_own(command):
 
 
 def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
-    text = command("selftest", "--seeds=3", "-k", "gpu_scalars_are_no_numbers")
+    text = command("selftest", "--seeds=3", "test_mismatch.py::test_gpu_scalars_are_no_numbers")
     assert re.search(r"^  gpu-scalars-taken-for-numbers +3 ", text, re.MULTILINE), text
     assert "3 of 3 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
 
 
 def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_gpus(command):
-    few = command("selftest", "-k", "shards_cover_the_batch")
+    few = command("selftest", "test_scatter.py::test_shards_cover_the_batch")
     assert "left out, because they occur in larger worlds only: last-shards-swapped" in few
     assert "last-shards-swapped  " not in few
-    enough = command("selftest", "--gpus=5", "--simulate", "-k", "shards_cover_the_batch")
+    enough = command("selftest", "--gpus=5", "--simulate", "test_scatter.py::test_shards_cover_the_batch")
     assert re.search(r"^  last-shards-swapped +x ", enough, re.MULTILINE), enough
     assert "left out" not in enough
 
@@ -248,7 +263,7 @@ def test_nothing_is_asked_of_a_fault_whose_checks_were_deselected():
 
 def test_selftest_asks_nothing_of_pairs_that_were_deselected(command):
     """A word of -k stands for faults and for checks: what it leaves of either is no whole."""
-    text = command("selftest", "-k", "mean-instead-of-sum or test_ring_allreduce")
+    text = command("selftest", "test_allreduce.py", "-k", "mean-instead-of-sum or test_ring_allreduce")
     assert "NOT PROVEN" not in text
     assert re.search(r"selftest: 2 of \d+ faults, 2 checks: every fault is caught", text), text
     assert "sum-misses-the-last-rank" not in text
@@ -302,7 +317,7 @@ def test_selftest_fails_where_a_check_misses_what_it_must_catch(capsys):
 
 
 def test_selftest_of_one_check_asks_for_its_own_faults_only(command):
-    text = command("selftest", "-k", "test_tutorial_shapes")
+    text = command("selftest", "test_scatter.py::test_tutorial_shapes")
     assert "NOT PROVEN" not in text and " 1 checks: every fault is caught, every check catches one" in text
 
 
@@ -338,23 +353,9 @@ def test_a_level_says_how_many_examples_the_suite_draws(monkeypatch, level, of_1
     assert given == ((3, 2) if level == "quick" else (of_140, of_140 // 70))
 
 
-def test_the_suite_is_quick_by_default_and_says_what_standard_adds(command):
-    lines = command("--gpus=2", "--simulate", "-k", "scatter and tutorial").splitlines()
-    said = [number for number, line in enumerate(lines) if line.startswith("level quick: ")]
-    assert all("--gpu-level=standard draws four times as many" in lines[number] for number in said)
-    first = next(number for number, line in enumerate(lines) if line.startswith("[1/1] "))
-    assert said[0] < first < said[1], "before the first check, and at the end"
-    assert lines[first - 1].startswith("1 checks; ")
-    assert said[1] == len(lines) - 2
-
-
-@pytest.mark.parametrize("given", ["option", "variable"])
-def test_a_level_of_the_suite_that_was_asked_for(command, monkeypatch, given):
-    if given == "variable":
-        monkeypatch.setenv("MGPU_CHECK_GPU_LEVEL", "standard")
-    text = command(
-        "--gpus=2", "--simulate", "-k", "scatter and tutorial", *["--gpu-level=standard"][: given == "option"]
-    )
+def test_a_level_of_the_suite_that_was_asked_for(command, monkeypatch):
+    monkeypatch.setenv("MGPU_CHECK_GPU_LEVEL", "standard")
+    text = command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial")
     assert "level standard: " in text and "level quick" not in text
     assert "--gpu-level=long draws ten times as many" in text.splitlines()[-2]
 

@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-ONE = ("--gpus=2", "--simulate", "--gpu-level=quick", "-k", "test_data_parallel_wants_its_first_device")
+ONE = (
+    "--gpus=2",
+    "--simulate",
+    "--gpu-level=quick",
+    "test_mismatch.py",
+    "-k",
+    "test_data_parallel_wants_its_first_device",
+)
 
 
 def test_surface_lists_what_a_run_never_draws_and_continues_its_record(command, tmp_path):
