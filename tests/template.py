@@ -3,7 +3,7 @@
 A run that is forked here forks *standbys* before it does anything, which become its fork server, the workers of
 pytest-xdist, the processes of the script, or the driver of a launched run, when it asks for them.
 
-Nothing of the project is imported: pytest wants to import that itself.
+Hypothesis, and what pytest's process has of the project, are imported and hidden: a run finds them when it imports them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,18 @@ STANDBYS_OF_LAUNCHED = 2  # what the ranks of a launched process are forked from
 STANDBY = "standby"  # the name of a process that has no task yet, and ends with the run that it waits for
 NUMBER = struct.Struct("q")  # a process id, and then an exit code
 _IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
+_OURS = (  # what a run imports before its ranks replace functions of torch: the last is what replaces them
+    "mgpu_check.plugin.plugin",
+    "mgpu_check.plugin.execution",
+    "mgpu_check.plugin.replacements",
+    "mgpu_check.plugin.setup",
+    "mgpu_check.plugin.report.failures",
+    "mgpu_check.plugin.report.reporters",
+    "mgpu_check.plugin.report.summary",
+    "mgpu_check.devices.leases",
+    "mgpu_check.engine.inventory",
+    "mgpu_check.torch_hooks.collectives",
+)
 _THREADS = "OMP_NUM_THREADS"  # torch can be told later, too
 _COMPARED = "_MGPU_CHECK_COMPARE"  # a variable that processes of a script have which is compared
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -135,7 +147,7 @@ def _become(environment: dict[str, str], directory: int, streams: Sequence[int],
     for file in {*streams} - {0, 1, 2}:
         os.close(file)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    _Hypothesis.forget_if_it_differs()
+    _Hidden.forget_if_it_differs()
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:
@@ -356,37 +368,38 @@ class _ToBeImported(importlib.abc.Loader):
         sys.modules.update(self.others)
 
 
-class _Hypothesis:
-    """Hypothesis, which a run is to find when it imports it, and not before: pytest asks whether it is there."""
+class _Hidden:
+    """Packages that a run is to find when it imports them, and not before: pytest asks whether Hypothesis is there."""
 
-    hidden: ClassVar[list[_ToBeImported]] = []
+    finders: ClassVar[list[_ToBeImported]] = []
     asks: ClassVar[Callable[[], bool]] = staticmethod(lambda: "CI" in os.environ)  # as Hypothesis does
 
     @classmethod
     def hide(cls) -> None:
-        """Import it, as in an environment without variables, which it looks at; and take it away again."""
+        """Import them, as in an environment without variables, which they look at; and take them away again."""
         environment = dict(os.environ)
         os.environ.clear()
-        importlib.import_module("hypothesis")
+        for name in ("hypothesis", *_OURS):
+            importlib.import_module(name)
         os.environ.update(environment)
         cls.asks = getattr(sys.modules["hypothesis._settings"], "is_in_ci", cls.asks)
-        others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("hypothesis.")}
-        cls.hidden.append(_ToBeImported(sys.modules.pop("hypothesis"), others))
-        if "_hypothesis_globals" in sys.modules:  # in some versions
-            cls.hidden.append(_ToBeImported(sys.modules.pop("_hypothesis_globals")))
+        for package in ("hypothesis", "_hypothesis_globals", "mgpu_check"):
+            if package in sys.modules:  # the second is in some versions of Hypothesis
+                others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(f"{package}.")}
+                cls.finders.append(_ToBeImported(sys.modules.pop(package), others))
         rewritten = rewrite.AssertionRewritingHook.find_spec
 
         def find_spec(hook: Any, name: str, *rest: Any) -> Any:
-            hidden = any(one in sys.meta_path and one.find_spec(name) for one in cls.hidden)
+            hidden = any(one in sys.meta_path and one.find_spec(name) for one in cls.finders)
             return None if hidden else rewritten(hook, name, *rest)  # of pytest, which stands before
 
         rewrite.AssertionRewritingHook.find_spec = find_spec  # type: ignore[assignment]  # with fewer types
 
     @classmethod
     def forget_if_it_differs(cls) -> None:
-        """Leave the import to the run, if its environment has variables that decide what the import does."""
-        if cls.asks() or any(name.startswith("HYPOTHESIS") for name in os.environ):
-            sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in cls.hidden]
+        """Leave the imports to the run, if its environment has variables that decide what they do, or measure them."""
+        if cls.asks() or any(name.startswith(("HYPOTHESIS", "COVERAGE")) for name in os.environ):
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in cls.finders]
 
 
 class _Adopted(Process):
@@ -461,7 +474,7 @@ def main(control: str) -> None:
     with warnings.catch_warnings():
         for name in _IMPORTS:
             importlib.import_module(name)
-        _Hypothesis.hide()
+        _Hidden.hide()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # private
         finalizer.atexit = False  # of torch's 174 libraries of operators, each run would remove each: 45 ms
     gc.freeze()

@@ -7,7 +7,8 @@ template; this module is the side of the tests.
 
 To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
 standard streams, a session of its own, `__main__`, the end by `sys.exit`, and its exit code. Different are: torch and
-torch._dynamo are in `sys.modules` from the beginning, a fork server has not the umask and the limits that the run has
+torch._dynamo are in `sys.modules` from the beginning, with the package come all modules that pytest's process may import
+of it, whose assertions pytest does not rewrite, a fork server has not the umask and the limits that the run has
 given itself, and the interpreter ends after its threads and what was registered with `atexit`, without destroying the
 thousands of objects that torch has made: that takes half a second. So a run starts a new interpreter where that is what
 a test is about (`Template.fits`), or if it is started without the fixture `warm`.

@@ -72,6 +72,7 @@ def test_what_a_forked_run_finds(pytester, warm, template, monkeypatch):
         found[-1]["argv"] = [word for word in found[-1]["argv"] if not word.startswith("--basetemp=")]
     forked, started = found
     forked["open"] -= 1  # the socket of its standby
+    assert set(started.pop("plugin")) <= set(forked["plugin"])
     assert {name: forked[name] for name in started} == started
 
 
