@@ -281,16 +281,8 @@ def _check_grad_device(mine: torch.device, given: torch.device) -> None:
 
 def install_methods(patches: Patches) -> None:
     """Replace the methods and attributes of ``torch.Tensor`` that depend on devices."""
-    for name, wrap in (
-        ("to", _to),
-        ("cuda", _cuda),
-        ("cpu", _cpu),
-        ("type", _type),
-        ("copy_", _copy_),
-        ("pin_memory", _pin_memory),
-        ("is_pinned", _is_pinned),
-    ):
-        patches.wrap(torch.Tensor, name, wrap)
+    for wrap in (_to, _cuda, _cpu, _type, _copy_, _pin_memory, _is_pinned):
+        patches.wrap(torch.Tensor, wrap.__name__[1:], wrap)
     patches.replace(torch.autograd.grad, _gradients(torch.autograd.grad))
     patches.set(torch.Tensor, "data", _data(_base.data))
     patches.set(torch.Tensor, "grad", _grad(_base.grad))

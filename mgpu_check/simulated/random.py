@@ -125,17 +125,10 @@ def install_random(patches: Patches) -> None:
     """Replace ``torch.Generator`` and the random functions of ``torch.cuda``."""
     generator = _GeneratorMeta("Generator", (_base,), {"__module__": "torch._C"})
     patches.replace(torch.Generator, generator)
-    for name, function in (
-        ("manual_seed", _manual_seed),
-        ("manual_seed_all", _manual_seed_all),
-        ("seed", _seed),
-        ("seed_all", _seed_all),
-        ("initial_seed", _initial_seed),
-        ("get_rng_state", _get_rng_state),
-        ("get_rng_state_all", _get_rng_state_all),
-        ("set_rng_state", _set_rng_state),
-        ("set_rng_state_all", _set_rng_state_all),
+    for function in (
+        *(_manual_seed, _manual_seed_all, _seed, _seed_all, _initial_seed),
+        *(_get_rng_state, _get_rng_state_all, _set_rng_state, _set_rng_state_all),
     ):
         for owner in (torch.cuda, torch.cuda.random):
-            patches.set(owner, name, function)
+            patches.set(owner, function.__name__[1:], function)
     patches.set(torch.cuda, "default_generators", ())

@@ -11,7 +11,7 @@ from mgpu_check.acceptance.comparison import amount
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.figures import Grid, Scale
 from mgpu_check.acceptance.run_report import RunReport
-from mgpu_check.devices.observations import Measurement, Observation, Subject
+from mgpu_check.devices.observations import Measurement, Observation, Part, Subject
 
 __all__ = ["Matrix", "heat_maps", "others"]
 
@@ -33,9 +33,7 @@ class Matrix:
 
 def heat_maps(report: RunReport) -> list[Matrix]:
     """Return heading, note and content of each matrix of a report."""
-    links = {
-        _pair_of(accusation.part.members) for accusation in report.verdict.accusations if accusation.part.kind == "link"
-    }
+    links = {_pair(accusation.part) for accusation in report.verdict.accusations if accusation.part.kind == "link"}
     pictures = []
     for key, found in sorted(_most_telling(_by_pair(report)).items()):
         pictures += _speeds(report, key, found, links)
@@ -55,12 +53,8 @@ def _by_pair(report: RunReport) -> dict[Key, dict[tuple[int, int], Measurement]]
     return pairs
 
 
-def _pair(subject: Subject) -> tuple[int, int]:
-    return subject.members[0], subject.members[-1]
-
-
-def _pair_of(members: Sequence[int]) -> tuple[int, int]:
-    return members[0], members[-1]
+def _pair(one: Subject | Part) -> tuple[int, int]:
+    return one.members[0], one.members[-1]
 
 
 def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:

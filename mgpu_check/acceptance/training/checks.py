@@ -6,7 +6,7 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,15 +106,8 @@ def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) ->
 def _wrong_beside_the_host(node: Node, case: TransformerCase, gpus: Sequence[int]) -> set[int]:
     small = replace(case, optimizer="sgd", dropout=False, **_BESIDE_THE_HOST)
     results = node.on_ranks("training", _BESIDE_REFERENCE, small, gpus=gpus, environment=DETERMINISTIC)
-    return {
-        entry.subject.members[0]
-        for entry in _observations(results)
-        if entry.outcome == "failed" and entry.subject.kind == "gpu"
-    }
-
-
-def _observations(results: Iterable[Any]) -> Iterable[Observation]:
-    return (entry for result in results for entry in result or () if isinstance(entry, Observation))
+    found = (entry for result in results for entry in result or () if isinstance(entry, Observation))
+    return {one.subject.members[0] for one in found if one.outcome == "failed" and one.subject.kind == "gpu"}
 
 
 def _failed(subject: Subject, seen: str, case: TransformerCase, evidence: dict[str, Any]) -> Observation:
