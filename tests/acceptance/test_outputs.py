@@ -53,12 +53,13 @@ def test_a_short_report_counts_what_went_right_and_keeps_what_went_wrong(name: s
 def test_many_failures_are_eight_and_one_that_stands_for_the_rest() -> None:
     good = run_reports.good(2)
     many = tuple(Observation("compute", Subject("gpu", (1,)), "failed", f"wrong {n}", f"case {n}") for n in range(100))
-    accused = replace(run_reports.bad().verdict.accusations[0], observations=tuple(range(100)))
+    accused = replace(run_reports.bad().verdict.accusations[0], observations=tuple(range(100)), shared=(3, 98))
     whole = replace(good, observations=many, verdict=replace(good.verdict, accusations=(accused,)))
     short = brief(whole)
     assert [(entry.seen, entry.times) for entry in short.observations][7:] == [("wrong 7", 1), ("wrong 8", 92)]
     assert short.observations[8].case == "92 cases, such as: case 8"
-    assert short.verdict.accusations[0].observations == tuple(range(9))
+    (found,) = short.verdict.accusations
+    assert found.observations == tuple(range(9)) and found.shared == (3, 8)
 
 
 def test_samples_are_thinned_and_those_with_low_clocks_and_grown_counters_stay() -> None:

@@ -63,7 +63,7 @@ def _verdict(verdict: Verdict, place: Mapping[int, int]) -> Verdict:
         return tuple(dict.fromkeys(place[number] for number in numbers))
 
     def accusation(one: Accusation) -> Accusation:
-        return replace(one, observations=moved(one.observations))
+        return replace(one, observations=moved(one.observations), shared=moved(one.shared))
 
     return replace(
         verdict,
