@@ -191,15 +191,12 @@ def planted_from(text: str) -> Planted:
     return Planted(fault, parameters)
 
 
-def hardware_text(faults: Sequence[Planted], memory: int = MEMORY, started: float | None = None) -> str:
+def hardware_text(faults: Sequence[Planted]) -> str:
     """Return the name of these faults for `planting.hardware_planted`; hardware without defects if `faults` is empty.
 
-    Args:
-        memory: memory of each GPU, in bytes.
-        started: start of the run, by `time.time`. The parameter ``after`` counts from it. Default now.
+    The text begins with the time: the parameter ``after`` counts from it.
     """
-    own = f"memory={memory},started={time.time() if started is None else started}"
-    return ";".join([own, *(fault.text for fault in faults)])
+    return ";".join([str(time.time()), *(fault.text for fault in faults)])
 
 
 def _value(name: str, key: str, text: str, default: Value) -> Value:

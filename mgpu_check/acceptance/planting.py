@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 
-from mgpu_check.acceptance.faults import planted_from
+from mgpu_check.acceptance.faults import MEMORY, planted_from
 from mgpu_check.simulated.hardware import Hardware, planted
 
 __all__ = ["hardware_planted"]
@@ -25,13 +25,12 @@ def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
 
 @functools.lru_cache(maxsize=1)
 def _hardware(text: str) -> Hardware:
-    own, _, names = text.partition(";")
-    given = dict(pair.split("=") for pair in own.split(",") if pair)
+    started, _, names = text.partition(";")
     defects = []
     for name in filter(None, names.split(";")):
         found = planted_from(name)
         if found.fault.defect is not None:
             defect = found.fault.defect(found.parameters)
-            defect.since = float(given["started"]) + float(found.parameters.get("after", 0))
+            defect.since = float(started) + float(found.parameters.get("after", 0))
             defects.append(defect)
-    return Hardware(defects, int(given["memory"]))
+    return Hardware(defects, MEMORY)

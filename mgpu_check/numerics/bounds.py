@@ -48,27 +48,18 @@ def gamma(operations: int, roundoff: float) -> float:
     return product / (1 - product)
 
 
-def sum_bound(
-    magnitude: torch.Tensor, terms: int, dtype: torch.dtype, *, accumulate: torch.dtype | None = None
-) -> torch.Tensor:
+def sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
     """Bound, element by element, how far a sum of `terms` numbers, added in any order, may be from the exact sum.
 
     Args:
         magnitude: Σ|x|, float64.
         terms: how many numbers are added.
-        dtype: the dtype of the result.
-        accumulate: the dtype of the partial sums; by default the dtype of the result.
+        dtype: the dtype of the partial sums and of the result.
 
     Returns:
-        gamma(terms-1)·Σ|x| in the unit roundoff of the partial sums, plus the rounding of the result if its dtype is
-        narrower.
-        Sums need no term for underflow: a sum that is subnormal is exact.
+        gamma(terms-1)·Σ|x|. Sums need no term for underflow: a sum that is subnormal is exact.
     """
-    partial = accumulate or dtype
-    bound = gamma(max(terms - 1, 0), unit_roundoff(partial)) * magnitude
-    if unit_roundoff(partial) < unit_roundoff(dtype):
-        bound = bound + unit_roundoff(dtype) * (magnitude + bound)
-    return bound
+    return gamma(max(terms - 1, 0), unit_roundoff(dtype)) * magnitude
 
 
 def product_bound(

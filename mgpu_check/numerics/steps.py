@@ -60,6 +60,8 @@ PAIRS = 3
 Three pairs miss a ReLU or maximum within rounding errors of a tie about once in a thousand.
 """
 
+_FALSE_ALARM = 1e-9
+"""Probability that a right result exceeds its tolerance."""
 _SURE = 0.8
 """Fraction of the movement in float64 that one pair of perturbations in the dtype of the step is sure to show."""
 
@@ -92,9 +94,9 @@ class MeasuredStep(Generic[Key]):
         return MeasuredStep(self.reference, tolerance, amplification)
 
 
-def deviations(comparisons: int, false_alarm: float = 1e-9) -> float:
-    """Return λ such that any of `comparisons` exceeds λ standard deviations with probability at most `false_alarm`."""
-    return math.sqrt(2 * math.log(2 * max(comparisons, 1) / false_alarm))
+def deviations(comparisons: int) -> float:
+    """Return λ such that any of `comparisons` exceeds λ standard deviations with probability at most `_FALSE_ALARM`."""
+    return math.sqrt(2 * math.log(2 * max(comparisons, 1) / _FALSE_ALARM))
 
 
 def measure_step(
@@ -135,7 +137,7 @@ def measure_step(
 
 
 def measure_step_provisionally(
-    step: Step, inputs: Mapping[str, torch.Tensor], single: Mapping[str, torch.Tensor], *, seed: int = 0
+    step: Step, inputs: Mapping[str, torch.Tensor], single: Mapping[str, torch.Tensor]
 ) -> MeasuredStep[str]:
     """Measure a distance from single-device results within which `measure_step` would accept a result.
 
@@ -143,7 +145,7 @@ def measure_step_provisionally(
     of the inputs, on the CPU.
 
     Args:
-        step, inputs, seed: see `measure_step`.
+        step, inputs: see `measure_step`.
         single: one of the `singles` of `measure_step`.
 
     Raises:
@@ -152,7 +154,7 @@ def measure_step_provisionally(
     narrow, roundoff = _narrow(inputs)
     held = {name: _at_least_float32(value).clone() for name, value in single.items()}
     spread = deviations(sum(value.numel() for value in held.values()))
-    moved = _moved(step, narrow, 1, seed, spread, roundoff)
+    moved = _moved(step, narrow, 1, 0, spread, roundoff)
     for one in moved:
         _check_names(held, one)
     return MeasuredStep(held, granted_at_least(held, moved, roundoff, spread), dict.fromkeys(held, 1.0))
