@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.common.agreement import Function
 from mgpu_check.suite.common.values import shaped
-from mgpu_check.suite.devices.operators.sequences import with_weights
+from mgpu_check.suite.devices.operators.sequences import attention, with_weights
 
 __all__ = ["OPTIONS", "takes"]
 
@@ -55,10 +55,11 @@ def _window(x: torch.Tensor) -> torch.Tensor:
 def _heads(x: torch.Tensor, whole: bool = True, **options: Any) -> torch.Tensor:
     """Attend in two heads of two features: three steps of four samples."""
     steps, more = shaped(x, 3, 4, 4), x.flip(0)
-    return F.multi_head_attention_forward(
+    heads: torch.Tensor = F.multi_head_attention_forward(
         *(steps, steps, steps), 4, 2, shaped(more, 12, 4) if whole else None, shaped(more, 12), None, None, False, 0.0,
         shaped(more, 4, 4), shaped(more, 4), need_weights=False, **options
     )[0]  # fmt: skip
+    return heads
 
 
 def _attended(x: torch.Tensor) -> list[torch.Tensor]:
@@ -84,9 +85,9 @@ def _solved(x: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(x: torch.Tensor) -> list[torch.Tensor]:
-    packed = torch.linalg.lu_factor(_square(x))
-    _, lower, upper = torch.lu_unpack(*packed, unpack_pivots=False)
-    return [torch.lu_unpack(*packed, unpack_data=False)[0], lower, upper]
+    factors, pivots = torch.linalg.lu_factor(_square(x))
+    _, lower, upper = torch.lu_unpack(factors, pivots, unpack_pivots=False)
+    return [torch.lu_unpack(factors, pivots, unpack_data=False)[0], lower, upper]
 
 
 def _multiplied(x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +192,7 @@ OPTIONS: tuple[tuple[str, Function], ...] = (
     ("gru_cell", lambda x: torch.gru_cell(x, x[:, :4], x, x[:, :4], x[:, 0], x[:, 1])),
     ("lstm_cell", lambda x: torch.lstm_cell(x, (x[:, :3], x[:, 3:6]), x, x[:, :3], x[:, 0], x[:, 1])),
     ("slogdet", lambda x: torch.slogdet(_square(x)).logabsdet),
-    ("attention scale=", lambda x: F.scaled_dot_product_attention(*x.view(3, 1, 4, 16).unbind(), scale=0.5)),
+    ("attention scale=", lambda x: attention(x.view(3, 1, 4, 16), scale=0.5)),
     ("multi_head_attention_forward", _attended),
     ("embedding_bag include_last_offset=", lambda x: F.embedding_bag(
         _numbers(x, 12), x, torch.tensor([0, 5, 12], device=x.device), include_last_offset=True)),

@@ -13,7 +13,7 @@ from torch.nn.utils import rnn
 from mgpu_check.suite.common.agreement import Function
 from mgpu_check.suite.common.values import shaped
 
-__all__ = ["RECURRENT", "SEQUENCES", "with_weights"]
+__all__ = ["RECURRENT", "SEQUENCES", "attention", "with_weights"]
 
 _COLUMNS = 16
 
@@ -23,7 +23,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(2 * len(x), device=x.device) * 5 % len(x)
 
 
-def _attention(x: torch.Tensor, **options: Any) -> torch.Tensor:
+def attention(x: torch.Tensor, **options: Any) -> torch.Tensor:
     """Attend from all but the last query to all keys."""
     queries, keys, values = x.unbind()
     count = max(1, queries.shape[-2] - 1)
@@ -37,8 +37,8 @@ def _masks(x: torch.Tensor) -> torch.Tensor:
 
 SEQUENCES: tuple[tuple[str, Function], ...] = (
     ("attention", lambda x: F.scaled_dot_product_attention(*x.view(3, 1, 4, _COLUMNS).unbind())),
-    ("causal attention to more keys", lambda x: _attention(x.view(3, 1, 4, _COLUMNS), is_causal=True)),
-    ("attention with a mask for each", lambda x: _attention(x.view(3, 2, 1, 2, _COLUMNS), attn_mask=_masks(x))),
+    ("causal attention to more keys", lambda x: attention(x.view(3, 1, 4, _COLUMNS), is_causal=True)),
+    ("attention with a mask for each", lambda x: attention(x.view(3, 2, 1, 2, _COLUMNS), attn_mask=_masks(x))),
     ("embedding with padding", lambda x: F.embedding(_words(x), x, padding_idx=5)),
     ("embedding_bag, sums", lambda x: F.embedding_bag(_words(x).view(8, 3), x, mode="sum")),
     (
