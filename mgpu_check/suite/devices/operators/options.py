@@ -81,7 +81,8 @@ def _ctc_loss(x: torch.Tensor) -> torch.Tensor:
 
 def _solved(x: torch.Tensor) -> torch.Tensor:
     factors, pivots, _ = torch.linalg.ldl_factor_ex(_square(x), check_errors=True)
-    return torch.linalg.ldl_solve(factors, pivots, x[:4])
+    solution: torch.Tensor = torch.linalg.ldl_solve(factors, pivots, x[:4])
+    return solution
 
 
 def _unpacked(x: torch.Tensor) -> list[torch.Tensor]:
