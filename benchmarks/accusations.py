@@ -78,7 +78,7 @@ _SEEING = {
     "world": f"{_REDUCED} {_REDUCED} {_REDUCED} {_COPIED}",
     "group": f"{_GROUPS} allreduce.test_all_reduce_in_a_group",
 }
-"""Checks that can see a fault, by its kind. Those that take little time occur more often."""
+"""Checks that can see a fault, by its kind. Quick checks occur more often."""
 _UNITS = (
     *("products", "elementwise", "elementwise", "elementwise", "sums") * 3,
     "convolutions",

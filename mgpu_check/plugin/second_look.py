@@ -243,7 +243,7 @@ class _Second:
         except RankHang:
             self._hung = True  # stop, because each further trial could hang as long
             self._why = "ended early, because a rerun hung"
-            return _rerun(devices, ranks, failed=True)
+            return Rerun(devices, False, refused=True)  # a busy machine also makes ranks late
         except Exception as error:
             if not self._is_finding(error):
                 return Rerun(devices, False, refused=True)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.errors import RankFailure, UnexpectedError
+from mgpu_check.errors import RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin import second_look
 from mgpu_check.plugin.report.suspects import Rerun, Reruns
 from mgpu_check.plugin.requirements import Needs
@@ -291,6 +291,21 @@ def test_a_fault_of_worlds_of_three_is_not_charged_to_the_device_that_was_not_tr
         if not found.headline:
             assert any("no part is named" in line for line in found.lines()) or len(node.trials) < 4
             assert any("reached its time limit" in line for line in found.lines())
+
+
+def test_a_rerun_that_hangs_proves_nothing(clock):
+    """A busy machine makes ranks late, too."""
+    node = Node(3, [("device", (2,), 3)], clock, cost=0.1)
+
+    def hanging(ranks, size):
+        if size == 2:
+            raise RankHang("late", ranks=[0])
+        ranks.run("module:function", size=size)
+
+    failed = Failed((), {"ranks": None, "size": 3})
+    found = look_again(hanging, failed, Needs("parent", 0), session_of(node), AssertionError())
+    assert not [one for one in found.elsewhere if len(one.devices) == 2] and not found.named
+    assert found.notes == ["the second look ended early, because a rerun hung"]
 
 
 def test_two_faults_that_leave_no_world_right_are_not_charged_to_the_code(clock):
