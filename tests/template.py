@@ -357,7 +357,11 @@ class _ToBeImported(importlib.abc.Loader):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name == self._module.__name__ else None
+        if name != self._module.__name__:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self)
+        spec.submodule_search_locations = getattr(self._module, "__path__", None)  # by which `-m` knows a package
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return self._module
