@@ -79,11 +79,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The entries of one baseline file.
-
-    Attributes:
-        file: its name, for messages.
-    """
+    """The entries of one baseline file."""
 
     file: str
     entries: tuple[Entry, ...]

@@ -57,16 +57,12 @@ class FindingKind:
     An observation matches if each attribute of the last group that is not empty has its value.
 
     Attributes:
-        id: stable name.
-        severity: see `Severity`.
         action: what automation should do first.
         ruling: what the finding means for the verdict, unless a policy says otherwise.
         meaning: what is wrong, as a sentence.
         evidence: what the observation's evidence and text contain.
         do: what a person should do.
         do_for_host: the same if all GPUs of a host have it; "" if it is `do`.
-        checks: names of checks.
-        subjects: kinds of subjects.
         fields: telemetry fields, by the evidence "field"; a pair field without its peer.
         kinds: kinds of trouble, by the evidence "kind".
         key: a key of the evidence.

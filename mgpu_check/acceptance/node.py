@@ -51,7 +51,6 @@ class Node:
     Attributes:
         gpus: all GPUs; the number of a GPU is its index here.
         plan: the settings of the run.
-        hosts_of_run: the hosts of the run, by number.
         visible: number of GPUs of each host, including those outside the run.
         slots: PCI bus id of each GPU by number, from torch; empty where torch does not report it.
         past_xids: Xid -> times in the kernel log before the run, by GPU; without GPUs whose log could not be read.

@@ -41,7 +41,6 @@ class Section:
 
     Attributes:
         check: the check that the test belongs to.
-        test: name of the test.
         calls: for each result the call that returned it; None if no call can be repeated.
         started, ended: seconds since the start of the run.
     """

@@ -132,7 +132,6 @@ class Floors:
     """A table of floors.
 
     Attributes:
-        file: name of the file.
         sources: name -> title of the document that a figure comes from.
         reasons: name -> why a fraction has its value.
         measured_by: quantity -> names under which checks measure it, if they differ, without the part after a comma.

@@ -36,7 +36,6 @@ class Watch:
     """The telemetry of a run.
 
     Args:
-        gpus: all GPUs of the run.
         simulated: source of the telemetry of simulated GPUs; None on real ones.
         interval: seconds between two samples of a GPU.
         epoch: start of the run, by `time.monotonic`.

@@ -16,9 +16,6 @@ _DATA: Mapping[int, float] = {1: 8 / 10, 2: 8 / 10, 3: 128 / 130, 4: 128 / 130, 
 def bytes_per_second(generation: int, width: int) -> float:
     """Return the bytes of data per second that a link carries in one direction, before packet overhead.
 
-    Args:
-        width: number of lanes.
-
     Raises:
         KeyError: an unknown generation.
     """

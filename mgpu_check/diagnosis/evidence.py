@@ -155,8 +155,6 @@ class UnfinishedCall:
     """How a call ended that did not return on all ranks.
 
     Attributes:
-        size: the world size.
-        samples: samples in each batch.
         told: a description of what happened.
         hung: a description of the ranks that did not finish, if ranks hung.
         unmatched: a description of calls that ranks did not match by the end of a step.

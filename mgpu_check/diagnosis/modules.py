@@ -23,7 +23,6 @@ class WrongModule:
     """A module whose output, or the gradient of its output, differs from one device.
 
     Attributes:
-        name: name in the model.
         ranks: the ranks where it differs.
         what: what differs; "gradient" implies that all outputs are right.
     """

@@ -60,13 +60,11 @@ class ObservedRun:
     """The results of one run on one rank. Tensors are on the CPU.
 
     Attributes:
-        digests: checksums of the values.
         initial: name in the model -> initial parameter or buffer.
         others: returned values that are neither numbers nor tensors, as text.
         batch: checksum of the batches.
         rng: checksum of the state of torch's CPU generator at the end.
         draws: the step drew random numbers from this generator.
-        optimizer_steps: number of optimizer steps.
         optimizers: number of optimizers that made a step.
         nonlinear: some optimizer is not known to be linear in the gradient: any but SGD.
         touched: the kinds of results that the run changed.
@@ -375,7 +373,6 @@ class Alternative:
     Attributes:
         index: for "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the
             group.
-        names: names of the parameters.
     """
 
     kind: Other

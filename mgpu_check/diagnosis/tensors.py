@@ -41,8 +41,6 @@ class Tensors:
     """The recorded results of a failure.
 
     Attributes:
-        size: the world size.
-        samples: samples in each batch.
         steps: number of calls of the step.
         expected: the results of one device.
         relations: the relations that hold and fail.

@@ -117,7 +117,6 @@ def measure_step(
         singles: results of single-device steps in the dtype of the inputs, on the device where the parallel step runs:
             of the whole batch, and of the batch shard by shard. If empty, one is computed here, on the CPU.
         pairs: number of perturbations, each in both directions.
-        seed: seed of the perturbations.
         magnified: multiply the perturbations by this factor. Rounding within operators may exceed the perturbations and
             flip decisions (ReLUs, maxima) that the plain perturbations do not reach.
 

@@ -21,7 +21,6 @@ class Uneven:
     """A group whose ranks have entered different numbers of collectives.
 
     Attributes:
-        group: the group.
         described: the description that its maker gave, or empty.
         counts: rank -> number of collectives that it has entered.
         unmatched: rank -> its first collective that other ranks lack; empty if the records no longer contain it.

@@ -45,8 +45,6 @@ class CallContext:
     """The context of a call in the pytest process: `sys.path`, directory, environment.
 
     Attributes:
-        path: `sys.path`.
-        directory: the working directory.
         environment: the variables; on several hosts only those that changed since the start.
         removed: the variables removed since the start, on several hosts; None if `environment` is complete.
     """
@@ -74,7 +72,6 @@ class RankSpec:
 
     Attributes:
         index: rank; None for the node process, which sees all devices of its host and is in no process group.
-        size: number of ranks.
         local_index: index of the rank on its host.
         node_index: index of its host in the world.
         device: index of the rank's own device among those that the process sees.
@@ -147,7 +144,6 @@ class RaisedInRank:
 
     Attributes:
         kind: "error", or how pytest or Hypothesis abandons a test ("skip", "xfail") or an example ("reject").
-        type: name of its class.
         message: the first line of its message, may be empty.
         text: the rendered traceback.
         filename, lineno: where it was raised.
@@ -195,7 +191,6 @@ class TensorRun:
     """Consecutive tensors of the same kind.
 
     Attributes:
-        count: number of tensors.
         what: dtype and number of elements, such as "float32[8]"; or "objects"; or `MANY`.
         name: of the function of ``torch.distributed``.
         file, line: where the code under test called it.
@@ -213,7 +208,6 @@ class PeerTransfers:
     """The tensors that a rank has sent to one peer, or received from it, in one group and with one tag.
 
     Attributes:
-        group: the process group.
         given: True if sent, False if received.
         peer: rank of the peer; `ANY` for receives from any source.
         tag: of sends and receives; `COLLECTIVE` for the parts of collectives, which are counted separately.

@@ -26,7 +26,6 @@ class Location:
 
     Attributes:
         collective: the collective that it was in, or None.
-        function: the innermost function.
         file, line: the innermost line of the code under test.
     """
 

@@ -83,7 +83,6 @@ class Branch:
     """The part of a capture that one stream has recorded so far, or up to an event.
 
     Attributes:
-        stream: id of the stream.
         work: number of operations that it has recorded.
         seen: stream -> number of its operations that come before the next operation of this stream.
     """

@@ -128,7 +128,6 @@ def made_on(device: torch.device, backing: torch.device, state: _GeneratorState 
     """Make a generator that belongs to the simulated device `device`.
 
     Args:
-        device: the simulated device.
         backing: the real device that computes for it.
         state: the seed and the offset, shared and not copied; None for a new state with torch's default seed.
     """

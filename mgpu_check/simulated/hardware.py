@@ -41,7 +41,6 @@ class Operation:
     """An operator that has run on one device.
 
     Attributes:
-        device: number of the device.
         name: name without namespace and overload: "mm", "convolution", "randn".
         inputs: input tensors, which may be simulated.
         outputs: plain tensors that it wrote; a defect changes them in place.
@@ -91,7 +90,6 @@ class EndedCollective:
         group: numbers of the devices of all ranks, in the order of ranks.
         outputs: plain tensors that it wrote on this rank; a defect changes them in place.
         bytes: size of this rank's inputs or outputs, the larger of the two.
-        dtype: dtype of the tensors.
     """
 
     name: str

@@ -20,7 +20,6 @@ class Hop:
 
     Attributes:
         source, target: ranks at the ends of the link.
-        part: index of the part.
         parts: number of equal parts of the result.
     """
 
@@ -36,7 +35,6 @@ def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
     Args:
         name: name of the transfer, as in `hardware.EndedCollective`.
         rank: rank whose result is traced.
-        size: number of ranks.
         root: root of a collective that has one; the other end of a message.
     """
     if name == "recv":

@@ -65,7 +65,6 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
     """Return the largest growth of a counter on a healthy GPU.
 
     Args:
-        counter: the name of the counter.
         seconds: the time in which it grew.
         gauges: generation and width of the PCIe link.
     """
@@ -91,7 +90,6 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
     A counter without a value in one of the snapshots is skipped.
 
     Args:
-        before, after: the snapshots.
         case: the name of the work between them.
 
     Returns:
@@ -147,8 +145,6 @@ def examine_health(
         snapshots: at least two, in order of time, each with the name of the work before it; the first and the last are
             full.
         samples: all samples between them.
-        troubles: all troubles of the run.
-        host: the number of the host in the run.
 
     Returns:
         For each GPU failed observations, or a passed or unknown one; for the host errors that no single GPU causes.

@@ -63,7 +63,6 @@ def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence
 
     Args:
         snapshot: a full snapshot of the GPUs of this host.
-        host: the number of the host in the run.
         references: for each fact, the first reference that has it counts; so does the first that has counts.
 
     Returns:

@@ -20,7 +20,6 @@ class SimulatedHost:
     """A simulated host.
 
     Attributes:
-        cores: number of its cores.
         core: the core that computes wrong results; -1 for none.
         word: the word of memory that loses a bit; -1 for none.
         transport: the path between any two of its GPUs, in NCCL's words.

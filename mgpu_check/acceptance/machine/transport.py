@@ -61,7 +61,6 @@ def examine_paths(of_ranks: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: 
 
     Args:
         of_ranks: the result of `paths_of_rank` for each rank.
-        gpus: the GPUs of the ranks.
         fabric: by number of the host, the name of an InfiniBand port that is active there.
     """
     paths = {pair: path for one in of_ranks if not isinstance(one, str) for pair, path in one.items()}

@@ -51,7 +51,6 @@ def judge(
     Args:
         measurements: with numbers of GPUs in the run. Several measurements of one subject, quantity and size must be in
             the order of time; the later ones are also compared with the first.
-        gpus: all GPUs of the run.
         baseline: result of `mgpu_check.acceptance.baseline.read_baseline`; None without a baseline.
         floors: default the table of this package.
         software: versions of "driver", "cuda", "nccl" and "torch" by host; a baseline of other versions does not count.

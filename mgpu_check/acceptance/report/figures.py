@@ -50,7 +50,6 @@ class Grid:
     """The content of a table: numbers by row and column.
 
     Attributes:
-        rows, columns: labels of the rows and columns.
         values: numbers row by row; None if unknown.
         texts: texts of the cells, row by row.
         marked: row and column of the cells with a frame.

@@ -34,7 +34,6 @@ class Point:
 
     Attributes:
         place: host, index and slot.
-        verdict: verdict of the host.
         findings: ids of the findings about the GPU.
         accused: whether the verdict accuses the GPU or a link of it.
         counters: last value of each error counter, and the number of times of each Xid; without unknown ones.
@@ -86,7 +85,6 @@ class FleetHistory:
     """The GPUs of a directory of reports.
 
     Attributes:
-        reports: number of reports.
         broken: files that are no readable report -> the reason.
         nameless: number of GPUs in reports without serial number and UUID, which cannot be followed.
     """

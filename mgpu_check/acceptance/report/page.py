@@ -36,7 +36,6 @@ class Card:
     """The card of one GPU on the page.
 
     Attributes:
-        host: name of the host.
         accused: names of the accused parts that contain the GPU.
         wrong: the GPU itself is accused.
         identity: names and values that identify the GPU.

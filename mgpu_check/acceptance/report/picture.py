@@ -42,7 +42,6 @@ class Wire:
     """A link, or the link of a GPU to its host.
 
     Attributes:
-        path: its course.
         at: the point to mark.
         label: GPUs of an accused direction; "" for a link to the host.
     """

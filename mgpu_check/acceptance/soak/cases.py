@@ -15,7 +15,6 @@ class SoakCase:
     """One round of load: training, rewriting and comparing memory, collectives, and copies.
 
     Attributes:
-        training: the training of all GPUs.
         every: number of training steps after which all other work is done once, and digests are taken.
         memory_share: share of the remaining free memory to rewrite and compare.
         collective: int32 elements that each rank contributes; a multiple of the number of ranks.

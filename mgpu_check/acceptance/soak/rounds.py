@@ -55,7 +55,6 @@ class Rate:
     Attributes:
         value: median over its steps, in FLOP/s.
         spread: median absolute deviation of the steps.
-        steps: number of steps.
     """
 
     value: float

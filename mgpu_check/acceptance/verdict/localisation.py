@@ -37,7 +37,6 @@ class Look:
     """The result of a second look at one case.
 
     Attributes:
-        case: the repeated case.
         check: name of the check that the case belongs to.
         group: the smallest group that failed.
         seen: the findings, a line each.

@@ -96,7 +96,6 @@ class SimulatedTelemetry:
 
     Attributes:
         profile: values that replace those of `PROFILE` on all GPUs, by field name, such as the memory.
-        overrides: the planted overrides.
         absent: the reason why there is no telemetry at all; "" if there is telemetry.
         elapsed: seconds that count as elapsed when telemetry starts.
     """

@@ -41,7 +41,6 @@ class XidEvent:
 
     Attributes:
         gpu: number in the run.
-        xid: number of the error.
     """
 
     gpu: int

@@ -23,7 +23,6 @@ class Unit(Defect):
     (seconds that the device has been busy before), pattern, every, probability, seed.
 
     Args:
-        operations: names of operators.
         tf32: True to affect only operations that may round float32 products to TF32.
     """
 

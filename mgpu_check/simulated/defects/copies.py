@@ -143,9 +143,6 @@ class HostLink(_Spoiled):
     """The link between the host and ``device``.
 
     Parameters: memory ("pinned", "pageable", "any").
-
-    Args:
-        upload, download: the direction.
     """
 
     def __init__(self, parameters: Parameters, what: str, upload: bool = False, download: bool = False) -> None:
