@@ -1,11 +1,12 @@
 """Measure whether an acceptance names the broken part, on simulated GPUs with a planted hardware fault.
 
     python benchmarks/acceptance.py matrix [FAULT ...] [--level=quick|standard] [-k NAME] [--own|--first] [--json=FILE]
-    python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--gpus=4] [--seed=0] [--own|--first] [--json=FILE]
+    python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--gpus=4] [--seed=0] [--own|--first|--sample=N] [--json=FILE]
 
 ``matrix`` plants each fault once, with its defaults, and prints the checks that saw it, the accused part, and the
 time. ``--own`` runs only the checks that must see it, and no healthy node; ``--first`` ends them with the first test that
-sees it, so that the verdict has the least evidence. ``draws`` draws faults, their
+sees it, so that the verdict has the least evidence. ``--sample=8`` runs inventory and health, the tests of these checks
+in a random order up to the first that sees the fault, and 8 tests of all others: a tenth of the work. ``draws`` draws faults, their
 devices, sizes, dtypes and seeds, and tries healthy nodes as often as is asked for. All runs are in one process, one after the
 other; the file of ``--json`` is written after each. The exit code is 0 if each planted fault was REJECTED, its part and
 no other accused, and each healthy node ACCEPTED. If 2 GPUs differ, no majority shows which of them is wrong: then it is
@@ -73,11 +74,17 @@ class Repeated:
     verdict."""
 
     def __init__(
-        self, cases: Sequence[tuple[str, int]], own: bool = False, kept: Path | None = None, first: bool = False
+        self,
+        cases: Sequence[tuple[str, int]],
+        own: bool = False,
+        kept: Path | None = None,
+        first: bool = False,
+        sample: int = 0,
     ) -> None:
         self.cases = cases
         self.own = own or first
         self.first = first
+        self.sample = sample
         self.kept = kept
         self.outcomes: list[Outcome] = []
 
@@ -112,14 +119,23 @@ class Repeated:
         needed = plan.planted[0].fault.caught_by if plan.planted else ()
         if self.own and needed and "performance" not in needed:  # which judges what the other checks have measured
             items = [item for item in items if _check_of(item) in needed]
-        run.selected = {_check_of(item) for item in items}
+        mine: set[pytest.Item] = set()
+        if self.sample:
+            items, mine = sampled(items, needed, random.Random(f"{planted} {seed}"), self.sample)
+        left_out = {_check_of(item) for item in set(session.items) - set(items)}
+        run.selected = {_check_of(item) for item in items} - (left_out if self.sample else set())
+        seen = False
         began = time.monotonic()
         try:
             run.start()
             for item, after in zip(items, [*items[1:], None], strict=True):
+                if seen and item in mine:
+                    continue
+                session._setupstate.teardown_exact(item)
                 item._initrequest()  # type: ignore[attr-defined]  # as plugins do that repeat tests
                 config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-                if self.first and any(entry.outcome == "failed" for entry in run.log.observations()):
+                seen = any(entry.outcome == "failed" for entry in run.log.observations())
+                if self.first and seen:
                     session._setupstate.teardown_exact(None)
                     break
             run.look_again()
@@ -138,6 +154,36 @@ class Repeated:
             report.verdict.unknown,
             time.monotonic() - began,
         )
+
+
+_MEASURING = ("test_speed_of", "test_memory_holds_what_is_written", "test_results_are_right")
+"""Names of tests that measure speeds."""
+_JUDGED = 0.1
+"""Share of the samples whose speeds are judged though the fault is no slow part."""
+
+
+def sampled(
+    items: Sequence[pytest.Item], needed: Sequence[str], chosen: random.Random, count: int
+) -> tuple[list[pytest.Item], set[pytest.Item]]:
+    """Return the tests to run, and those of them that must see the fault.
+
+    Inventory and health always run. The tests that measure, and performance, run if performance must see the fault,
+    and in a tenth of the other samples.
+    """
+    from mgpu_check.acceptance.conftest import _check_of
+
+    checks = {item: _check_of(item) for item in items}
+    always = [item for item in items if checks[item] in ("inventory", "health")]
+    if "performance" in needed or chosen.random() < _JUDGED:
+        always += [
+            item for item in items if checks[item] == "performance" or any(name in item.name for name in _MEASURING)
+        ]
+    mine = [item for item in items if item not in always and checks[item] in needed]
+    others = [item for item in items if item not in always and item not in mine and checks[item] != "performance"]
+    run = {*always, *mine, *chosen.sample(others, min(count, len(others)))}
+    last = [item for item in always if checks[item] in ("performance", "health")]
+    order = chosen.sample(items, len(items))
+    return [*(item for item in order if item in run and item not in last), *last], set(mine)
 
 
 _SIZES: dict[tuple[str, Any], tuple[int, ...]] = {
@@ -172,8 +218,14 @@ _ALIKE = ("clock-beside", "collective-of-three")
 """Faults other than those of inventory and speed that only a majority shows, or groups of three."""
 
 
+_OF_FOUR = ("slow-collective",)
+"""Faults that three GPUs do not show: the one pair that is not slow may have a faster link."""
+
+
 def shown_on(fault: HardwareFault, gpus: int) -> bool:
     """Return whether a node of `gpus` GPUs can show a fault: one GPU has no peers, and two have no majority."""
+    if gpus < 4 and fault.name in _OF_FOUR:
+        return False
     if gpus == 1 and ("peer" in fault.defaults or fault.caught_by in (("collectives",), ("links",))):
         return fault.name.startswith(("upload", "download"))
     return gpus > 2 or (fault.caught_by not in (("inventory",), ("performance",)) and fault.name not in _ALIKE)
@@ -235,13 +287,14 @@ def main() -> int:
     )
     parser.add_argument("--own", action="store_true", help="run only the checks that must see the fault")
     parser.add_argument("--first", action="store_true", help="the same, up to the first test that sees it")
+    parser.add_argument("--sample", type=int, default=0, help="the same, and N tests of the other checks", metavar="N")
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--healthy", type=int, default=300)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the outcomes in this file")
     given = parser.parse_intermixed_args()
-    repeated = Repeated(list(cases_of(given)), given.own, given.json, given.first)
+    repeated = Repeated(list(cases_of(given)), given.own, given.json, given.first, given.sample)
     options = [f"--gpus={given.gpus}", "--simulate", f"--gpu-level={given.level}", "--no-summary", "--tb=no"]
     run_suite(options, [repeated], mgpu_check.acceptance)
     outcomes = repeated.outcomes
