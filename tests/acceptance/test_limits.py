@@ -83,8 +83,9 @@ def test_what_is_only_a_warning_passes_with_its_text(
 @pytest.mark.parametrize("field", ["reliability_violation", "board_violation"])
 def test_a_violation_longer_than_a_hundredth_of_the_time_rejects(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     assert found(watched(monkeypatch, [Override(1, field, 0, grows=5e6)])) == []
-    (entry,) = found(watched(monkeypatch, [Override(1, field, 0, grows=50e6)]))
-    assert (entry.finding, entry.subject) == ("MGPU-THROTTLED", ONE) and "has held its clocks down for" in entry.seen
+    entries = found(watched(monkeypatch, [Override(1, field, 0, grows=50e6)]))
+    assert {(one.finding, one.subject) for one in entries} == {("MGPU-THROTTLED", ONE)}
+    assert all("has held clocks down: " in one.seen for one in entries)
 
 
 def test_a_power_cap_that_holds_one_gpu_down_far_longer_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

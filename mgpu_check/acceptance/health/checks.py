@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mgpu_check.acceptance.health.limits import examine_limits
+from mgpu_check.acceptance.health.limits import SHARE, examine_limits
 from mgpu_check.acceptance.health.xids import CONSEQUENCES, advice_on, meaning_of
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
@@ -34,9 +34,12 @@ _STATES = (
 _SINCE_LOADED = "ecc_uncorrected"
 _MOST_RETIRED = 62  # DCGM and the field diagnostic call 63 retired pages a failure
 
+_HELD = ("thermal_violation", "reliability_violation", "board_violation")
+"""Counters of the nanoseconds for which clocks were held down, other than by the power limit."""
 _COUNTERS = (
+    *_HELD,
     *("ecc_corrected", "ecc_uncorrected", "ecc_uncorrected_ever", "remapped_corrected", "remapped_uncorrected"),
-    *("retired_pages", "thermal_violation", "pcie_replays", "pcie_nonfatal", "pcie_fatal"),
+    *("retired_pages", "pcie_replays", "pcie_nonfatal", "pcie_fatal"),
     *("nvlink_crc", "nvlink_replay", "nvlink_recovery", "nvlink_packets"),
 )
 """Counters that must not grow, or only slowly."""
@@ -53,11 +56,10 @@ THROTTLED = {
 The power limit is a normal reason, so it is absent.
 """
 
-_SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
 _BIT_ERRORS = 1e-12  # the rate per bit and lane that PCIe allows
 _CORRECTED = 10  # DCGM's DCGM_LIMIT_MAX_SBE_RATE
 _CRC_PER_SECOND = 100  # DCGM's DCGM_LIMIT_MAX_NVLINK_CRC_ERROR
-_HEAT = (0.1, 0.01)  # tolerated slowdown by heat: seconds, or share of the time, whichever is more
+_SLOWED = (0.1, 0.01)  # tolerated slowdown: seconds, or share of the time, whichever is more
 _WRAPS = 1 << 31
 
 
@@ -79,8 +81,8 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
         return _CRC_PER_SECOND * max(1.0, seconds)
     if counter == "ecc_corrected":
         return _CORRECTED
-    if counter == "thermal_violation":
-        return 1e9 * max(_HEAT[0], _HEAT[1] * seconds)
+    if counter in _HELD:
+        return 1e9 * max(_SLOWED[0], _SLOWED[1] * seconds)
     return 0
 
 
@@ -127,8 +129,8 @@ def _grown(name: str, first: int, last: int, allowed: float) -> str:
         )
     if last - first <= allowed:
         return ""
-    if name == "thermal_violation":
-        return f"heat has held its clocks down for {(last - first) / 1e9:.1f} s"
+    if name in _HELD:
+        return f"{what}: {(last - first) / 1e9:.1f} s more"
     return f"{what}: {last - first} more (from {first} to {last})"
 
 
@@ -267,7 +269,7 @@ def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observatio
     )
     found = []
     for reason, times in reasons.items():
-        if times >= max(2.0, _SHARE * len(busy)):
+        if times >= max(2.0, SHARE * len(busy)):
             hottest = max((t for s in busy if isinstance(t := s.values.get("temperature"), int)), default=None)
             heat = "" if hottest is None else f"; it was {hottest} degrees Celsius at most"
             text = f"clocks were held down under load: {reason}, in {times} of {len(busy)} samples{heat}"

@@ -11,11 +11,12 @@ from statistics import median
 from typing import Any
 
 from mgpu_check.acceptance.inventory.checks import is_under_load
+from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.devices.telemetry.fields import Value, field_of
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Values
 
-__all__ = ["examine_limits"]
+__all__ = ["SHARE", "examine_limits"]
 
 _CHECK = "health"
 _CASE = "limits under load"
@@ -26,7 +27,7 @@ _HOT = (
 )
 """Gauge, limit of the device, and what the limit is."""
 
-_SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
+SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
 _SLOW_SHARE = 0.25  # of the samples: the generation of PCIe follows the load, and may lag
 _LAST = 3
 """Samples at the end of the load: a link that has trained down there stays down."""
@@ -36,10 +37,8 @@ its clock, but for the few percent of consumer cards."""
 _CAPPED = ("power cap", "application clocks", "sync boost", "display clocks")
 """Reasons for a low SM clock that a person or the power budget has chosen."""
 _BESIDE = 0.75  # of the median of the others: GPUs of one model differ by 22 % at most (Sinha et al., SC 2022)
-_PEERS = 2
 _POWER_OVER = 1.1  # of the enforced limit; a sample is a mean over up to a second
 _HALF = 0.5
-_RELIABILITY = (0.1, 0.01)  # seconds, or share of the time, whichever is more: as for heat
 
 
 def examine_limits(
@@ -58,7 +57,6 @@ def examine_limits(
         for examine in (_hot, _slow_clocks, _power, _pcie, _nvlinks):
             found += examine(gpu, facts, mine)
         found += _memory(gpu, facts, before.counters.get(gpu, {}))
-        found += _violations(gpu, before, after)
     return found + _beside_others(before, after, busy)
 
 
@@ -66,11 +64,11 @@ def _hot(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[O
     for gauge, limit, what in _HOT:
         highest = _number(facts.get(limit))
         over = [value for value in _values(busy, gauge) if highest is not None and value >= highest]
-        if highest is not None and _often(over, busy, _SHARE):
+        if highest is not None and _often(over, busy, SHARE):
             text = f"{field_of(gauge).text} was {max(over):g} degrees Celsius under load, and {what} is {highest:g}"
             yield _of(gpu, text + _share(over, busy), gauge, max(over), highest)
     margin = [value for value in _values(busy, "temperature_margin") if value <= 0]
-    if _often(margin, busy, _SHARE):
+    if _often(margin, busy, SHARE):
         text = "it was as hot as its slowdown limit under load" + _share(margin, busy)
         yield _of(gpu, text, "temperature", min(margin), 0)
 
@@ -94,7 +92,7 @@ def _power(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator
     if limit is None:
         return
     over = [value for value in _values(busy, "power") if value > _POWER_OVER * limit]
-    if _often(over, busy, _SHARE):
+    if _often(over, busy, SHARE):
         text = f"it drew {max(over):.0f} W, and its power limit is {limit:g} W" + _share(over, busy)
         yield _of(gpu, text, "power", max(over), limit)
     if default is not None and limit < default:
@@ -104,7 +102,7 @@ def _power(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator
 
 def _pcie(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
     """Judge PCIe over all load of the run: inventory has seen it at the start only."""
-    for name, share in (("pcie_width", _SHARE), ("pcie_generation", _SLOW_SHARE)):
+    for name, share in (("pcie_width", SHARE), ("pcie_generation", _SLOW_SHARE)):
         able = _number(facts.get(f"{name}_max"))
         seen = _values(busy, name)
         below = [value for value in seen if able is not None and value < able]
@@ -141,15 +139,6 @@ def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iter
         yield _of(gpu, text, "ecc_uncorrected_ever", ever, 0, **{"before the run": True})
 
 
-def _violations(gpu: int, before: Snapshot, after: Snapshot) -> Iterator[Observation]:
-    least = max(_RELIABILITY[0], _RELIABILITY[1] * (after.at - before.at))
-    for name, what in (("reliability_violation", "reliability"), ("board_violation", "the limit of the board")):
-        held = _held(gpu, name, before, after)
-        if held is not None and held > least:
-            text = f"{what} has held its clocks down for {held:.1f} s"
-            yield _of(gpu, text, name, held, least)
-
-
 def _held(gpu: int, name: str, before: Snapshot, after: Snapshot) -> float | None:
     """Return the seconds that a counter of nanoseconds grew; None if it is not known."""
     first, last = (snapshot.counters.get(gpu, {}).get(name) for snapshot in (before, after))
@@ -181,7 +170,7 @@ def _with_others(values: Mapping[int, float]) -> Iterator[tuple[int, float, floa
     """Yield each GPU with its value and the median of the others, if there are enough others."""
     for gpu, mine in values.items():
         others = [value for other, value in values.items() if other != gpu]
-        if len(others) >= _PEERS:
+        if len(others) >= LEAST_PEERS:
             yield gpu, mine, median(others)
 
 
