@@ -35,7 +35,7 @@ _SINCE_LOADED = "ecc_uncorrected"
 _MOST_RETIRED = 62  # DCGM and the field diagnostic call 63 retired pages a failure
 
 _HELD = ("thermal_violation", "reliability_violation", "board_violation")
-"""Counters of the nanoseconds for which clocks were held down, other than by the power limit."""
+"""Counters of nanoseconds with clocks held down, other than by the power limit."""
 _COUNTERS = (
     *_HELD,
     *("ecc_corrected", "ecc_uncorrected", "ecc_uncorrected_ever", "remapped_corrected", "remapped_uncorrected"),
@@ -59,7 +59,7 @@ The power limit is a normal reason, so it is absent.
 _BIT_ERRORS = 1e-12  # the rate per bit and lane that PCIe allows
 _CORRECTED = 10  # DCGM's DCGM_LIMIT_MAX_SBE_RATE
 _CRC_PER_SECOND = 100  # DCGM's DCGM_LIMIT_MAX_NVLINK_CRC_ERROR
-_SLOWED = (0.1, 0.01)  # tolerated slowdown: seconds, or share of the time, whichever is more
+_SLOWED = (0.1, 0.01)  # tolerated slowdown: the larger of these seconds and this share of the time
 _WRAPS = 1 << 31
 
 
