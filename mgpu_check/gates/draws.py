@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mgpu_check.torch_hooks.drawing import draws
 from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["DrawsOfFloat32", "Notes", "entered"]
@@ -28,9 +29,6 @@ _FILLING = {
 }
 _FROM_NOTHING = (_FACTORIES - {_aten.randn_like, _aten.rand_like}) | _FILLING | {_aten.randperm, _aten.randint}
 
-_SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
-"""Arguments of operators that turn off the draw when they are 0 or False."""
-
 
 class DrawsOfFloat32(TorchDispatchMode):
     """Makes float64 code draw the random numbers that float32 code draws from the same seed, widened.
@@ -43,7 +41,7 @@ class DrawsOfFloat32(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not _draws(func, args, kwargs):
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         packet = func.overloadpacket
         if packet in _FILLING and args[0].dtype == torch.float64:
@@ -116,7 +114,7 @@ class Notes(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.fused |= "_rnn" in func._schema.name
-        if _draws(func, args, kwargs or {}):
+        if draws(func, args, kwargs or {}):
             shape = getattr(result[0] if isinstance(result, tuple) else result, "shape", ())
             self.drawn.append(tuple(shape))
             self.drew.append(func._schema.name)
@@ -140,18 +138,6 @@ def _sum(drawn: Any) -> float | None:
         return None
     local = drawn.to_local() if hasattr(drawn, "to_local") else drawn
     return float(plain(local).double().sum())
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call of an operator uses random numbers; dropout with probability 0 does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in _SWITCHES:
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            if isinstance(given, (bool, int, float)) and not given:
-                return False
-    return True
 
 
 @contextlib.contextmanager
