@@ -154,6 +154,7 @@ class Aligned:
         ranks: the traces of the ranks, in order; one trace for a single process with several devices.
         world: number of ranks, or of devices of the single process.
         divided, reasons, placements, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`.
+        replayed: one device was given the samples and random numbers of the ranks.
         names: parameters in both runs, in the order of the model.
         states: states of optimizers and buffers in both runs, in the same order, without buffers that never change.
         missing: parameters that only one device trains.
@@ -169,6 +170,7 @@ class Aligned:
     holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     parts: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     partial: Mapping[str, str] = field(default_factory=dict)
+    replayed: bool = False
     names: list[str] = field(init=False)
     states: list[str] = field(init=False)
     missing: list[str] = field(init=False)

@@ -17,11 +17,20 @@ from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.directories import fresh_directory
-from mgpu_check.compare.obstacles import SNAPSHOT, standing
+from mgpu_check.compare.obstacles import SNAPSHOT, drawing, standing
 from mgpu_check.compare.processes import ScriptRun, run
+from mgpu_check.compare.replayed import replayed
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.verdict import ComparisonVerdict, of_failure, refused, starts_its_own, verdict_of, without_steps
+from mgpu_check.compare.verdict import (
+    ComparisonVerdict,
+    of_failure,
+    of_inputs,
+    refused,
+    starts_its_own,
+    verdict_of,
+    without_steps,
+)
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.record import relative
@@ -68,6 +77,8 @@ class ScriptComparison:
 
     plan: ComparisonPlan
     runs: list[ScriptRun] = field(default_factory=list)
+    assembly: Assembly | None = None
+    """The traces of the ranks; None for a single process with several devices."""
     aligned: Aligned | None = None
     rounding: Rounding | None = None
     verdict: ComparisonVerdict = field(default_factory=lambda: refused("nothing was run"))
@@ -80,7 +91,11 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
         tell: called with a line about each run after it has ended.
     """
     made = ScriptComparison(plan)
-    verdict = _verdict(made, tell)
+    with contextlib.ExitStack() as undo:
+        tapes = [undo.enter_context(tempfile.TemporaryFile()).fileno() for _ in range(plan.world)]
+        verdict = _verdict(made, tell, tapes)
+        if verdict.inputs_differ and made.assembly is not None:
+            verdict = _replay(made, tell, tapes, verdict)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *_crashes_at_exit(made.runs)]
     if plan.without_gpus and any(run.failed for run in made.runs):
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
@@ -88,7 +103,22 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
     return made
 
 
-def _verdict(made: ScriptComparison, tell: Callable[[str], None]) -> ComparisonVerdict:
+def _replay(
+    made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int], refusal: ComparisonVerdict
+) -> ComparisonVerdict:
+    """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
+
+    def run(label: str, *, steps: int, moved: bool, files: Mapping[str, int]) -> ScriptRun:
+        return _run(made, tell, label, 1, moved=_SEED if moved else None, files=files, until=steps)
+
+    plan, assembly = made.plan, made.assembly
+    assert assembly is not None
+    found = replayed(refusal, made.runs[0].traces[0], assembly, tapes, plan.steps, plan.unjudged, run)
+    made.aligned, made.rounding = found.aligned or made.aligned, found.rounding or made.rounding
+    return found.verdict
+
+
+def _verdict(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ComparisonVerdict:
     plan = made.plan
     one = _run(made, tell, "one device", 1)
     if one.has("starts"):
@@ -97,7 +127,7 @@ def _verdict(made: ScriptComparison, tell: Callable[[str], None]) -> ComparisonV
         return of_failure(one, one.failed, one_device=True)
     if not one.traces[0].steps:
         return without_steps(one, one.ranks)
-    several = _several(made, tell)
+    several = _several(made, tell, tapes)
     if several.has("starts"):
         return starts_its_own(one_device=False)
     if several.failed:
@@ -106,12 +136,16 @@ def _verdict(made: ScriptComparison, tell: Callable[[str], None]) -> ComparisonV
     if silent:
         return without_steps(several, silent)
     assembly = assembled(one.traces[0], several.traces)
+    if len(several.ranks) == plan.world:
+        made.assembly = assembly
     made.aligned = aligned = _aligned(one, assembly, plan.world)
     if found := _found_what_was_left(made.runs):
         return found
     if others := others_from_the_start(aligned):
         why = " and ".join(dict.fromkeys(one.why for one in others))
-        return replace(refused(why, [one.todo for one in others]), step=1)
+        return of_inputs(why, [one.todo for one in others], step=1)
+    if (random := drawing(one.traces[0])) and made.assembly and not assembly.open and aligned.samples(0).same:
+        return of_inputs(random.why, [random.todo])
     again, stopped = _again(made, tell, assembly.open and len(several.ranks) == plan.world)
     if stopped is not None:
         return stopped
@@ -185,14 +219,14 @@ def _aligned(one: ScriptRun, found: Assembly, world: int) -> Aligned:
     )
 
 
-def _several(made: ScriptComparison, tell: Callable[[str], None]) -> ScriptRun:
+def _several(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ScriptRun:
     """Return the run on several devices: a rank per device, or one process that divides the work.
 
     A script that never makes a process group trains the same model on each rank. That is a mistake unless one process
     uses several devices, through DataParallel or with layers on several devices.
     """
     world = made.plan.world
-    ranks = _run(made, tell, f"{world} ranks", world)
+    ranks = _run(made, tell, f"{world} ranks", world, files={"tape": tapes})
     if any(ended.has("group") or ended.has("starts") for ended in ranks.ranks):
         return ranks
     # A script that fails or hangs before it makes its group may still be one for several ranks.
@@ -217,6 +251,7 @@ def _run(
     environment: Mapping[str, str] | None = None,
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
     apart: bool = False,
+    until: int | None = None,
 ) -> ScriptRun:
     plan = made.plan
     environment = environment or (plan.single if world == 1 else plan.several)
@@ -227,7 +262,7 @@ def _run(
             environment,
             world,
             timeout=plan.timeout,
-            steps=1 if apart else plan.steps,
+            steps=1 if apart else until or plan.steps,
             moved=moved,
             directory=directory,
             files=files,
@@ -243,6 +278,8 @@ def _run(
 def _led(runs: Sequence[ScriptRun]) -> Iterator[str]:
     """Report the line that gave the ranks another address than the store of the comparison."""
     for one in runs:
+        if one.has("spawned"):  # the script is its own launcher
+            return
         for event in [event for trace in one.traces for event in trace.of("led")][:1]:
             place = f"{relative(one.shown(event['file']))}:{event['line']}"
             what = f"sets {event['variable']}" if event["variable"] else "names an address"

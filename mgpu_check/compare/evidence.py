@@ -183,7 +183,7 @@ def _normalizes(difference: FirstDifference) -> str:
 
 
 def _may_draw(difference: FirstDifference) -> str:
-    random = drawing(difference.aligned.ranks[0], difference.step)
+    random = None if difference.aligned.replayed else drawing(difference.aligned.ranks[0], difference.step)
     return "" if random is None else random.why
 
 

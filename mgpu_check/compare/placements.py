@@ -27,12 +27,16 @@ class Files(NamedTuple):
         wholes: has the initial parameters and buffers of another run, to find slices in.
         found: receives the slices that this run places.
         placed: has the slices that another run placed.
+        tape: receives what this rank was given; see `mgpu_check.compare.replay`.
+        replay: has what all ranks were given, for one device.
     """
 
     keep: int | None = None
     wholes: int | None = None
     found: int | None = None
     placed: int | None = None
+    tape: int | None = None
+    replay: int | None = None
 
 
 def write_placement(fd: int, label: str, parts: Sequence[Slice]) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.compare import constants, meeting, meshes, started, watched
+from mgpu_check.compare import constants, meeting, meshes, replay, started, watched
 from mgpu_check.compare.described import described, forward_of
 from mgpu_check.compare.flow import Flow
 from mgpu_check.compare.naming import Names
@@ -78,6 +78,7 @@ def install(
     if apart:
         constants.install()
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
+    replay.install(recorder, steps, rank, files.tape, files.replay)
     register_module_forward_pre_hook(recorder.enter)
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
     register_optimizer_step_pre_hook(recorder.before_step)
@@ -109,8 +110,10 @@ class ScriptRecorder:
         self.keep: int | None = None
         self.states = States(writer, self.names, self.known, lambda: self.keep)
         self.count: Callable[[], None] = lambda: None  # the collectives that were entered
+        self.finish: Callable[[], None] = lambda: None  # called after the last step
         self.flow: Flow | None = None  # None on one device, which reduces no gradients
-        self._backwards = 0  # depth of nested backward passes
+        self.backwards = 0  # depth of nested backward passes
+        self.passes = 0  # finished ones
         self.done = 0
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
         self._kinds: set[tuple[str, str]] = set()
@@ -145,6 +148,7 @@ class ScriptRecorder:
     def at_exit(self) -> None:
         """Record that the script has ended; a crash of the interpreter after this is not a failure of the script."""
         if getattr(sys, "last_value", None) is None:  # set by an uncaught exception
+            self.finish()
             self.note("ended")
 
     # modules
@@ -162,7 +166,7 @@ class ScriptRecorder:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self._here.depth -= 1
         self._notice_narrow(module, output)
-        if not self._here.depth and output is not None and not self._backwards and not is_capturing():
+        if not self._here.depth and output is not None and not self.backwards and not is_capturing():
             self._outermost(module, args, kwargs)
         if self.perturbation is None or output is None or module._modules:
             return None
@@ -219,19 +223,20 @@ class ScriptRecorder:
 
     def watched_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
+            if not self.backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
                 roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._losses += [
                     float(root.detach()) for root in roots if root.numel() == 1 and root.is_floating_point()
                 ]
-            self._backwards += 1
+            self.backwards += 1
             try:
                 return original(tensors, *args, **kwargs)
             finally:
-                self._backwards -= 1
-                self._waiting |= not self._backwards
+                self.backwards -= 1
+                self.passes += not self.backwards
+                self._waiting |= not self.backwards
                 self.count()
-                if self.flow is not None and not self._backwards:
+                if self.flow is not None and not self.backwards:
                     self.flow.after_backward()
 
         return backward
@@ -334,6 +339,7 @@ class ScriptRecorder:
         self._before = {}
         self._forget()
         if self.done == self.last:
+            self.finish()
             self.wait("stopped")
 
     def _calls_of(self, parts: list[NumberedPart]) -> dict[str, object]:

@@ -73,6 +73,7 @@ def write_json(path: Path, done: ScriptComparison) -> None:
         "known": [line for line in report.known if line],
         "steps_equal": verdict.compared,
         "not_compared": dict(verdict.not_compared),
+        "replayed": verdict.replayed,
         "mistakes": report.mistakes,
         "findings": [{"mistake": one.mistake, "evidence": one.evidence, "site": one.site} for one in report.findings],
         "remarks": report.remarks,

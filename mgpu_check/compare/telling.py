@@ -18,6 +18,7 @@ __all__ = [
     "differs",
     "equal",
     "failed_run",
+    "last_words",
     "names_apart",
     "no_steps",
     "not_repeatable",
@@ -49,7 +50,7 @@ def failed_run(run: ScriptRun, failed: Ended, one_device: bool) -> Report:
     where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
     kind = "not comparable" if one_device else "differs"
     verb = "hung" if failed.how == "hung" else "failed"
-    remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *_last_words(failed)]
+    remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
     return Report(f"{kind}: {where} the script {verb}: {failed}", remarks=remarks)
 
 
@@ -65,19 +66,19 @@ def no_steps(run: ScriptRun, silent: Sequence[Ended]) -> Report:
         todo.insert(
             0, f"the script has loaded {few(files, 3)}: if it is a checkpoint of a finished training, remove it"
         )
-    return Report(
-        f"not comparable: no optimizer step was seen {where}", remarks=[*_last_words(silent[0]), *_todo(todo)]
-    )
+    return Report(f"not comparable: no optimizer step was seen {where}", remarks=[*last_words(silent[0]), *_todo(todo)])
 
 
 def starts_ranks_itself(one_device: bool) -> Report:
     """Return the report of a script that starts ranks itself, although each process already is a rank."""
     return refusal(
-        "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), but "
-        f"compare already starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
+        "the script starts its ranks itself (another number by torch.multiprocessing.spawn, or processes that make a "
+        f"process group), but compare already starts {'it on one device' if one_device else 'them'}, with the "
+        "variables of torchrun",
         [
+            "let spawn start torch.cuda.device_count() processes, or as many as an argument says, such as --gpus={W}",
             "run as one rank if RANK is set, and start ranks only if it is not set: if 'RANK' in os.environ: "
-            "main(int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)"
+            "main(int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)",
         ],
     )
 
@@ -228,7 +229,7 @@ def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) 
     return Report(headline, {}, observables, found.findings, remarks, known=[found.of_slices], axes=found.axes)
 
 
-def _last_words(ended: Ended) -> list[str]:
+def last_words(ended: Ended) -> list[str]:
     """Return the last lines that a rank wrote: they may explain why it ended."""
     found: list[str] = []
     for stream, text in (("stderr", ended.stderr), ("stdout", ended.stdout)):

@@ -262,7 +262,8 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     """The other events: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led",
-    "group", "starts", "alone", "skipped", "stopped", "ended"."""
+    "group", "starts", "spawned", "alone", "skipped", "epoch", "foreign", "given", "unreplayed", "ambiguous", "rate",
+    "stopped", "ended"."""
 
     @property
     def finite_steps(self) -> int:

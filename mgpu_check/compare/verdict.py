@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -16,7 +16,16 @@ from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
 
-__all__ = ["ComparisonVerdict", "Kind", "of_failure", "refused", "starts_its_own", "verdict_of", "without_steps"]
+__all__ = [
+    "ComparisonVerdict",
+    "Kind",
+    "of_failure",
+    "of_inputs",
+    "refused",
+    "starts_its_own",
+    "verdict_of",
+    "without_steps",
+]
 
 Kind = Literal["equal", "differs", "not comparable", "undecided"]
 
@@ -33,6 +42,8 @@ class ComparisonVerdict:
         ratio: its norm relative to one device.
         compared: number of steps that were compared and are equal.
         not_compared: trained parameter, state or buffer that was not compared -> the reason.
+        inputs_differ: not comparable, because one device was given other samples, random numbers or parameters.
+        replayed: one device was given the inputs of the ranks.
     """
 
     kind: Kind
@@ -44,6 +55,13 @@ class ComparisonVerdict:
     ratio: float | None = None
     compared: int = 0
     not_compared: Mapping[str, str] = field(default_factory=dict)
+    inputs_differ: bool = False
+    replayed: bool = False
+
+
+def of_inputs(why: str, todo: Sequence[str], step: int | None = None) -> ComparisonVerdict:
+    """Return the verdict on runs with other inputs than one device."""
+    return replace(refused(why, todo), step=step, inputs_differ=True)
 
 
 def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> ComparisonVerdict:
@@ -88,7 +106,7 @@ def verdict_of(
         unjudged: pattern of parameters that need not be compared -> the reason.
     """
     if repeat is not None and (rounding is None or repeat.step == 0):
-        return _refused(telling.not_repeatable(repeat), repeat.step)
+        return _of_repeat(repeat)
     assert rounding is not None
     steps = aligned.compared
     difference = first_difference(aligned, rounding)
@@ -97,7 +115,7 @@ def verdict_of(
         and (difference is None or repeat.step <= difference.step)
         and (repeat.step < steps or steps == aligned.steps)
     ):
-        return _refused(telling.not_repeatable(repeat), repeat.step)
+        return _of_repeat(repeat)
     if difference is not None:
         return _of_difference(difference)
     if steps == 0:
@@ -107,6 +125,10 @@ def verdict_of(
         report = telling.step_counts_apart(aligned, counts)
         return ComparisonVerdict("differs", report, step=aligned.steps + 1, compared=steps)
     return _of_equal(aligned, rounding, unjudged)
+
+
+def _of_repeat(repeat: Repeat) -> ComparisonVerdict:
+    return replace(_refused(telling.not_repeatable(repeat), repeat.step), inputs_differ=True)
 
 
 def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> ComparisonVerdict:
@@ -139,7 +161,8 @@ def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:
         samples = aligned.samples(step)
         one, together = samples.one.total(), samples.together.total()
         if samples.known and samples.common < one / 2 and not samples.hidden:
-            return _refused(telling.not_the_same_samples(step, samples.common, one, together), len(steps))
+            report = telling.not_the_same_samples(step, samples.common, one, together)
+            return replace(_refused(report, len(steps)), inputs_differ=True)
     return None
 
 
@@ -157,4 +180,5 @@ def _of_difference(difference: FirstDifference) -> ComparisonVerdict:
         ranks=main.ranks if main else tuple(trace.rank for trace in difference.aligned.ranks),
         ratio=ratio,
         compared=difference.step,
+        inputs_differ=not found.comparable,
     )

@@ -72,7 +72,7 @@ def install(witness: Witness, world: int) -> Patches:
     _seeds(patches, note)
     _random(patches, note)
     _groups(patches, witness)
-    _starts(patches, witness)
+    _starts(patches, witness, world)
     _temporary(patches, note)
 
     def scaled(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,15 +208,30 @@ def _groups(patches: Patches, witness: Witness) -> None:
     patches.replace(original, watched)
 
 
-def _starts(patches: Patches, witness: Witness) -> None:
-    """Watch `torch.multiprocessing.spawn`: a script that calls it starts its ranks itself."""
+def _starts(patches: Patches, witness: Witness, world: int) -> None:
+    """Watch `torch.multiprocessing.spawn`: this process becomes its rank if it starts as many as there are here."""
     from torch.multiprocessing.spawn import spawn, start_processes
 
-    def starting(*args: Any, **kwargs: Any) -> None:
-        witness.wait("starts")
+    def starting(
+        fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **more: Any
+    ) -> Any:
+        if nprocs != world or witness.forked():
+            witness.wait("starts")
+        witness.note("spawned")
+        fn(rank_and_world()[0], *args)
+        return None if join else _Joined()
 
     patches.replace(spawn, starting)
     patches.replace(start_processes, starting)
+
+
+class _Joined:
+    """Takes the place of the processes that `spawn` did not start."""
+
+    processes: tuple[Any, ...] = ()
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        return True
 
 
 def _temporary(patches: Patches, note: Note) -> None:

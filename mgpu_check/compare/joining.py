@@ -1,0 +1,164 @@
+"""Join the batches of ranks along the samples: tensors, and dicts, lists, tuples and objects of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["NotJoinedError", "SampleRows", "join", "join_tensors"]
+
+_IGNORED = -100
+"""The label that losses of torch ignore by default."""
+
+
+class NotJoinedError(ValueError):
+    """Values of ranks have no joint value."""
+
+
+def join(parts: Sequence[Any], guesses: list[str]) -> Any:
+    """Return the value that one device gets in place of those of the ranks.
+
+    Tensors are concatenated in dimension 0, in the order of ranks. Lists of other values than tensors have an entry for
+    each sample, and are concatenated too. Equal values stay as they are.
+
+    Args:
+        guesses: receives a clause for each decision that the values do not determine.
+
+    Raises:
+        NotJoinedError: the values differ, and are not samples.
+    """
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        raise NotJoinedError(f"ranks have values of the types {', '.join(sorted({type(p).__name__ for p in parts}))}")
+    if isinstance(first, torch.Tensor):
+        return join_tensors(parts, guesses)
+    if isinstance(first, (dict, MutableMapping)):
+        return _join_mappings(parts, guesses)
+    if isinstance(first, (list, tuple)):
+        return _join_sequences(parts, guesses)
+    if dataclasses.is_dataclass(first) or (hasattr(first, "__dict__") and not callable(first)):
+        return _with_state(first, _join_mappings([vars(part) for part in parts], guesses))
+    if all(part == first for part in parts):
+        return first
+    raise NotJoinedError(f"ranks have different values of the type {type(first).__name__}")
+
+
+def _join_mappings(parts: Sequence[Any], guesses: list[str]) -> Any:
+    first = parts[0]
+    if any(part.keys() != first.keys() for part in parts):
+        raise NotJoinedError("ranks have dicts with different keys")
+    made = copy.copy(first)
+    for key in list(first):
+        made[key] = join([part[key] for part in parts], guesses)
+    return made
+
+
+def _join_sequences(parts: Sequence[Any], guesses: list[str]) -> Any:
+    first = parts[0]
+    if _are_samples(first):
+        return type(first)(entry for part in parts for entry in part)
+    if any(len(part) != len(first) for part in parts):
+        raise NotJoinedError(f"ranks have a {type(first).__name__} of different lengths")
+    if _have_samples(first):
+        made = [type(entry)(one for part in parts for one in part[i]) for i, entry in enumerate(first)]
+    else:
+        made = [join(entries, guesses) for entries in zip(*parts, strict=True)]
+    return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+
+
+def _are_samples(value: Any) -> bool:
+    """Return whether a list or tuple has an entry for each sample: a dict, a text or a number."""
+    return len(value) > 0 and all(isinstance(entry, (dict, str, bytes, int, float)) for entry in value)
+
+
+def _have_samples(value: Any) -> bool:
+    """Return whether all entries are lists of one length, and one of them has an entry for each sample."""
+    lists = all(isinstance(entry, (list, tuple)) and not hasattr(entry, "_fields") for entry in value)
+    return lists and len({len(entry) for entry in value}) == 1 and any(map(_are_samples, value))
+
+
+def _with_state(first: Any, state: dict[str, Any]) -> Any:
+    made = copy.copy(first)
+    for name, value in state.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def join_tensors(parts: Sequence[torch.Tensor], guesses: list[str]) -> torch.Tensor:
+    """Return the tensors concatenated in dimension 0; equal numbers without dimensions stay one number."""
+    first = parts[0]
+    if any(part.dtype != first.dtype or part.dim() != first.dim() for part in parts):
+        raise NotJoinedError("ranks have tensors of different dtypes or dimensions")
+    if not first.dim():
+        if all(torch.equal(part, first) for part in parts):
+            return first
+        raise NotJoinedError("ranks have different numbers")
+    widest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    if all(list(part.shape[1:]) == widest for part in parts):
+        return torch.cat(list(parts))
+    if first.is_floating_point():
+        value: float = 0.0
+    else:
+        value = _IGNORED if any(bool((part == _IGNORED).any()) for part in parts) else 0
+    guesses.append(f"batches of different lengths were padded with {value:g}")
+    return torch.cat([_padded(part, widest, value) for part in parts])
+
+
+class SampleRows:
+    """The order of rows if a tensor has several rows for each sample, such as those of two views.
+
+    The rows of a view follow each other if the batch has views, as after `torch.cat`. Otherwise the rows of a sample
+    follow each other, as after ``x.view(-1, features)``.
+
+    Args:
+        turned: assume the other order.
+    """
+
+    def __init__(self, turned: bool) -> None:
+        self._turned = turned
+        self._sizes: list[int] = []
+        self._views = 1
+        self.ambiguous = False
+
+    def saw(self, parts: Sequence[Any]) -> None:
+        """Learn the numbers of samples and of views from the batches of the ranks."""
+        tensors = [
+            [leaf for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor) and leaf.dim()] for part in parts
+        ]
+        if all(tensors):
+            self._sizes = [leaves[0].shape[0] for leaves in tensors]
+            like = [t for t in tensors[0] if t.is_floating_point() and t.dim() > 1 and t.shape[0] == self._sizes[0]]
+            self._views = max(self._views, len([t for t in like if t.dim() == like[0].dim()]))
+
+    def join(self, parts: Sequence[torch.Tensor], guesses: list[str]) -> torch.Tensor:
+        """Return the tensors joined along the samples."""
+        joined = join_tensors(parts, guesses)
+        per = self._rows_per_sample(parts)
+        if per < 2:
+            return joined
+        self.ambiguous = True
+        if (per <= self._views) == self._turned:
+            return joined
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        blocks = [range(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        chunks = [[b[i * n : (i + 1) * n] for i in range(per)] for b, n in zip(blocks, self._sizes, strict=True)]
+        order = [row for view in zip(*chunks, strict=True) for chunk in view for row in chunk]
+        return joined[torch.tensor(order, device="cpu")]
+
+    def _rows_per_sample(self, parts: Sequence[torch.Tensor]) -> int:
+        if len(self._sizes) != len(parts) or not all(self._sizes) or not parts[0].dim():
+            return 1
+        found = {len(part) / size for part, size in zip(parts, self._sizes, strict=True)}
+        return int(found.pop()) if len(found) == 1 and min(found).is_integer() else 1
+
+
+def _padded(part: torch.Tensor, widest: Sequence[int], value: float) -> torch.Tensor:
+    made = part.new_full((part.shape[0], *widest), value)
+    made[tuple(slice(size) for size in part.shape)] = part
+    return made

@@ -1,0 +1,84 @@
+"""Record the batches, calls and draws of a rank, or give one device those of all ranks, joined along the samples.
+
+The ranks write tapes, and a later run on one device replays them: `install` starts either in the script's process. A
+batch is replayed where a DataLoader gives it; else at the outermost module or loss that gets it. The initial parameters
+and buffers are those of rank 0, and so are the learning rates.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data import dataloader as loaders
+
+from mgpu_check.compare.replay_giving import RankReplaying
+from mgpu_check.compare.replay_points import Points, RecordedScript
+from mgpu_check.compare.replay_recording import RankRecording
+from mgpu_check.compare.tape import STEPS, Tape, Tapes
+from mgpu_check.torch_hooks.patches import Patches
+
+__all__ = ["install"]
+
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "cosine_embedding_loss"),
+)
+"""Functions that may get targets outside of all modules."""
+_OTHER_SEED = 20260101
+
+
+def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | None, replay: int | None) -> None:
+    """Record to the file `tape`, or replay the file `replay`, for the first steps."""
+    until = steps or STEPS
+    made: Points
+    if tape is not None:
+        made = RankRecording(recorder, until, rank, Tape(tape))
+        recorder.finish = made.finish
+    elif replay is not None:
+        tapes = Tapes(replay)
+        made = RankReplaying(recorder, until, tapes)
+        if tapes.other_seeds:
+            _seed_otherwise()
+    else:
+        return
+    patches = Patches(among="torch")
+    patches.set(nn.Module, "__call__", made.around_call(nn.Module.__call__))
+    for name in _LOSSES:
+        original = getattr(nn.functional, name)
+        patches.replace(original, made.around_loss(original))
+    attention = nn.functional.scaled_dot_product_attention
+    patches.replace(attention, made.around_attention(attention))
+    patches.set(DataLoader, "__iter__", made.around_iter(DataLoader.__iter__))
+    patches.set(DataLoader, "__len__", made.around_len(DataLoader.__len__))
+    base = loaders._BaseDataLoaderIter
+    patches.set(base, "__next__", made.around_next(base.__next__))
+    patches.apply()
+    register_optimizer_step_pre_hook(made.before_step)
+    register_optimizer_step_post_hook(made.after_step)
+    made.draws.__enter__()
+    os.register_at_fork(after_in_child=made.leave)
+
+
+def _seed_otherwise() -> None:
+    """Change the seeds that the script sets: numbers that are replayed do not depend on them."""
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return original(value + _OTHER_SEED if isinstance(value, int) else value, *args, **kwargs)
+
+        return seed
+
+    patches = Patches()
+    for function in {torch.manual_seed, torch.random.manual_seed}:
+        patches.replace(function, around(function))
+    patches.apply()
+    patches.wrap(random, "seed", around)
+    random.seed(0)
+    torch.manual_seed(0)

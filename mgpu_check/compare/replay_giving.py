@@ -1,0 +1,158 @@
+"""Give one device what all ranks were given, joined along the samples."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
+from mgpu_check.compare.replay_draws import ReplayedDraws
+from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
+from mgpu_check.compare.replay_recording import LoaderEnd
+from mgpu_check.compare.tape import Tapes, Unstored, place
+from mgpu_check.processes.frames import calling_line
+from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.tensors import plain
+
+__all__ = ["RankReplaying"]
+
+_NEAR = 1e-3
+"""Relative to the largest element: rounding in batches of another size changes results by less."""
+
+
+class RankReplaying(Points):
+    """Gives one device what the ranks were given."""
+
+    def __init__(self, recorder: RecordedScript, until: int, tapes: Tapes) -> None:
+        super().__init__(recorder, until)
+        self._tapes = tapes
+        self._told: set[tuple[str, ...]] = set()
+        self._rows = SampleRows(tapes.turned)
+        self.draws = ReplayedDraws(self, tapes, self._rows, self._missing_draw)
+
+    def _tell(self, event: str, what: str, why: str = "") -> None:
+        file, line = calling_line()
+        told = f"{what} at {relative(file)}:{line}" if file else what
+        if (event, told) not in self._told:
+            self._told.add((event, told))
+            self.recorder.note(event, what=told, why=why)
+
+    def _missing_draw(self, name: str, why: str) -> None:
+        if self.trained and torch.is_grad_enabled():
+            self._tell("unreplayed", name, why)
+
+    def start(self, module: nn.Module, place: str) -> None:
+        kept = self._tapes.first("start", place)
+        if kept is None:
+            return
+        own = tensors_of(module)
+        if isinstance(kept, Unstored) or {k: v.shape for k, v in kept.items()} != {k: v.shape for k, v in own.items()}:
+            self._tell("unreplayed", f"the start of {type(module).__name__}", "it has other tensors on rank 0")
+            return
+        with torch.no_grad():
+            for name, value in kept.items():
+                own[name].copy_(value)
+
+    def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        parts = self._tapes.turn("call", f"{kind} {place()}", self.micro())
+        if not own and not any(parts):
+            return []
+        if not parts or any(isinstance(part, Unstored) or len(part) != len(own) for part in parts):
+            self._tell("unreplayed", f"the call of {kind}", "not every rank makes it with as many tensors")
+            return [None] * len(own)
+        return [self._input(kind, value, [part[i] for part in parts]) for i, value in enumerate(own)]
+
+    def _input(self, kind: str, own: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        here, first = plain(own), parts[0]
+        if torch.equal(here, first) and all(torch.equal(part, first) for part in parts):
+            return None
+        guesses: list[str] = []
+        try:
+            joined = self._rows.join(parts, guesses)
+        except NotJoinedError as error:
+            self._tell("unreplayed", f"an argument of {kind}", str(error))
+            return None
+        if _is_near(here, joined):
+            return None
+        for guess in guesses:
+            self._tell("unreplayed", f"an argument of {kind}", guess)
+        self._tell("given", f"the inputs of {kind}")
+        return joined.to(own.device, own.dtype)
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.active():
+            return
+        if self._rows.ambiguous:
+            self.recorder.note("ambiguous")
+        where, number = self._rates_of(optimizer)
+        rates = self._tapes.first("rate", where, number) or []
+        if len(rates) != len(optimizer.param_groups):
+            return
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            own = group.get("lr")
+            if isinstance(rate, (int, float)) and isinstance(own, (int, float)) and rate != own:
+                self._tell("rate", f"{own:g}", f"{rate:g}")
+                group["lr"] = rate
+
+    def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            where = place()
+            self._kinds[where] += 1
+            where = f"{where} {self._kinds[where]}"
+            if self.active() and self._tapes.first("batch", where) is not None:
+                return self._batches(where)
+            with self.loading():
+                return original(loader)
+
+        return iterate
+
+    def _batches(self, where: str) -> Iterator[Any]:
+        while parts := self._tapes.turn("batch", where):
+            parts = [part for part in parts if not isinstance(part, LoaderEnd)]
+            if not parts:
+                return
+            if unstored := [part for part in parts if isinstance(part, Unstored)]:
+                self._tell("unreplayed", "a batch", unstored[0].why)
+                return
+            guesses: list[str] = []
+            try:
+                batch = join(parts, guesses)
+                self._rows.saw(parts)
+            except NotJoinedError as error:
+                self._tell("unreplayed", "a batch", str(error))
+                return
+            for guess in guesses:
+                self._tell("unreplayed", "a batch", guess)
+            self._tell("given", "the batches of the DataLoader")
+            yield batch
+
+    def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def following(iterator: Any) -> Any:
+            with self.loading():
+                return original(iterator)
+
+        return following
+
+    def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def length(loader: Any) -> int:
+            if self.active() and (known := self._tapes.first("length", place())) is not None:
+                return int(known)
+            return int(original(loader))
+
+        return length
+
+
+def _is_near(own: torch.Tensor, joined: torch.Tensor) -> bool:
+    """Return whether two tensors are equal up to rounding: computed ones may be, in batches of another size."""
+    if own.shape != joined.shape or own.dtype != joined.dtype:
+        return False
+    if torch.equal(own, joined) or not own.is_floating_point():
+        return torch.equal(own, joined)
+    return bool((own.double() - joined.double()).abs().max() <= _NEAR * joined.double().abs().max())

@@ -1,0 +1,201 @@
+"""Where tensors enter a script's training step: loaders, and the outermost calls of modules and losses."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mgpu_check.compare.naming import unwrapped
+from mgpu_check.compare.watched import Note
+from mgpu_check.torch_hooks.graphs import is_capturing
+
+__all__ = ["Points", "RecordedScript", "tensors_of"]
+
+
+class RecordedScript(Protocol):
+    """The part of `mgpu_check.compare.recorder.ScriptRecorder` that is used."""
+
+    @property
+    def note(self) -> Note:
+        """Record an event."""
+
+    done: int
+    backwards: int
+    passes: int
+    finish: Callable[[], None]
+
+
+class Points:
+    """What recording and replaying have in common: where tensors enter the script's training step."""
+
+    draws: TorchDispatchMode
+
+    def __init__(self, recorder: RecordedScript, until: int) -> None:
+        self.recorder, self.until = recorder, until
+        self._thread = threading.get_ident()
+        self._depth = 0  # calls of modules and losses
+        self._loading = 0  # calls of loaders
+        self._seen: set[int] = set()
+        self._held: list[Any] = []  # keeps objects alive whose ids are keys
+        self._kinds: Counter[str] = Counter()
+        self._rates: dict[int, list[int]] = {}
+        self._random: tuple[int, ...] | None = None
+        self.trained = False  # a module was called with gradients
+
+    def active(self) -> bool:
+        """Return whether the script's own thread runs within the recorded steps."""
+        return self.recorder.done < self.until and threading.get_ident() == self._thread and not self._loading
+
+    def micro(self) -> int:
+        """Return the number of the micro-batch."""
+        return self.recorder.passes
+
+    def leave(self) -> None:
+        """Do nothing in a forked child, such as a worker of a loader."""
+        self.until = -1
+
+    def around_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._depth or not self._enters():
+                return original(module, *args, **kwargs)
+            kind = type(unwrapped(module)).__name__
+            if id(module) not in self._seen:
+                self._seen.add(id(module))
+                self._held.append(module)
+                self.start(unwrapped(module), f"{kind} {self._kinds[kind]}")
+                self._kinds[kind] += 1
+            args, kwargs = self._replaced(kind, args, kwargs)
+            with self._inside():
+                return original(module, *args, **kwargs)
+
+        return call
+
+    def around_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or not self._enters():
+                return original(*args, **kwargs)
+            args, kwargs = self._replaced(original.__name__, args, kwargs)
+            with self._inside():
+                return original(*args, **kwargs)
+
+        return call
+
+    def around_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let attention with dropout draw its mask by an operator of its own: fused kernels do not return it."""
+
+        @functools.wraps(original)
+        def call(
+            query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not dropout_p or not self.active():
+                return original(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+            with sdpa_kernel(SDPBackend.MATH):
+                return original(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+        return call
+
+    def _enters(self) -> bool:
+        return self.active() and not self.recorder.backwards and not is_capturing()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _replaced(self, kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments with other tensors in place of those that were not computed with parameters."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        self.trained = True
+        leaves, form = tree_flatten((args, kwargs))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
+        at = [i for i in at if not hasattr(leaves[i], "full_tensor") and leaves[i].layout is torch.strided]
+        for i, value in zip(at, self.inputs(kind, [leaves[i].detach() for i in at]), strict=True):
+            if value is not None:
+                leaves[i] = value
+        args, kwargs = tree_unflatten(leaves, form)
+        return args, kwargs
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Leave the draws of a loader to it: its batches have them."""
+        self._notice_random()
+        self._loading += 1
+        try:
+            yield
+        finally:
+            self._loading -= 1
+            self._random = _random_states()
+
+    def _notice_random(self) -> None:
+        """Record that the script has drawn numbers of Python or NumPy outside of its loaders."""
+        now = _random_states()
+        if self._random is not None and self.trained:
+            for name, before, after in zip(("random", "numpy.random"), self._random, now, strict=True):
+                if before != after:
+                    self.recorder.note("foreign", generator=name)
+        self._random = now
+
+    def _rates_of(self, optimizer: Any) -> tuple[str, int]:
+        """Return the place of an optimizer's learning rates, and the number of its step."""
+        if id(optimizer) not in self._rates:
+            self._held.append(optimizer)
+        entry = self._rates.setdefault(id(optimizer), [len(self._rates), -1])
+        entry[1] += 1
+        return str(entry[0]), entry[1]
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.active():
+            self._notice_random()
+        elif _get_current_dispatch_mode() is self.draws:
+            self.draws.__exit__(None, None, None)  # it costs time
+
+    def start(self, module: nn.Module, place: str) -> None:
+        raise NotImplementedError
+
+    def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        raise NotImplementedError
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        raise NotImplementedError
+
+
+def _random_states() -> tuple[int, ...]:
+    numpy: Any = sys.modules.get("numpy.random")
+    state = numpy.get_state() if numpy is not None else (0, b"", 0)
+    return hash(random.getstate()), hash((bytes(state[1]), state[2]))
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: tensor
+        for name, tensor in named
+        if not nn.parameter.is_lazy(tensor) and not hasattr(tensor, "full_tensor") and not tensor.is_meta
+    }

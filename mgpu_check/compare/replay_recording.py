@@ -1,0 +1,98 @@
+"""Record what a rank is given: batches, tensors of calls, initial parameters and learning rates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.compare.identities import epoch_of
+from mgpu_check.compare.replay_draws import RecordedDraws
+from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
+from mgpu_check.compare.tape import Tape, place
+
+__all__ = ["LoaderEnd", "RankRecording"]
+
+
+class LoaderEnd:
+    """The end of an iteration over a loader."""
+
+
+class RankRecording(Points):
+    """Writes what a rank is given to its tape."""
+
+    def __init__(self, recorder: RecordedScript, until: int, rank: int, tape: Tape) -> None:
+        super().__init__(recorder, until)
+        self._rank, self._tape = rank, tape
+        self.draws = RecordedDraws(self, tape)
+        self._loaders: list[tuple[Any, int]] = []
+
+    def active(self) -> bool:
+        return not self._tape.full and super().active()
+
+    def finish(self) -> None:
+        """Record an epoch of each loader, when nothing else of the script counts."""
+        self._tape.full = True
+        for loader, seed in self._loaders:
+            if (epoch := epoch_of(loader)) is not None:
+                self.recorder.note("epoch", seed=seed, **epoch)
+        self._loaders = []
+
+    def start(self, module: nn.Module, place: str) -> None:
+        if not self._rank:
+            self._tape.put("start", place, tensors_of(module))
+
+    def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        self._tape.put("call", f"{kind} {place()} {self.micro()}", own)
+        return [None] * len(own)
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.active() and not self._rank:
+            where, _ = self._rates_of(optimizer)
+            self._tape.put("rate", where, [group.get("lr") for group in optimizer.param_groups])
+
+    def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            if not self.active():
+                return original(loader)
+            with self.loading():
+                own = original(loader)
+            if torch.is_grad_enabled() and all(loader is not other for other, _ in self._loaders):
+                self._loaders.append((loader, int(getattr(own, "_base_seed", 0))))
+            where = place()
+            self._kinds[where] += 1
+            own._mgpu_check_place = f"{where} {self._kinds[where]}"
+            return own
+
+        return iterate
+
+    def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def following(iterator: Any) -> Any:
+            where = getattr(iterator, "_mgpu_check_place", None)
+            if where is None or not self.active() or not torch.is_grad_enabled():
+                return original(iterator)
+            with self.loading():
+                try:
+                    batch = original(iterator)
+                except StopIteration:
+                    self._tape.put("batch", where, LoaderEnd())
+                    raise
+                self._tape.put("batch", where, batch)
+                return batch
+
+        return following
+
+    def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def length(loader: Any) -> int:
+            own: int = original(loader)
+            if self.active():
+                self._tape.put("length", place(), own)
+            return own
+
+        return length

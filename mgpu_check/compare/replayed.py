@@ -1,0 +1,150 @@
+"""Give one device what the ranks were given, if the script gives it other samples or random numbers, and judge that.
+
+The runs of `comparison` come first. If their inputs differ, the script runs on one device twice more, with the tapes of
+the ranks (`mgpu_check.compare.replay`): once as it is, and once moved by roundoffs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.assembly import Assembly
+from mgpu_check.compare.identities import mistakes_of, remarks_of
+from mgpu_check.compare.processes import ScriptRun
+from mgpu_check.compare.rounding import Rounding, repeatability
+from mgpu_check.compare.tape import STEPS, write_joint
+from mgpu_check.compare.telling import last_words
+from mgpu_check.compare.trace import Trace
+from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
+from mgpu_check.processes.rank_lists import few
+
+__all__ = ["Replay", "RunOneDevice", "replayed"]
+
+
+class RunOneDevice(Protocol):
+    """Runs the script on one device."""
+
+    def __call__(self, label: str, *, steps: int, moved: bool, files: Mapping[str, int]) -> ScriptRun: ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The verdict of a replay, and what it compares; without a replay, the verdict says why."""
+
+    verdict: ComparisonVerdict
+    aligned: Aligned | None = None
+    rounding: Rounding | None = None
+
+
+def replayed(
+    refused: ComparisonVerdict,
+    one: Trace,
+    assembly: Assembly,
+    tapes: Sequence[int],
+    steps: int | None,
+    unjudged: Mapping[str, str],
+    run: RunOneDevice,
+) -> Replay:
+    """Replay the ranks on one device, and judge the runs.
+
+    Args:
+        refused: the verdict without a replay, which is kept if the replay gives none.
+        one: the run on one device without a replay.
+        assembly: the traces of the ranks.
+        tapes: what the ranks were given, one file for each.
+        steps: see `mgpu_check.compare.comparison.ComparisonPlan`.
+    """
+    ranks = assembly.ranks
+    if assembly.divided or assembly.open:
+        return _none(refused, "the ranks hold parts of the model")
+    dealt = _is_dealt(one, ranks)
+    if dealt is None:
+        return _none(refused, "the ranks have another number of micro-batches than one device, or than each other")
+    until = min(steps or STEPS, *(len(trace.steps) for trace in ranks))
+    with tempfile.TemporaryFile() as file:
+
+        def again(label: str, moved: bool = False, **how: bool) -> ScriptRun:
+            write_joint(file.fileno(), tapes, dealt, **how)
+            return run(f"one device, {label}", steps=until, moved=moved, files={"replay": file.fileno()})
+
+        def judged(label: str, **how: bool) -> Replay:
+            first, moved = again(label, **how), again(f"{label}, moved by roundoffs", moved=True, **how)
+            for failed in (first.failed, moved.failed):
+                if failed or (failed := next((r for r in first.ranks if r.steps < until), None)):
+                    return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
+            trace = first.traces[0]
+            aligned = Aligned(trace, [_until(rank, until) for rank in ranks], len(ranks), replayed=True)
+            rounding = Rounding(trace, [moved.traces[0]])
+            return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
+
+        made = judged("replaying the ranks")
+        if made.aligned is None:
+            return made
+        trace = made.aligned.one
+        if made.verdict.kind == "differs" and trace.of("ambiguous"):
+            turned = judged("replaying the ranks, with rows in another order", turned=True)
+            made = turned if turned.verdict.kind == "equal" else made
+        verdict = made.verdict
+        if verdict.kind == "differs":
+            if left := list(_left(trace, ranks, verdict.step or until)):
+                return _none(refused, f"not all could be replayed: {few(left, 5)}")
+            # The control: numbers that were not replayed must not explain the difference.
+            other = again("replaying the ranks, with other seeds", other_seeds=True)
+            if other.failed:
+                return _none(refused, f"with other seeds, {other.failed}", last_words(other.failed))
+            repeat = repeatability(trace, other.traces[0])
+            if repeat is not None and repeat.step < (verdict.step or until):
+                told = f"with other seeds it differs at step {repeat.step + 1}: {repeat.what}"
+                return _none(refused, f"the replay does not cover all random numbers: {told}")
+    report = verdict.report
+    hidden = mistakes_of(ranks)
+    remarks = [*report.remarks, *_told(refused, trace, until), *remarks_of(ranks)]
+    if hidden and verdict.kind == "equal":
+        headline = f"differs: {hidden[0].evidence}; the steps agree, if one device gets the same batches"
+        report = replace(report, headline=headline, findings=hidden)
+        verdict = replace(verdict, kind="differs")
+    return replace(made, verdict=replace(verdict, report=replace(report, remarks=remarks), replayed=True))
+
+
+def _none(refused: ComparisonVerdict, why: str, more: Sequence[str] = ()) -> Replay:
+    remarks = [*refused.report.remarks, f"one device cannot be given what the ranks were given: {why}", *more]
+    return Replay(replace(refused, report=replace(refused.report, remarks=remarks)))
+
+
+def _is_dealt(one: Trace, ranks: Sequence[Trace]) -> bool | None:
+    """Return whether one device has the micro-batches of all ranks; None if it has neither those nor as many as a
+    rank."""
+    counts = {len(step.losses) for trace in ranks for step in trace.steps[:1]}
+    here = len(one.steps[0].losses)
+    if len(counts) != 1:
+        return None
+    return {1: False, len(ranks): True}.get(here // max(*counts, 1)) if here % max(*counts, 1) == 0 else None
+
+
+def _until(trace: Trace, steps: int) -> Trace:
+    return replace(trace, steps=trace.steps[:steps], events=[e for e in trace.events if e.get("after", 0) < steps])
+
+
+def _left(trace: Trace, ranks: Sequence[Trace], step: int) -> Iterator[str]:
+    """Yield what the replay could not give one device, up to a step that is counted from 1."""
+    for event in trace.of("unreplayed"):
+        if event["after"] < step:
+            yield f"{event['what']}: {event['why']}"
+    names = {event["generator"] for rank in ranks for event in rank.of("foreign") if event["after"] < step}
+    for name in sorted(names):
+        yield f"numbers of {name}, which the ranks draw outside of their loaders"
+
+
+def _told(refused: ComparisonVerdict, trace: Trace, steps: int) -> Iterator[str]:
+    """Report what the replay gave one device, and what it therefore cannot show."""
+    why = refused.report.headline.removeprefix("not comparable: ")
+    given = list(dict.fromkeys(event["what"] for event in trace.of("given")))
+    yield f"replayed, because by itself the script is not comparable: {why}"
+    what = few(given, 3) if given else "the random numbers"
+    yield f"one device was given, joined along the samples of the ranks, for {steps} steps: {what}"
+    for event in trace.of("rate")[:1]:
+        yield f"the learning rate of the ranks is {event['why']}, and that of one device {event['what']}: replayed too"

@@ -1,0 +1,197 @@
+"""Store what the ranks were given, for a run on one device that is given the same: a file of pickled items per rank.
+
+Each item has a *kind*, a *place* and a value. The place is the stack of the user's code, with the number of the
+micro-batch. The items of one kind and place are counted, so that the n-th item of a rank meets the n-th of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+import types
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+from mgpu_check.torch_hooks.tensors import plain
+
+__all__ = ["STEPS", "Tape", "Tapes", "Unstored", "in_a_constructor", "own_draw", "place", "write_joint"]
+
+STEPS = 2
+"""Optimizer steps that are replayed unless the user says: the first gradient, and the first after an update."""
+_HEAD = struct.Struct("=QQ")
+_LIMIT = 2**30  # bytes of a rank, to bound the space of large batches
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_AROUND = (
+    _TORCH,
+    *(_OURS + part for part in ("simulated" + os.sep, "compare/watched", "compare/replay", "compare/tape")),
+)
+"""Files whose frames may be between the code of the user and a draw of that code."""
+
+
+class Tape:
+    """Writes the items of a rank to a file descriptor, up to a limit."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._size = fd, 0
+        self.full = False
+
+    def put(self, kind: str, place: str, value: Any) -> None:
+        """Append an item. Nothing follows an item that exceeds the limit."""
+        if self.full:
+            return
+        head = pickle.dumps((kind, place))
+        try:
+            body = pickle.dumps(tree_map(_stored, value))
+        except Exception as error:  # an object of the user that cannot be pickled
+            body = pickle.dumps(Unstored(f"{type(value).__name__} cannot be pickled: {error}"))
+        self._size += len(body)
+        if self._size > _LIMIT:
+            self.full = True
+            return
+        _write(self._fd, _HEAD.pack(len(head), len(body)) + head + body)
+
+
+class Unstored(NamedTuple):
+    """Takes the place of a value that could not be stored."""
+
+    why: str
+
+
+def _stored(value: Any) -> Any:
+    # Cloned, because a view would store all of its storage.
+    return plain(value).clone() if isinstance(value, torch.Tensor) else value
+
+
+class Tapes:
+    """The items of all ranks, each read when it is needed, from a file that `write_joint` has written."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._dealt, self.world, self.turned, self.other_seeds = pickle.loads(
+            os.pread(fd, _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[1], _HEAD.size)
+        )
+        self._at: dict[tuple[str, str], list[list[tuple[int, int]]]] = defaultdict(
+            lambda: [[] for _ in range(self.world)]
+        )
+        self._next: Counter[tuple[str, str]] = Counter()
+        for rank, kind, place, start, size in _items(fd):
+            self._at[kind, place][rank].append((start, size))
+
+    def turn(self, kind: str, place: str, micro: int | None = None) -> list[Any]:
+        """Return the next value of each rank for this place; of one rank if micro-batches are dealt.
+
+        The list is empty if a rank has no further value.
+
+        Args:
+            micro: the number of the micro-batch; None if the place has one value for each micro-batch.
+        """
+        number = self._next[kind, f"{place} {micro}"]
+        self._next[kind, f"{place} {micro}"] += 1
+        rank = None
+        if self._dealt and micro is not None:
+            micro, rank = divmod(micro, self.world)
+        elif self._dealt:
+            number, rank = divmod(number, self.world)
+        here = self._at.get((kind, place if micro is None else f"{place} {micro}"))
+        if here is None:
+            return []
+        if rank is not None:
+            here = [here[rank]]
+        return [self._read(own[number]) for own in here] if all(number < len(own) for own in here) else []
+
+    def first(self, kind: str, place: str, number: int = 0) -> Any:
+        """Return a value of the first rank that has it; None if no rank has it."""
+        for own in self._at.get((kind, place), ()):
+            if number < len(own):
+                return self._read(own[number])
+        return None
+
+    def _read(self, at: tuple[int, int]) -> Any:
+        start, size = at
+        return pickle.loads(os.pread(self._fd, size, start))
+
+
+def write_joint(fd: int, tapes: Sequence[int], dealt: bool, *, turned: bool = False, other_seeds: bool = False) -> None:
+    """Write the items of all ranks to one file, in place of its content.
+
+    Args:
+        tapes: the files of the ranks, in order.
+        dealt: one device takes the micro-batches of the ranks in turn, instead of joining them: its micro-batch
+            ``n * world + r`` is the n-th of rank r.
+        turned: see `mgpu_check.compare.joining.SampleRows`.
+        other_seeds: change the seeds that the script sets on one device.
+    """
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    head = pickle.dumps((dealt, len(tapes), turned, other_seeds))
+    _write(fd, _HEAD.pack(0, len(head)) + head)
+    for tape in tapes:
+        _write(fd, _HEAD.pack(0, 0))
+        size, start = os.fstat(tape).st_size, 0
+        while start < size:
+            start += os.sendfile(fd, tape, start, size - start)
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _items(fd: int) -> Iterator[tuple[int, str, str, int, int]]:
+    """Yield rank, kind, place, start and size of each item."""
+    end, start, rank = os.fstat(fd).st_size, 0, -1
+    start += _HEAD.size + _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[1]
+    while start < end:
+        head, body = _HEAD.unpack(os.pread(fd, _HEAD.size, start))
+        start += _HEAD.size
+        if not head:
+            rank += 1
+            continue
+        kind, place = pickle.loads(os.pread(fd, head, start))
+        yield rank, kind, place, start + head, body
+        start += head + body
+
+
+def place() -> str:
+    """Return the stack of the script outside of torch and mgpu-check, the innermost line first."""
+    found = []
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _OURS, "<frozen ")):
+            found.append(f"{name}:{frame.f_lineno}")
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            break  # further frames start the script
+    return " ".join(found)
+
+
+def own_draw() -> bool:
+    """Return whether this package itself draws, such as for a perturbation."""
+    names = (frame.f_code.co_filename for frame in _frames())
+    return next((name.startswith(_OURS) for name in names if not name.startswith(_AROUND)), False)
+
+
+def in_a_constructor() -> bool:
+    """Return whether a module is being made, or initialized by `torch.nn.init`: such draws are no part of a step."""
+    for frame in _frames():
+        code = frame.f_code
+        if code.co_filename.endswith("torch/nn/init.py"):
+            return True
+        if code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            return True
+    return False
+
+
+def _frames() -> Iterator[types.FrameType]:
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,163 @@
+"""Scripts that give one device other samples and random numbers than the ranks: it is given those of the ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from mgpu_check.compare.identities import mistakes_of, remarks_of
+from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
+from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
+from mgpu_check.compare.trace import Trace
+from tests.compare.conftest import script
+
+RANDOM = script("random_inputs")
+MEAN = "                p.grad /= world\n"
+ALL = "            for p in net.parameters():\n                dist.all_reduce"
+
+
+def test_a_right_script_that_spawns_ranks_with_inputs_of_their_own_is_equal(compare, changed):
+    ranks = 'int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))'
+    start = RANDOM.index("if world")
+    body = "".join(f"    {line}" for line in RANDOM[start:].splitlines(keepends=True))
+    spawned = (
+        f"{changed(RANDOM[:start], (ranks, '0, 1'))}import sys\nfrom torch.multiprocessing import spawn\n"
+        f"def main(rank, world):\n{body}\n"
+        "if __name__ == '__main__':\n    spawn(main, args=(int(sys.argv[1]),), nprocs=int(sys.argv[1]))\n"
+    )
+    outcome = compare(spawned, code=0, arguments=["{W}"])
+    assert outcome.json["replayed"] and outcome.json["steps_equal"] == 2
+    assert "equal: 2 steps on 2 ranks train the same 5 parameters" in outcome.text
+    assert "replayed, because by itself the script is not comparable: step 1: the ranks together saw 8" in outcome.text
+    assert (
+        "joined along the samples of the ranks, for 2 steps: the batches of the DataLoader at train.py" in outcome.text
+    )
+    assert "in an epoch of loader 1 each rank gets samples of its own, 16 in all" in outcome.text
+    assert "the learning rate of the ranks is 0.1, and that of one device 0.05" in outcome.text
+    assert [run["label"] for run in outcome.json["runs"]][2:] == [
+        "one device, replaying the ranks",
+        "one device, replaying the ranks, moved by roundoffs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "mistake"),
+    [
+        (MEAN, "", "world-size-factor"),
+        (ALL, ALL.replace("net.", "net.first."), "gradients-not-synchronized"),
+    ],
+)
+def test_a_mistake_is_refuted_in_a_replay(compare, changed, old, new, mistake):
+    outcome = compare(changed(RANDOM, (old, new)), code=1, more=1)
+    assert outcome.json["replayed"] and outcome.json["mistakes"] == [mistake]
+    assert (outcome.json["step"], outcome.json["tensor"]) == (1, "gradient")
+
+
+def test_ranks_that_each_get_the_whole_dataset_differ(compare, changed):
+    outcome = compare(changed(RANDOM, ("DistributedSampler(data) if world > 1 else None", "None")), code=1)
+    assert outcome.json["replayed"] and outcome.json["mistakes"] == ["dataset-not-split"]
+    assert "differs: in an epoch each of the 2 ranks gets 16 of 16 samples of the dataset" in outcome.text
+    assert "the steps agree, if one device gets the same batches" in outcome.json["headline"]
+
+
+def test_what_cannot_be_replayed_is_named(compare, changed):
+    """A weight that each rank draws in Python has no joint value for one device; nor has one number of torch."""
+    drawn = ("        loss.backward()\n", "        (loss * random.uniform(0.5, 2) * torch.rand(1)).backward()\n")
+    seeded = ("torch.manual_seed(7 + rank)\n", "torch.manual_seed(7 + rank)\nimport random\nrandom.seed(rank)\n")
+    outcome = compare(changed(RANDOM, drawn, seeded), code=2)
+    assert not outcome.json["replayed"]
+    assert outcome.json["headline"].startswith("not comparable: step 1: the ranks together saw 8 samples")
+    assert "one device cannot be given what the ranks were given: not all could be replayed: " in outcome.text
+    assert re.search(r"rand at train.py:\d+: it is one number for all samples, and another one on", outcome.text)
+    assert "numbers of random, which the ranks draw outside of their loaders" in outcome.text
+
+
+def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_hand, changed):
+    halves = (
+        "    loss = nn.functional.mse_loss(net(x[part]), y[part])\n    loss.backward()\n",
+        "    for rows in (x[part],) if world > 1 else x[start : start + 8].split(4):\n"
+        "        rows = rows[torch.randint(4, (4,))]\n"
+        "        nn.functional.mse_loss(net(rows), rows.sum(1, True)).div(2 // world).backward()\n",
+    )
+    script = changed(by_hand, halves, ("nn.Tanh(),", "nn.Tanh(), nn.Dropout(0.5),"))
+    outcome = compare(script, code=0, more=2)
+    assert outcome.json["replayed"] and outcome.json["steps_equal"] == 2
+
+
+def test_what_the_loaders_of_ranks_give_in_an_epoch():
+    def ranks(*indices, workers=0, **sampler):
+        told = {"event": "sampler", "shuffle": True, "set_epoch": True, "iteration": 1, "after": 0, **sampler}
+        epochs = [{"event": "epoch", "length": 8, "indices": own, "workers": workers, "seed": 5} for own in indices]
+        return [Trace(rank, 2, events=[told, epoch]) for rank, epoch in enumerate(epochs)]
+
+    halves = [0, 2, 4, 6], [1, 3, 5, 7]
+    assert list(remarks_of(ranks(*halves))) == ["in an epoch of loader 1 each rank gets samples of its own, 8 in all"]
+    overlap = list(remarks_of(ranks([0, 1, 2, 3], [2, 3, 4, 5], workers=2, set_epoch=False)))
+    assert overlap[0] == "in an epoch of loader 1 ranks share 2 of 6 samples"
+    assert "the same seeds on each rank" in overlap[1] and "set_epoch was not called" in overlap[2]
+    assert mistakes_of(ranks(*halves)) == []
+    (finding,) = mistakes_of(ranks(*halves, set_epoch=False, iteration=2, after=4))
+    assert (finding.mistake, finding.evidence) == (
+        "epochs-not-reshuffled",
+        "epoch 2 begins at step 5, and set_epoch was never called",
+    )
+
+
+def parts(*values):
+    return [torch.tensor(value) for value in values]
+
+
+def test_batches_are_joined():
+    def joined(*values, guesses=None):
+        return join(values, [] if guesses is None else guesses)
+
+    first, second = parts([[1, 2], [3, 4]], [[5, 6]])
+    made = joined({"x": first, "n": 3, "names": ["a", "b"]}, {"x": second, "n": 3, "names": ["c"]})
+    assert made["x"].tolist() == [[1, 2], [3, 4], [5, 6]] and (made["n"], made["names"]) == (3, ["a", "b", "c"])
+    assert [len(part) for part in joined([first, first], [second, second])] == [3, 3]  # two tensors of a batch
+    images = (first[0], first[1]), ({"box": 1}, {"box": 2})  # lists of samples, as in detection
+    assert [len(part) for part in joined(images, images)] == [4, 4]
+    guesses: list[str] = []
+    padded = joined(first, torch.tensor([[-100, 5, 6]]), guesses=guesses)
+    assert padded.tolist() == [[1, 2, -100], [3, 4, -100], [-100, 5, 6]]
+    assert guesses == ["batches of different lengths were padded with -100"]
+    for one, other in ((1, 2), ({"a": 1}, {"b": 1}), (first, 1), ([first], []), parts(1, 2)):
+        with pytest.raises(NotJoinedError):
+            joined(one, other)
+
+
+def test_rows_of_several_views_are_joined_view_by_view():
+    views = [[torch.zeros(2, 3), torch.zeros(2, 3)], [torch.zeros(1, 3), torch.zeros(1, 3)]]
+    drawn = parts([1, 2, 10, 20], [3, 30])
+
+    def order(batches, turned=False):
+        rows = SampleRows(turned)
+        rows.saw(batches)
+        return rows.join(drawn, []).tolist()
+
+    assert order(views) == [1, 2, 3, 10, 20, 30]
+    assert order(views, turned=True) == order([torch.zeros(2, 3), torch.zeros(1, 3)]) == [1, 2, 10, 20, 3, 30]
+
+
+def test_tapes_of_ranks(tmp_path):
+    files = [tmp_path.joinpath(name).open("w+b") for name in ("0", "1", "joint")]
+    for rank, file in enumerate(files[:2]):
+        tape = Tape(file.fileno())
+        for micro in range(2):
+            tape.put("draw", f"here {micro}", torch.tensor([10 * micro + rank]))
+        tape.put("batch", "loop 1", lambda: None)
+        if not rank:
+            tape.put("rate", "0", [0.5])
+    joint, tapes = files[2].fileno(), [file.fileno() for file in files[:2]]
+    write_joint(joint, tapes, False)
+    made = Tapes(joint)
+    assert [made.turn("draw", "here", micro) for micro in (0, 1, 1)] == [[0, 1], [10, 11], []]
+    assert made.turn("draw", "there", 0) == [] and made.first("rate", "0") == [0.5] and made.first("rate", "1") is None
+    assert all(isinstance(part, Unstored) for part in made.turn("batch", "loop 1"))
+    write_joint(joint, tapes, True)
+    made = Tapes(joint)
+    assert [made.turn("draw", "here", micro) for micro in range(4)] == [[0], [1], [10], [11]]
+    for file in files:
+        file.close()
