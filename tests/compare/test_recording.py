@@ -27,6 +27,7 @@ from mgpu_check.compare.trace import (
     positions,
     read,
 )
+from mgpu_check.torch_hooks.tensors import as_bits
 from tests.compare.conftest import script
 
 RUN = """
@@ -231,13 +232,14 @@ def test_a_trace_that_was_cut_off_can_be_read_and_others_are_refused(tmp_path):
         read(b"hello\n")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 100])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 100, 2**17 + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_summary_is_what_it_says(count, dtype):
     tensor = torch.arange(1, count + 1).to(dtype)
     (numbers,) = summaries([tensor])
     summary = TensorSummary.of(json.loads(json.dumps(numbers)))
     wide = tensor.double()
+    assert summary.bits == int(as_bits(tensor).long().sum())
     assert summary.norm == pytest.approx(float(wide.norm()))
     assert summary.samples == tuple(wide[positions(count)].tolist())
     assert sum(chunk_sizes(count)) == count
