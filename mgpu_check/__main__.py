@@ -20,11 +20,12 @@ _COMMANDS = {
     "doctor": "say whether ranks can run on this machine, and what to change",
     "init": "write a first test for the training script of this directory, and run it",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
+    "record": "write the trace of a run, to compare with: record --gpus=4 --out=a.trace -- train.py --args",
     "selftest": "plant every known fault and show which checks catch it; --quick: a fifth of them",
     "simulate": "run a script as if this machine had GPUs: simulate --gpus=4 -- script.py --args",
 }
 
-_OF_ONE_PROCESS = ("compare", "devices", "doctor", "init", "simulate")
+_OF_ONE_PROCESS = ("compare", "devices", "doctor", "init", "record", "simulate")
 """They do the same in every process that a launcher launches."""
 
 _HELP = f"""\

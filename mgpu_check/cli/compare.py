@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
-import re
-import shlex
-import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from mgpu_check import pages
-from mgpu_check.annotations import annotation, wanted
-from mgpu_check.cli import simulate
-from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
-from mgpu_check.compare.arguments import accepted, fitted
+from mgpu_check.cli import compare_runs, simulate
+from mgpu_check.cli.codes import INTERRUPTED, Parser
+from mgpu_check.cli.comparing import (
+    add_run_options,
+    conclude,
+    counted,
+    interruptible,
+    plan_of,
+    script_command,
+    tell,
+    writable,
+)
+from mgpu_check.compare import comparison
+from mgpu_check.compare.arguments import accepted
+from mgpu_check.compare.comparison import ComparisonPlan
 
 __all__ = ["main"]
 
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
     "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] -- script.py [args...]\n"
-    "       mgpu-check compare [...] -- -m module [args...]"
+    "       mgpu-check compare [...] -- -m module [args...]\n"
+    "       mgpu-check compare --against=COMMIT [...] -- script.py [args...]\n"
+    "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [...] -- script.py [args...]\n"
+    "       mgpu-check compare --golden=FILE [--update-golden] [...] -- script.py [args...]\n"
+    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] A.trace B.trace"
 )
 _EPILOG = """\
 In the arguments of the script, an expression in braces that contains W is replaced by its value. W is the number of
@@ -38,34 +48,6 @@ exit codes:
   3 internal error of mgpu-check, no verdict on the script   4 wrong usage   130 interrupted
 Requirements for a comparable script: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
 """
-_CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun", "jsrun")
-_LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
-_PYTHON = re.compile(r"python[\d.]*")
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def _number(least: int, what: str) -> type[int]:
-    def parse(text: str) -> int:
-        try:
-            n = int(text)
-        except ValueError:
-            n = least - 1
-        if n < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}; give an integer of at least {least}")
-        return n
-
-    return parse  # type: ignore[return-value]  # argparse accepts any callable as a type
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give a number of seconds above 0")
-    return value
 
 
 def _accepted(text: str) -> tuple[str, str]:
@@ -75,24 +57,18 @@ def _accepted(text: str) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _writable(text: str) -> Path:
-    path = Path(text)
-    if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file; give the name of the file to write, or leave it out")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent} for {path.name}")
-    return path
-
-
 def _page(text: str) -> Path:
     try:
         pages.require("a page")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return _writable(text)
+    return writable(text)
 
 
-_TAKE_A_WORD = ("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json")
+_TAKE_A_WORD = (
+    *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json"),
+    *("--against", "--a", "--b", "--golden"),
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,22 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_run_options(parser, 1, "compare")
     add = parser.add_argument
-    add("--gpus", type=_number(2, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
-    simulate.add_simulate(parser)
-    add("--steps", type=_number(1, "number of steps"), metavar="N", help="compare N optimizer steps (default: all)")
-    add(
-        "--timeout",
-        type=_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="end a run if no rank makes progress for this time (default: 300)",
-    )
-    add(
-        "--fresh-directory",
-        action="store_true",
-        help="start each run in a fresh copy of the current directory, without files of other runs",
-    )
     add(
         "--unjudged",
         type=_accepted,
@@ -136,135 +98,73 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"write a page with the curves of loss and deviation; requires {pages.INSTALL}",
     )
-    add("--json", type=_writable, metavar="FILE", help="write the verdict and the compared values as JSON")
+    add("--json", type=writable, metavar="FILE", help="write the verdict and the compared values as JSON")
+    add(
+        "--against",
+        type=_word,
+        metavar="COMMIT",
+        help="compare the run of the working tree with the run of a commit, which git checks out temporarily",
+    )
+    for flag in ("--a", "--b"):
+        add(
+            flag, type=_word, metavar="ARGUMENTS", help="compare two runs whose scripts have these additional arguments"
+        )
+    add("--golden", type=writable, metavar="FILE", help="compare the run with the trace in FILE")
+    add("--update-golden", action="store_true", help="write the trace of the run to the FILE of --golden")
     return parser
 
 
-def _script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the command of a script, which may start with a Python interpreter.
-
-    Raises:
-        SystemExit: by `parser`: `program` is a launcher, or not a Python program. Each rank runs the script directly.
-    """
-    name = Path(program[0]).name if program else ""
-    python = _PYTHON.fullmatch(name) is not None and not Path(program[0]).is_dir()
-    words = program[1:] if python else program
-    options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "-m", words)) if python else []
-    rest = words[len(options) :]
-    module = rest[1] if len(rest) > 1 and rest[0] == "-m" else ""
-    if name in _LAUNCHERS or _LAUNCHING.match(module):
-        parser.error(
-            f"{module or name} starts ranks, and so does compare: give the script and its own arguments only, such as "
-            "compare --gpus=4 -- train.py --epochs=2"
-        )
-    if python and not rest:
-        parser.error(f"no script given for {name}: name one, or a module with -m")
-    command = simulate.program_command(program, parser)
-    if command[0] != sys.executable and not python:
-        parser.error(
-            f"{program[0]} is a program, but compare runs Python scripts only: give the script that it starts, with "
-            "the script's arguments"
-        )
-    return command
+def _word(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty; give a commit, or arguments of the script in quotes")
+    return text
 
 
-def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return two environments: for the run on one device, and for the ranks."""
-    if backing is not None:
-        return simulate.environment(1, backing), simulate.environment(gpus, backing)
-    import torch
-
-    several = dict(os.environ)
-    names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
-    visible = next(
-        (several[name] for name in names if name in several), "0"
-    )  # the first variable that is set takes effect
-    return {**several, names[0]: visible.split(",")[0]}, several
-
-
-def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
-    """Return the number of devices. Reject a number below that of ranks, because the ranks would fail.
-
-    No device at all is accepted: the script may run on CPUs.
-
-    Raises:
-        SystemExit: by `parser`: there are too few devices.
-    """
-    import torch
-
-    count = torch.cuda.device_count()  # creates no CUDA context, which would occupy memory of the first device
-    if 0 < count < gpus:
-        parser.error(
-            f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or "
-            "--simulate. For a script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= mgpu-check compare …"
-        )
-    return count
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    for another in _ENDING:
-        signal.signal(another, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
-    raise KeyboardInterrupt
+def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Check that the options go together. Return whether two runs of several ranks are compared."""
+    modes = {"--against": given.against, "--a and --b": given.a or given.b, "--golden": given.golden}
+    chosen = [flag for flag, value in modes.items() if value]
+    if len(chosen) > 1:
+        parser.error(f"{' and '.join(chosen)} say what to compare with; give one of them")
+    if bool(given.a) != bool(given.b):
+        parser.error("--a and --b are the arguments of two runs; give both, or leave both out")
+    if given.update_golden and not given.golden:
+        parser.error("--update-golden writes the file of --golden; give --golden=FILE")
+    if chosen and given.html:
+        parser.error(f"--html shows ranks beside one device, and {chosen[0]} compares two runs; give --json=FILE")
+    if not chosen and given.gpus < 2:
+        parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
+    return bool(chosen)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare the script of `argv` on one device and on ranks, and return the exit code: see ``--help``."""
+    """Compare the runs that `argv` names, and return the exit code: see ``--help``."""
     parser = _parser()
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
+        if "--" not in argv and compare_runs.are_files(program):
+            files = [word for word in program if not word.startswith("-")]
+            return compare_runs.of_files(parser.parse_args([*own, *(set(program) - set(files))]), files, parser)
         given = parser.parse_args(own)
-        command = _script_command(program, parser)
-        for world in (1, given.gpus):
-            try:
-                fitted(command, world)
-            except ValueError as error:
-                parser.error(str(error))
-        count = given.gpus if given.simulate else _count(given.gpus, parser)
+        of_runs = _check(given, parser)
+        command = script_command(program, parser)
+        count = counted(given, command, [given.gpus] if of_runs else [1, given.gpus], parser)
+        plan = replace(plan_of(given, program, command, count), unjudged=dict(given.unjudged))
+        return compare_runs.of_runs(given, plan, parser) if of_runs else _compare(given, plan)
     except SystemExit as stop:
         return int(stop.code or 0)
-    return _compare(given, program, command, count)
-
-
-def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> int:
-    from mgpu_check.compare.comparison import ComparisonPlan, compare
-    from mgpu_check.compare.page import write_page
-    from mgpu_check.compare.result import write_json
-
-    simulated = f"SIMULATED {given.simulate}" if given.simulate else ""
-    single, several = _environments(given.gpus, given.simulate)
-    plan = ComparisonPlan(
-        command,
-        shlex.join(program),
-        given.gpus,
-        single,
-        several,
-        simulated,
-        given.timeout,
-        given.steps,
-        given.fresh_directory,
-        without_gpus=not count,
-        unjudged=dict(given.unjudged),
-    )
-    note = f"; {simulated} x{given.gpus}: proves code, never hardware" if simulated else ""
-    print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)
-    kept = {number: signal.signal(number, _interrupted) for number in _ENDING}
-    try:
-        done = compare(plan, lambda line: print(f"  {line}", flush=True))
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-    print(f"\n{done.verdict.report}")
-    if done.verdict.kind == "differs" and wanted(None):
-        script = next((f"{word}:1" for word in command if word.endswith(".py")), "")
-        report = done.verdict.report
-        print(annotation(f"{plan.shown} differs on {given.gpus} ranks", str(report), report.site or script))
+
+
+def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
+    from mgpu_check.compare.page import write_page
+
+    note = f"; {plan.simulated} x{given.gpus}: proves code, never hardware" if plan.simulated else ""
+    print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)
+    with interruptible():
+        done = comparison.compare(plan, tell)
     if given.html:
         write_page(given.html, done)
-    if given.json:
-        write_json(given.json, done)
-    if simulated:
-        print(f"{done.verdict.kind}, on {given.gpus} {simulated} GPUs")
-    return _CODES[done.verdict.kind]
+    return conclude(done, given.json)

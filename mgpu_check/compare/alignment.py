@@ -193,7 +193,8 @@ class Aligned:
     @property
     def where(self) -> str:
         """The name of the run that is compared with one device: "4 ranks"."""
-        return f"{self.world} ranks" if len(self.ranks) == self.world else f"{self.world} GPUs of one process"
+        ranks = f"{self.world} rank{'s' * (self.world > 1)}"
+        return ranks if len(self.ranks) == self.world else f"{self.world} GPUs of one process"
 
     @property
     def steps(self) -> int:

@@ -10,7 +10,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
+from typing import IO
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.arguments import fitted
@@ -35,9 +37,18 @@ from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.record import relative
 
-__all__ = ["ComparisonPlan", "ScriptComparison", "compare"]
+__all__ = [
+    "SEED",
+    "ComparisonPlan",
+    "ScriptComparison",
+    "compare",
+    "constants_placed",
+    "crashes_at_exit",
+    "run_script",
+    "temporary",
+]
 
-_SEED = 1  # any fixed seed of the perturbations, so that a comparison can be repeated
+SEED = 1  # any fixed seed of the perturbations, so that a comparison can be repeated
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class ComparisonPlan:
         fresh: each run starts in a directory of its own.
         without_gpus: torch sees no GPU, and no GPU is simulated.
         unjudged: pattern of parameters that need not be compared -> the reason.
+        directory: where the script runs; None: in the current directory.
     """
 
     command: Sequence[str]
@@ -69,6 +81,7 @@ class ComparisonPlan:
     fresh: bool = False
     without_gpus: bool = False
     unjudged: Mapping[str, str] = field(default_factory=dict)
+    directory: Path | None = None
 
 
 @dataclass
@@ -96,7 +109,7 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
         verdict = _verdict(made, tell, tapes)
         if verdict.inputs_differ and made.assembly is not None:
             verdict = _replay(made, tell, tapes, verdict)
-    remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *_crashes_at_exit(made.runs)]
+    remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *crashes_at_exit(made.runs)]
     if plan.without_gpus and any(run.failed for run in made.runs):
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
@@ -109,7 +122,7 @@ def _replay(
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
 
     def run(label: str, *, steps: int, moved: bool, files: Mapping[str, int]) -> ScriptRun:
-        return _run(made, tell, label, 1, moved=_SEED if moved else None, files=files, until=steps)
+        return run_script(made, tell, label, 1, moved=SEED if moved else None, files=files, until=steps)
 
     plan, assembly = made.plan, made.assembly
     assert assembly is not None
@@ -120,7 +133,7 @@ def _replay(
 
 def _verdict(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ComparisonVerdict:
     plan = made.plan
-    one = _run(made, tell, "one device", 1)
+    one = run_script(made, tell, "one device", 1)
     if one.has("starts"):
         return starts_its_own(one_device=True)
     if one.failed:
@@ -153,7 +166,7 @@ def _verdict(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequenc
     repeat = repeatability(one.traces[0], again.traces[0])
     if repeat is not None and repeat.step == 0:
         return verdict_of(aligned, None, repeat)
-    moved = _run(made, tell, "one device, moved by roundoffs", 1, moved=_SEED)
+    moved = run_script(made, tell, "one device, moved by roundoffs", 1, moved=SEED)
     if moved.failed:
         return of_failure(moved, moved.failed, one_device=True)
     made.rounding = Rounding(one.traces[0], [moved.traces[0], again.traces[0]])
@@ -170,39 +183,50 @@ def _again(
             device.
     """
     world = made.plan.world
-    with tempfile.TemporaryFile() as wholes:
-        again = _run(made, tell, "one device, again", 1, files={"keep": wholes.fileno()} if divided else {})
+    with contextlib.ExitStack() as undo:
+        wholes = temporary(undo)
+        again = run_script(made, tell, "one device, again", 1, files={"keep": wholes.fileno()} if divided else {})
         if again.failed:
             return again, of_failure(again, again.failed, one_device=True)
         found = _found_what_was_left(made.runs)
         if found is not None or not divided:
             return again, found
         files = {"wholes": wholes.fileno()}
-        several = _run(made, tell, f"{world} ranks, with slices", world, files=files)
+        several = run_script(made, tell, f"{world} ranks, with slices", world, files=files)
         if several.failed:
             return again, of_failure(several, several.failed, one_device=False)
         one = made.runs[0]
         assembly = assembled(one.traces[0], several.traces)
-        if assembly.same_elsewhere and (placed := _moved_apart(made, tell, files)) is not None:
-            assembly = assembled(one.traces[0], placed.traces)
+        if assembly.same_elsewhere and (placed := constants_placed(made, tell, files, undo)):
+            several = run_script(made, tell, f"{world} ranks, with all slices", world, files=placed)
+            if not several.failed:
+                assembly = assembled(one.traces[0], several.traces)
     made.aligned = _aligned(one, assembly, world)
     return again, _found_what_was_left(made.runs)
 
 
-def _moved_apart(made: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int]) -> ScriptRun | None:
-    """Find the places of constants by runs with distinct values, and run the ranks again; None on failure."""
+def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
+    """Return an unnamed temporary file, which `undo` closes."""
+    return undo.enter_context(tempfile.TemporaryFile())
+
+
+def constants_placed(
+    made: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int], undo: contextlib.ExitStack
+) -> Mapping[str, int | Sequence[int]]:
+    """Find the places of constants by runs with distinct values. Return the files of a run with them; empty on failure.
+
+    Args:
+        undo: closes the files.
+    """
     world = made.plan.world
-    with contextlib.ExitStack() as undo:
-        wholes, *found = (undo.enter_context(tempfile.TemporaryFile()).fileno() for _ in range(1 + world))
-        label = "with constants moved apart, until the first step"
-        if _run(made, tell, f"one device, {label}", 1, files={"keep": wholes}, apart=True).failed:
-            return None
-        if _run(
-            made, tell, f"{world} ranks, {label}", world, files={"wholes": wholes, "found": found}, apart=True
-        ).failed:
-            return None
-        several = _run(made, tell, f"{world} ranks, with all slices", world, files={**files, "placed": found})
-    return None if several.failed else several
+    wholes, *found = (temporary(undo).fileno() for _ in range(1 + world))
+    label = "with constants moved apart, until the first step"
+    if run_script(made, tell, f"one device, {label}", 1, files={"keep": wholes}, apart=True).failed:
+        return {}
+    placing: Mapping[str, int | Sequence[int]] = {"wholes": wholes, "found": found}
+    if run_script(made, tell, f"{world} ranks, {label}", world, files=placing, apart=True).failed:
+        return {}
+    return {**files, "placed": found}
 
 
 def _aligned(one: ScriptRun, found: Assembly, world: int) -> Aligned:
@@ -226,14 +250,14 @@ def _several(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequenc
     uses several devices, through DataParallel or with layers on several devices.
     """
     world = made.plan.world
-    ranks = _run(made, tell, f"{world} ranks", world, files={"tape": tapes})
+    ranks = run_script(made, tell, f"{world} ranks", world, files={"tape": tapes})
     if any(ended.has("group") or ended.has("starts") for ended in ranks.ranks):
         return ranks
     # A script that fails or hangs before it makes its group may still be one for several ranks.
     several = ranks.failed is None and any(_on_several(trace) for trace in ranks.traces)
     if not several and not all(ended.has("alone") for ended in ranks.ranks):
         return ranks
-    return _run(made, tell, f"one process with {world} GPUs", 1, environment=made.plan.several)
+    return run_script(made, tell, f"one process with {world} GPUs", 1, environment=made.plan.several)
 
 
 def _on_several(trace: Trace) -> bool:
@@ -242,7 +266,7 @@ def _on_several(trace: Trace) -> bool:
     return replicas > 1 or len({parameter.device for parameter in trace.parameters.values()}) > 1
 
 
-def _run(
+def run_script(
     made: ScriptComparison,
     tell: Callable[[str], None],
     label: str,
@@ -253,9 +277,17 @@ def _run(
     apart: bool = False,
     until: int | None = None,
 ) -> ScriptRun:
+    """Run the script once, and add the run to the others.
+
+    Args:
+        label: name of the run in reports.
+        environment: None: the environment of the plan for this number of processes.
+        moved, files: see `mgpu_check.compare.processes.run`.
+        apart: make the elements of constant tensors distinct, and stop after the first step.
+    """
     plan = made.plan
     environment = environment or (plan.single if world == 1 else plan.several)
-    with fresh_directory() if plan.fresh else nullcontext() as directory:
+    with fresh_directory(plan.directory) if plan.fresh else nullcontext(plan.directory) as directory:
         done = run(
             label,
             fitted(plan.command, world),
@@ -291,7 +323,7 @@ def _led(runs: Sequence[ScriptRun]) -> Iterator[str]:
             return
 
 
-def _crashes_at_exit(runs: Sequence[ScriptRun]) -> Iterator[str]:
+def crashes_at_exit(runs: Sequence[ScriptRun]) -> Iterator[str]:
     for one in runs:
         crashed = [ended for ended in one.ranks if ended.crashed_at_exit]
         if crashed:

@@ -17,15 +17,19 @@ _ENTRIES = 1000  # a directory with more entries is probably a data set, and is 
 
 
 @contextmanager
-def fresh_directory() -> Iterator[Path]:
-    """Make a temporary directory like the current one, and remove it afterwards with everything in it.
+def fresh_directory(source: Path | None = None) -> Iterator[Path]:
+    """Make a temporary directory like `source`, and remove it afterwards with everything in it.
 
     Subdirectories are real directories, so new files stay in the copy. Small files are copied. Large files, directories
     with many entries, hidden directories and virtual environments are linked to the originals.
+
+    Args:
+        source: default: the current directory.
     """
     with Scratch.new("compare") as made:
-        directory = made / (Path.cwd().name or "root")
-        _imitate(Path.cwd(), directory, made)
+        source = source or Path.cwd()
+        directory = made / (source.name or "root")
+        _imitate(source, directory, made)
         yield directory
 
 

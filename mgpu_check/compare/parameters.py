@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.placing import Placing, TracePart
-from mgpu_check.compare.summaries import over
+from mgpu_check.compare.summaries import Numbers, over, summaries
 from mgpu_check.compare.trace import Writer
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["NumberedPart", "Parameters", "parameters_of"]
+__all__ = ["NumberedPart", "Parameters", "numbers_of", "parameters_of"]
 
 
 class NumberedPart(NamedTuple):
@@ -22,6 +23,12 @@ class NumberedPart(NamedTuple):
     number: int
     parameter: torch.Tensor
     part: TracePart
+
+
+def numbers_of(parts: Sequence[NumberedPart]) -> dict[int, Numbers]:
+    """Return the summary of each part that has numbers, by its number in the trace."""
+    found = summaries([one.parameter for one in parts], [one.part.cut for one in parts])
+    return {one.number: numbers for one, numbers in zip(parts, found, strict=True) if numbers is not None}
 
 
 class Parameters:

@@ -29,6 +29,7 @@ class Files(NamedTuple):
         placed: has the slices that another run placed.
         tape: receives what this rank was given; see `mgpu_check.compare.replay`.
         replay: has what all ranks were given, for one device.
+        kept: receives what a trace file has besides the trace; see `mgpu_check.compare.traces.keeping`.
     """
 
     keep: int | None = None
@@ -37,6 +38,7 @@ class Files(NamedTuple):
     placed: int | None = None
     tape: int | None = None
     replay: int | None = None
+    kept: int | None = None
 
 
 def write_placement(fd: int, label: str, parts: Sequence[Slice]) -> None:

@@ -23,13 +23,14 @@ from mgpu_check.compare import constants, meeting, meshes, replay, started, watc
 from mgpu_check.compare.described import described, forward_of
 from mgpu_check.compare.flow import Flow
 from mgpu_check.compare.naming import Names
-from mgpu_check.compare.parameters import NumberedPart, Parameters, parameters_of
+from mgpu_check.compare.parameters import NumberedPart, Parameters, numbers_of, parameters_of
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.placements import Files, read_placements
 from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
+from mgpu_check.compare.traces import keeping
 from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.graphs import is_capturing
@@ -79,6 +80,8 @@ def install(
         constants.install()
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     replay.install(recorder, steps, rank, files.tape, files.replay)
+    if files.kept is not None:
+        keeping.install(recorder, files.kept)  # before the hook after a step, which may end the process
     register_module_forward_pre_hook(recorder.enter)
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
     register_optimizer_step_pre_hook(recorder.before_step)
@@ -281,13 +284,13 @@ class ScriptRecorder:
         Not earlier: the model may not have been called.
         """
         with torch.no_grad():
-            parts = self.known.parts(optimizer, self._number_of(optimizer))
+            parts = self.known.parts(optimizer, self.number_of(optimizer))
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = len(self._optimizers)
                 self._held.append(optimizer)
                 self._before = {one.number: start for one in parts if (start := self._start_of(one)) is not None}
                 self._start = {}
-            self.known.note_groups(optimizer, self._number_of(optimizer))
+            self.known.note_groups(optimizer, self.number_of(optimizer))
             if self.perturbation is not None:
                 self.perturbation.gradients([parameter.grad for parameter in parameters_of(optimizer)])
             if self._gradients is None:
@@ -295,8 +298,11 @@ class ScriptRecorder:
                 self._gradients = {one.number: numbers for one, numbers in zip(parts, found, strict=True)}
                 self._idle = [one.number for one in parts if one.parameter.grad is None and not self._is_called(one)]
 
-    def _number_of(self, optimizer: Any) -> int:
+    def number_of(self, optimizer: Any) -> int:
         return self._optimizers.get(id(optimizer), len(self._optimizers))
+
+    def is_stepping(self, optimizer: Any) -> bool:
+        return self._stepping is optimizer and self._gradients is not None and not is_capturing()
 
     def _start_of(self, one: NumberedPart) -> Numbers | None:
         """Return the numbers of a part before the first step of its optimizer; call it before the part changes."""
@@ -318,8 +324,8 @@ class ScriptRecorder:
             self._take_gradients(optimizer)
         self._stepping = None
         with torch.no_grad():
-            parts = self.known.parts(optimizer, self._number_of(optimizer))
-            after = self._taken(parts)
+            parts = self.known.parts(optimizer, self.number_of(optimizer))
+            after = numbers_of(parts)
             states = self.states.after([optimizer, *self._within], parts, self._called)
         self.done += 1
         self.writer.write(
@@ -391,8 +397,3 @@ class ScriptRecorder:
 
     def _forget(self) -> None:
         self._losses, self._samples, self._columns, self._waiting = [], [], [], True
-
-    @staticmethod
-    def _taken(parts: list[NumberedPart]) -> dict[int, Numbers]:
-        found = summaries([one.parameter for one in parts], [one.part.cut for one in parts])
-        return {one.number: numbers for one, numbers in zip(parts, found, strict=True) if numbers is not None}

@@ -15,6 +15,7 @@ from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few, named
 
 __all__ = [
+    "TENSORS",
     "differs",
     "equal",
     "failed_run",
@@ -32,7 +33,7 @@ __all__ = [
     "undecided",
 ]
 
-_TENSORS = {
+TENSORS = {
     "before": "{} before its first update",
     "gradient": "the gradient of {}",
     "parameter": "{} after the update",
@@ -243,7 +244,7 @@ def _not_finite(aligned: Aligned) -> str:
     """Name the first tensor that is not finite on one device."""
     step = aligned.one.steps[aligned.compared]
     return next(
-        f"{_TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
+        f"{TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
         for kind in KINDS
         for name, summary in of_kind(step, kind).items()
         if summary is not None and not summary.finite
@@ -276,7 +277,7 @@ def _said(difference: FirstDifference, ratio: float | None) -> str:
     main, world = difference.main, difference.aligned.world
     if difference.kind is None:
         return f"all {world} ranks do the work of one device: each rank sees the whole batch"
-    tensor = _TENSORS[difference.kind]
+    tensor = TENSORS[difference.kind]
     if main is None:
         return f"{tensor.format(difference.apart[difference.kind][0])} differs between ranks"
     where = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.__main__ import main
-from mgpu_check.cli import accept, accept_merge, compare, selftest, simulate, suite
+from mgpu_check.cli import accept, accept_merge, compare, record, selftest, simulate, suite
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import OPTIONS, resolve
 
@@ -90,6 +90,7 @@ def test_no_form_of_a_command_is_a_traceback(
 
 PARSERS: dict[tuple[str, ...], Callable[[], argparse.ArgumentParser]] = {
     ("compare",): compare._parser,
+    ("record",): record._parser,
     ("simulate",): simulate._parser,
     ("accept", "merge"): accept_merge._parser,
 }

@@ -10,7 +10,8 @@ import tempfile
 import pytest
 
 from mgpu_check.__main__ import main as command
-from mgpu_check.cli.compare import _parser, _script_command, main
+from mgpu_check.cli.compare import _parser, main
+from mgpu_check.cli.comparing import script_command
 
 STEP = "    optimizer.step()\n"
 START = ("-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py")
@@ -140,9 +141,9 @@ def test_the_python_of_a_script_may_be_named(tmp_path, monkeypatch):
     """As in a line that is copied from elsewhere: each rank is that Python."""
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("train.py").touch()
-    found, *words = _script_command(["python3", "-u", "train.py", "--lr=1"], _parser())
+    found, *words = script_command(["python3", "-u", "train.py", "--lr=1"], _parser())
     assert os.path.samefile(found, sys.executable) and words == ["-u", "train.py", "--lr=1"]
-    assert _script_command(["train.py"], _parser()) == [sys.executable, "train.py"]
+    assert script_command(["train.py"], _parser()) == [sys.executable, "train.py"]
 
 
 def test_a_page_without_the_extra_is_wrong_usage_before_anything_runs(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,165 @@
+"""Compare a run with a run: two traces, two commits, two sets of arguments, or a run with a golden trace."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG
+from mgpu_check.cli.comparing import conclude, interruptible, tell
+from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
+from mgpu_check.compare.trace import TraceError
+from mgpu_check.compare.traces.file import is_run, read_run, write_run
+from mgpu_check.compare.traces.judging import compare_runs
+from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, UndividedRun, record
+from mgpu_check.compare.traces.revision import checked_out
+from mgpu_check.compare.traces.run import RecordedRun
+from mgpu_check.compare.traces.values import VALUES_OF_COMPARISON, installed
+from mgpu_check.compare.verdict import ComparisonVerdict, Kind
+
+__all__ = ["are_files", "of_files", "of_runs", "write_recorded"]
+
+
+def are_files(words: Sequence[str]) -> bool:
+    """Return whether the words are names of traces, not a script with its arguments."""
+    return any(is_run(Path(word)) for word in words[:2])
+
+
+def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Compare two traces."""
+    if len(files) != 2:
+        parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
+    if given.against or given.a or given.b or given.golden or given.html:
+        parser.error("two traces are compared without running a script; only --unjudged and --json go with them")
+    one, other = (_read(Path(file), parser) for file in files)
+    print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
+    plan = ComparisonPlan([], shlex.join(files), other.world, {}, {}, "", 0.0, None, unjudged=dict(given.unjudged))
+    return _judge(ScriptComparison(plan), one, other, given.json)
+
+
+def _read(path: Path, parser: argparse.ArgumentParser) -> RecordedRun:
+    try:
+        return read_run(path)
+    except TraceError as error:
+        parser.error(str(error))
+
+
+def _told(run: RecordedRun) -> str:
+    return f"{run.script}: {run.world} rank{'s' * (run.world > 1)}, {len(run.ranks[0].steps)} steps"
+
+
+def _judge(
+    done: ScriptComparison, one: RecordedRun, other: RecordedRun, json: Path | None, remarks: Sequence[str] = ()
+) -> int:
+    found = compare_runs(one, other, done.plan.unjudged)
+    report = replace(found.verdict.report, remarks=[*found.verdict.report.remarks, *remarks])
+    done.aligned, done.rounding, done.verdict = found.aligned, found.rounding, replace(found.verdict, report=report)
+    return conclude(done, json)
+
+
+def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
+    """Run the script twice, or once beside a golden trace, and compare the runs."""
+    note = f"; {plan.simulated} x{plan.world}: proves code, never hardware" if plan.simulated else ""
+    values = VALUES_OF_COMPARISON if installed() else 0
+    with ExitStack() as undo:
+        try:
+            if given.golden:
+                return _golden(given, plan, parser, note)
+            if given.against:
+                revision = undo.enter_context(checked_out(given.against))
+                root, own = str(revision.root), revision.own
+                one = RunRecording(revision.name, ScriptComparison(revision.plan(plan)), values, root=root, foreign=own)
+                other = RunRecording("the working tree", ScriptComparison(plan), values, rounding=False)
+                notes = revision.notes
+            else:
+                one = RunRecording("--a", ScriptComparison(_with(plan, "--a", given.a)), values)
+                other = RunRecording("--b", ScriptComparison(_with(plan, "--b", given.b)), values, rounding=False)
+                notes = [f"{side.name}: {side.made.plan.shown}" for side in (one, other)]
+        except ValueError as error:
+            parser.error(str(error))
+        print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{note}", flush=True)
+        for line in notes:
+            tell(line)
+        with interruptible():
+            return _both(plan, one, other, given.json, share=not given.against)
+
+
+def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
+    """Return the plan with additional arguments of the script."""
+    try:
+        command = [*plan.command, *shlex.split(words)]
+        fitted(command, plan.world)
+    except ValueError as error:
+        raise ValueError(f"{flag}={words}: {error}; give the arguments as in a shell") from None
+    return replace(plan, command=command, shown=f"{plan.shown} {words}")
+
+
+def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, json: Path | None, share: bool) -> int:
+    """Record two runs, and compare them.
+
+    Args:
+        share: slices of one run may be found in the other run.
+    """
+    done = ScriptComparison(plan)
+    found: list[RecordedRun] = []
+    for side, another in ((one, other), (other, one)):
+        own = UndividedRun("one device", side.made, 1)
+        shared = [UndividedRun(f"the ranks of {another.name}", another.made, plan.world)] if share else []
+        try:
+            found.append(record(side, tell, [own, *shared]))
+        except NotRecorded as stopped:
+            kind: Kind = "differs" if found and stopped.failed else "not comparable"
+            headline = f"{kind}: {side.name}: {stopped.report.headline.partition(': ')[2]}"
+            done.verdict = ComparisonVerdict(kind, replace(stopped.report, headline=headline))
+            done.runs += side.made.runs
+            return conclude(done, json)
+        finally:
+            done.runs += side.made.runs
+            side.made.runs = []
+    return _judge(done, found[0], found[1], json, [*one.remarks, *other.remarks])
+
+
+def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser, note: str) -> int:
+    path: Path = given.golden
+    if given.update_golden:
+        print(f"mgpu-check compare: {plan.shown}: the golden trace {path}{note}", flush=True)
+        return write_recorded(RunRecording(path.name, ScriptComparison(plan)), path)
+    if not path.exists():
+        parser.error(f"--golden={path}: there is no such file; write it with --update-golden")
+    golden = _read(path, parser)
+    plan = plan if plan.steps else replace(plan, steps=golden.limit)
+    values = VALUES_OF_COMPARISON if golden.values is not None and installed() else 0
+    run = RunRecording("this run", ScriptComparison(plan), values, rounding=not golden.moved)
+    print(f"mgpu-check compare: {plan.shown}: this run with {path} ({_told(golden)}){note}", flush=True)
+    with interruptible():
+        try:
+            found = record(run, tell)
+        except NotRecorded as stopped:
+            kind: Kind = "differs" if stopped.failed else "not comparable"
+            headline = f"{kind}: {stopped.report.headline.partition(': ')[2]}"
+            run.made.verdict = ComparisonVerdict(kind, replace(stopped.report, headline=headline))
+            return conclude(run.made, given.json)
+        return _judge(run.made, golden, found, given.json, run.remarks)
+
+
+def write_recorded(recording: RunRecording, path: Path) -> int:
+    """Record a run, and write its trace. Return the exit code."""
+    with interruptible():
+        try:
+            run = record(recording, tell)
+        except NotRecorded as stopped:
+            kind = "not recorded"
+            report = replace(stopped.report, headline=f"{kind}: {stopped.report.headline.partition(': ')[2]}")
+            print(f"\n{report}")
+            return WRONG if stopped.failed else UNDECIDED
+        write_run(path, run)
+    kept = f"values up to {len(run.values):,} bytes" if run.values is not None else "no values"
+    print(f"\nrecorded: {_told(run)}: {path}, {path.stat().st_size:,} bytes, {kept}")
+    for line in (*recording.remarks, *(f"not whole: {name}: {why}" for name, why in run.reasons.items())):
+        print(f"  {line}")
+    return RIGHT

@@ -1,0 +1,232 @@
+"""Options of runs, the command of a script, and its plan, for `mgpu-check compare` and `mgpu-check record`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from mgpu_check.annotations import annotation, wanted
+from mgpu_check.cli import simulate
+from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG
+from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
+
+__all__ = [
+    "add_run_options",
+    "conclude",
+    "counted",
+    "interruptible",
+    "plan_of",
+    "script_command",
+    "tell",
+    "writable",
+]
+
+_CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
+
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun", "jsrun")
+_LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
+_PYTHON = re.compile(r"python[\d.]*")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _number(least: int, what: str) -> type[int]:
+    def parse(text: str) -> int:
+        try:
+            n = int(text)
+        except ValueError:
+            n = least - 1
+        if n < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}; give an integer of at least {least}")
+        return n
+
+    return parse  # type: ignore[return-value]  # argparse accepts any callable as a type
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give a number of seconds above 0")
+    return value
+
+
+def writable(text: str) -> Path:
+    path = Path(text)
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file; give the name of the file to write, or leave it out")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent} for {path.name}")
+    return path
+
+
+def add_run_options(parser: argparse.ArgumentParser, least: int, steps: str) -> None:
+    """Add the options of runs of a script.
+
+    Args:
+        least: the smallest number of ranks.
+        steps: what happens to the steps: "compare".
+    """
+    add = parser.add_argument
+    add("--gpus", type=_number(least, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
+    simulate.add_simulate(parser)
+    add("--steps", type=_number(1, "number of steps"), metavar="N", help=f"{steps} N optimizer steps (default: all)")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="end a run if no rank makes progress for this time (default: 300)",
+    )
+    add(
+        "--fresh-directory",
+        action="store_true",
+        help="start each run in a fresh copy of the current directory, without files of other runs",
+    )
+
+
+def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the command of a script, which may start with a Python interpreter.
+
+    Raises:
+        SystemExit: by `parser`: `program` is a launcher, or not a Python program. Each rank runs the script directly.
+    """
+    name = Path(program[0]).name if program else ""
+    python = _PYTHON.fullmatch(name) is not None and not Path(program[0]).is_dir()
+    words = program[1:] if python else program
+    options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "-m", words)) if python else []
+    rest = words[len(options) :]
+    module = rest[1] if len(rest) > 1 and rest[0] == "-m" else ""
+    if name in _LAUNCHERS or _LAUNCHING.match(module):
+        parser.error(
+            f"{module or name} starts ranks, and so does compare: give the script and its own arguments only, such as "
+            "compare --gpus=4 -- train.py --epochs=2"
+        )
+    if python and not rest:
+        parser.error(f"no script given for {name}: name one, or a module with -m")
+    command = simulate.program_command(program, parser)
+    if command[0] != sys.executable and not python:
+        parser.error(
+            f"{program[0]} is a program, but compare runs Python scripts only: give the script that it starts, with "
+            "the script's arguments"
+        )
+    return command
+
+
+def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return two environments: for the run on one device, and for the ranks."""
+    if backing is not None:
+        return simulate.environment(1, backing), simulate.environment(gpus, backing)
+    import torch
+
+    several = dict(os.environ)
+    names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    visible = next(
+        (several[name] for name in names if name in several), "0"
+    )  # the first variable that is set takes effect
+    return {**several, names[0]: visible.split(",")[0]}, several
+
+
+def _count(gpus: int, of: str, parser: argparse.ArgumentParser) -> int:
+    """Return the number of devices. Reject a number below that of ranks, because the ranks would fail.
+
+    No device at all is accepted: the script may run on CPUs.
+
+    Raises:
+        SystemExit: by `parser`: there are too few devices.
+    """
+    import torch
+
+    count = torch.cuda.device_count()  # creates no CUDA context, which would occupy memory of the first device
+    if 0 < count < gpus:
+        parser.error(
+            f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or "
+            "--simulate. For a script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= {of} …"
+        )
+    return count
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    for another in _ENDING:
+        signal.signal(another, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn signals that end the command into `KeyboardInterrupt`, so that it ends all processes first."""
+    kept = {number: signal.signal(number, _interrupted) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def counted(
+    given: argparse.Namespace, command: Sequence[str], worlds: Sequence[int], parser: argparse.ArgumentParser
+) -> int:
+    """Check that the arguments of the script have values for these numbers of processes. Return the number of devices.
+
+    Raises:
+        SystemExit: by `parser`: an argument has no value, or there are too few devices.
+    """
+    for world in worlds:
+        try:
+            fitted(command, world)
+        except ValueError as error:
+            parser.error(str(error))
+    return given.gpus if given.simulate else _count(given.gpus, parser.prog, parser)
+
+
+def plan_of(given: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> ComparisonPlan:
+    """Return the plan of runs.
+
+    Args:
+        count: number of devices; 0: torch sees none.
+    """
+    single, several = _environments(given.gpus, given.simulate)
+    return ComparisonPlan(
+        command,
+        shlex.join(program),
+        given.gpus,
+        single,
+        several,
+        f"SIMULATED {given.simulate}" if given.simulate else "",
+        given.timeout,
+        given.steps,
+        given.fresh_directory,
+        without_gpus=not count,
+    )
+
+
+def tell(line: str) -> None:
+    """Print a line about a run that has ended."""
+    print(f"  {line}", flush=True)
+
+
+def conclude(done: ScriptComparison, json: Path | None) -> int:
+    """Print the verdict, write it to the file `json`, and return the exit code."""
+    from mgpu_check.compare.result import write_json
+
+    plan, report = done.plan, done.verdict.report
+    print(f"\n{report}")
+    if done.verdict.kind == "differs" and wanted(None):
+        script = next((f"{word}:1" for word in plan.command if word.endswith(".py")), "")
+        print(annotation(f"{plan.shown} differs on {plan.world} ranks", str(report), report.site or script))
+    if json:
+        write_json(json, done)
+    if plan.simulated:
+        print(f"{done.verdict.kind}, on {plan.world} {plan.simulated} GPUs")
+    return _CODES[done.verdict.kind]

@@ -1,0 +1,95 @@
+"""``mgpu-check record --gpus=4 --out=a.trace -- train.py --args``: write the trace of a run, for comparisons."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from mgpu_check.cli import simulate
+from mgpu_check.cli.codes import INTERRUPTED, Parser
+from mgpu_check.cli.compare_runs import write_recorded
+from mgpu_check.cli.comparing import add_run_options, counted, plan_of, script_command, writable
+from mgpu_check.compare.comparison import ScriptComparison
+from mgpu_check.compare.traces.recording import RunRecording
+from mgpu_check.compare.traces.values import INSTALL, installed
+
+__all__ = ["main"]
+
+_USAGE = (
+    "mgpu-check record --out=FILE.trace [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS]\n"
+    "                         [--fresh-directory] [--values=SIZE] [--no-rounding] -- script.py [args...]\n"
+    "       mgpu-check record [...] -- -m module [args...]"
+)
+_EPILOG = """\
+exit codes:
+  0 recorded   1 the script fails or hangs   2 the script is not repeatable, or makes no optimizer step
+  3 internal error of mgpu-check   4 wrong usage   130 interrupted
+Compare two traces with: mgpu-check compare A.trace B.trace.
+"""
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_VALUES = 256 * 10**6
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+) ?(|KB|MB|GB)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give bytes, or a number with KB, MB or GB: 256MB")
+    size = int(match[1]) * _UNITS[match[2].upper()]
+    if size and not installed():
+        raise argparse.ArgumentTypeError(f"values need safetensors, not installed here; do: {INSTALL}; or give 0")
+    return size
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mgpu-check record",
+        usage=_USAGE,
+        description="Run an unchanged training script on N ranks, and write a trace of its parameters, gradients, "
+        "optimizer states, losses and batches at each step.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_run_options(parser, 1, "record")
+    add = parser.add_argument
+    add("--out", type=writable, metavar="FILE", help="the trace to write; an existing file is replaced")
+    add(
+        "--values",
+        type=_size,
+        metavar="SIZE",
+        help="keep values of gradients and parameters, of the first steps, up to this size (default: 256MB); requires "
+        + INSTALL,
+    )
+    add(
+        "--no-rounding",
+        action="store_true",
+        help="do not run the script once more to measure what rounding moves",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Record the script of `argv`, and return the exit code: see ``--help``."""
+    parser = _parser()
+    try:
+        own, program = simulate.split_program(argv, ("--gpus", "--steps", "--timeout", "--out", "--values"))
+        given = parser.parse_args(own)
+        command = script_command(program, parser)
+        if given.out is None:
+            parser.error("--out is missing: give the trace to write, as in --out=a.trace")
+        count = counted(given, command, [given.gpus], parser)
+        values = given.values if given.values is not None else _VALUES * installed()
+        plan = plan_of(given, program, command, count)
+        note = f"; {plan.simulated} x{given.gpus}: proves code, never hardware" if plan.simulated else ""
+        print(f"mgpu-check record: {plan.shown}: {given.gpus} rank{'s' * (given.gpus > 1)}{note}", flush=True)
+        if given.values is None and not values:
+            print(f"  values are not recorded without safetensors: {INSTALL}", flush=True)
+        recording = RunRecording(given.out.name, ScriptComparison(plan), values, rounding=not given.no_rounding)
+        return write_recorded(recording, given.out)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        print("mgpu-check record: interrupted; all processes are ended", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,1 @@
+"""Traces of runs in files, and comparisons of a run with a run."""

@@ -1,0 +1,278 @@
+"""Run a script as often as its trace needs, and return the recorded run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, NamedTuple
+
+from mgpu_check.compare import telling
+from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.comparison import (
+    SEED,
+    ScriptComparison,
+    constants_placed,
+    crashes_at_exit,
+    run_script,
+    temporary,
+)
+from mgpu_check.compare.obstacles import SEEDS
+from mgpu_check.compare.processes import ScriptRun
+from mgpu_check.compare.trace import Trace
+from mgpu_check.compare.traces.run import RecordedRun, whole
+from mgpu_check.compare.traces.values import gathered
+from mgpu_check.diagnosis.report import Report
+from mgpu_check.processes.rank_lists import few
+
+__all__ = ["NotRecorded", "RunRecording", "UndividedRun", "is_open", "record"]
+
+_Tell = Callable[[str], None]
+_UNPLACED = (
+    "ranks hold different parameters, and no run with whole parameters shows which slices they are: each rank's "
+    "tensors are recorded unchanged, and can be compared with the tensors of the same rank only"
+)
+
+
+class NotRecorded(Exception):
+    """A run has no trace.
+
+    Attributes:
+        report: the reason; its headline begins with the kind of the verdict.
+        failed: the script failed or hung.
+    """
+
+    def __init__(self, report: Report, failed: bool) -> None:
+        super().__init__(report.headline)
+        self.report, self.failed = report, failed
+
+
+@dataclass
+class RunRecording:
+    """The settings of a recording, and its runs.
+
+    Attributes:
+        name: name of the recorded run in reports.
+        values: most bytes of values to keep.
+        rounding: run the script once more, moved by roundoffs.
+        root: a directory, whose imported modules are recorded; "" for none.
+        foreign: the files that the script must not import.
+    """
+
+    name: str
+    made: ScriptComparison
+    values: int = 0
+    rounding: bool = True
+    root: str = ""
+    foreign: Collection[str] = frozenset()
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class UndividedRun:
+    """A run with whole parameters, where other ranks find their slices.
+
+    Attributes:
+        label: name of the run.
+        made: the script with its arguments and environments.
+        world: number of processes.
+    """
+
+    label: str
+    made: ScriptComparison
+    world: int
+
+
+class _Placed(NamedTuple):
+    """A run of the ranks, the files that each kept, the run that shows their slices, and the files with the slices."""
+
+    ranks: ScriptRun
+    kept: list[IO[bytes]]
+    one: Trace | None
+    files: Mapping[str, int | Sequence[int]]
+
+
+def record(recording: RunRecording, tell: _Tell, wholes: Sequence[UndividedRun] | None = None) -> RecordedRun:
+    """Run the script on its ranks, and return the recorded run.
+
+    Ranks that hold slices run again after a run with whole parameters. If no such run is possible, each rank's tensors
+    are recorded unchanged.
+
+    Args:
+        wholes: the runs with whole parameters to try; None: the script on one device.
+
+    Raises:
+        NotRecorded: the script fails, makes no optimizer step, or is not repeatable.
+    """
+    made = recording.made
+    world = made.plan.world
+    with contextlib.ExitStack() as undo:
+        label = f"{world} ranks" if world > 1 else "one device"
+        found = _Placed(*_run(recording, tell, label, undo, {}, recording.values), None, {})
+        if world > 1 and is_open(found.ranks.traces):
+            tried = [UndividedRun("one device", made, 1)] if wholes is None else wholes
+            placed = next(filter(None, (_placed(recording, tell, source, undo) for source in tried)), None)
+            found = placed or found
+            if placed is None:
+                recording.remarks.append(_UNPLACED)
+        assembly = whole(found.ranks.traces, found.one)
+        moved: list[Trace] = []
+        if recording.rounding:
+            again, _ = _run(recording, tell, f"{label}, moved by roundoffs", undo, found.files, 0, SEED)
+            if difference := _not_repeated(found.ranks.traces, again.traces):
+                raise NotRecorded(telling.refusal(difference, [SEEDS]), failed=False)
+            moved = whole(again.traces, found.one).ranks
+        recording.remarks += crashes_at_exit(made.runs)
+        values = gathered(found.kept) if recording.values else None
+    return RecordedRun(
+        recording.name,
+        made.plan.shown,
+        [_without_environment(trace) for trace in assembly.ranks],
+        _environment(made, found.ranks),
+        [_without_environment(trace) for trace in moved],
+        assembly.divided,
+        assembly.reasons,
+        assembly.holders,
+        assembly.parts,
+        assembly.partial,
+        values,
+        made.plan.steps,
+    )
+
+
+def _environment(made: ScriptComparison, ranks: ScriptRun) -> dict[str, Any]:
+    events = ranks.traces[0].of("environment")
+    facts = {key: value for key, value in events[0].items() if key not in ("event", "after")} if events else {}
+    return {"simulation": made.plan.simulated or "none", **facts}
+
+
+def _without_environment(trace: Trace) -> Trace:
+    return replace(trace, events=[event for event in trace.events if event["event"] not in ("environment", "imported")])
+
+
+def is_open(traces: Sequence[Trace]) -> bool:
+    """Return whether ranks hold different parameters that do not describe which slices they are."""
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for trace in traces:
+        starts = {name: value for step in trace.steps for name, value in step.before.items()}
+        for name, parameter in trace.parameters.items():
+            if parameter.held is None and name in starts:
+                own = parameter.shape, starts[name].bits
+                if found.setdefault(name, own) != own:
+                    return True
+    held = [{name for name, one in trace.parameters.items() if one.held is None} for trace in traces]
+    return any(names != held[0] for names in held)
+
+
+def _run(
+    recording: RunRecording,
+    tell: _Tell,
+    label: str,
+    undo: contextlib.ExitStack,
+    files: Mapping[str, int | Sequence[int]],
+    values: int,
+    moved: int | None = None,
+) -> tuple[ScriptRun, list[IO[bytes]]]:
+    """Run the script on its ranks. Return the run, and for each rank the file with what it kept."""
+    made = recording.made
+    world = made.plan.world
+    kept = [temporary(undo) for _ in range(world)]
+    for file in kept:
+        request = {"bytes": values // world if files else values, "root": recording.root}
+        os.write(file.fileno(), json.dumps(request).encode() + b"\n")
+    own = {**files, "kept": [file.fileno() for file in kept]}
+    done = run_script(made, tell, label, world, moved=moved, environment=made.plan.several, files=own)
+    _check(recording, done)
+    return done, kept
+
+
+def _check(recording: RunRecording, done: ScriptRun) -> None:
+    """Raise `NotRecorded` if a run has no usable trace."""
+    if done.has("starts"):
+        raise NotRecorded(telling.starts_ranks_itself(False), failed=False)
+    if done.has("alone"):
+        raise NotRecorded(
+            telling.refusal(
+                "the script trains on several GPUs in one process, which a trace does not hold",
+                ["compare it with one device: mgpu-check compare -- SCRIPT"],
+            ),
+            failed=False,
+        )
+    if done.failed:
+        raise NotRecorded(telling.failed_run(done, done.failed, one_device=len(done.ranks) == 1), failed=True)
+    if silent := [ended for ended in done.ranks if not ended.steps]:
+        raise NotRecorded(telling.no_steps(done, silent), failed=False)
+    files = [
+        file
+        for trace in done.traces
+        for event in trace.of("imported")
+        for file in event["files"]
+        if file in recording.foreign
+    ]
+    if files:
+        raise NotRecorded(
+            telling.refusal(
+                f"the run of {recording.name} has imported {few(sorted(set(files)), 3)} from the working tree, "
+                "so it did not run the commit",
+                ["remove an editable install of this repository, or install it as a path in a .pth file"],
+            ),
+            failed=False,
+        )
+
+
+def _placed(recording: RunRecording, tell: _Tell, source: UndividedRun, undo: contextlib.ExitStack) -> _Placed | None:
+    """Run the ranks again, which find their slices in the parameters of another run; None if that run fails."""
+    made = recording.made
+    try:
+        fitted(source.made.plan.command, source.world)
+    except ValueError:
+        return None  # an argument has no value for this number of processes
+    keep, nowhere = temporary(undo).fileno(), os.open(os.devnull, os.O_WRONLY)
+    undo.callback(os.close, nowhere)
+    one = run_script(
+        source.made,
+        tell,
+        f"{source.label}, for its whole parameters",
+        source.world,
+        environment=source.made.plan.several if source.world > 1 else None,
+        files={"keep": [keep, *[nowhere] * (source.world - 1)]},
+    )
+    if one.failed or not one.traces[0].steps or is_open(one.traces):
+        return None
+    files: Mapping[str, int | Sequence[int]] = {"wholes": keep}
+    label = f"{made.plan.world} ranks"
+    found = _Placed(
+        *_run(recording, tell, f"{label}, with slices", undo, files, recording.values), one.traces[0], files
+    )
+    if source.world > 1 or not whole(found.ranks.traces, found.one).same_elsewhere:
+        return found
+    if files := constants_placed(made, tell, {"wholes": keep}, undo):
+        again = _run(recording, tell, f"{label}, with all slices", undo, files, recording.values)
+        return _Placed(*again, found.one, files)
+    return found
+
+
+def _not_repeated(ranks: Sequence[Trace], again: Sequence[Trace]) -> str:
+    """Describe how a run that is moved by roundoffs differs in its inputs; "" if it does not.
+
+    Later stages of a pipeline receive activations, which are moved, so the samples of one rank suffice.
+    """
+    where = f"on {len(ranks)} ranks" if len(ranks) > 1 else "on one device"
+    for one, other in zip(ranks, again, strict=True):
+        if len(one.steps) != len(other.steps):
+            return f"not repeatable: run twice {where}, the script made {len(one.steps)} and {len(other.steps)} steps"
+        for number, (here, there) in enumerate(zip(one.steps, other.steps, strict=True)):
+            for name, value in here.before.items():
+                if name not in there.before or there.before[name].bits != value.bits:
+                    return f"not repeatable: run twice {where}, {name} had different values before step {number + 1}"
+    for number in range(min(len(trace.steps) for trace in ranks)):
+        pairs = [
+            (trace.steps[number].samples, other.steps[number].samples)
+            for trace, other in zip(ranks, again, strict=True)
+        ]
+        seen = [one == other for one, other in pairs if any(one)]
+        if seen and not any(seen):
+            return f"not repeatable: run twice {where}, the model received different samples at step {number + 1}"
+    return ""

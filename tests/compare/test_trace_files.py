@@ -1,0 +1,241 @@
+"""Trace files that are right, damaged, or newer, and verdicts on runs that are made here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from mgpu_check.__main__ import main
+from mgpu_check.compare.traces.file import read_run, write_run
+from mgpu_check.compare.traces.judging import compare_runs
+from mgpu_check.compare.traces.run import RecordedRun
+from mgpu_check.compare.traces.values import described
+from tests.compare.training import Training, gradients, other
+
+
+def run(name="a.trace", world=2, change=lambda training: None, moved=4e-7, **fields) -> RecordedRun:
+    ranks, others = [], []
+    for rank in range(world):
+        training = Training(rank, world)
+        change(training)
+        ranks.append(training.trace())
+        training.gradient = partial(_moved, training.gradient, moved)
+        others.append(training.trace())
+    return RecordedRun(name, "train.py", ranks, {"torch": "2.13.0"}, others if moved else [], **fields)
+
+
+def _moved(gradient, size, number):
+    return [g * (1 + size) for g in gradient(number)]
+
+
+def rounded(training: Training) -> None:
+    training.gradient = lambda number: [g * (1 + 1e-7) for g in gradients(number)]
+
+
+def by_rank(training: Training) -> None:
+    training.gradient = lambda number: [g * (1 + training.rank) for g in gradients(number)]
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path):
+    def with_options(training: Training) -> None:
+        def options(made):
+            for number, step in enumerate(made.steps):
+                step.options = {name: {"lr": 0.1 if number else 0.2} for name in step.gradients}
+                step.gradients["net.bias"] = None if training.rank else step.gradients["net.bias"]
+
+        training.change = options
+        training.events = [{"event": "seed", "after": 0}]
+
+    made = run(change=with_options, holders={"net.bias": [(0,), (0, 1)]}, parts={"net.bias": {0: 0, 1: 1}}, limit=3)
+    write_run(tmp_path / "a.trace", made)
+    assert read_run(tmp_path / "a.trace") == made
+    assert [path.name for path in tmp_path.iterdir()] == ["a.trace"]
+
+
+@pytest.mark.parametrize(
+    ("one", "second", "kind", "words"),
+    [
+        (
+            run(),
+            run(world=4),
+            "equal",
+            "equal: 3 steps on 4 ranks train the same 2 parameters as in a.trace, bit by bit",
+        ),
+        (run(), run(change=rounded), "equal", "as in a.trace, within rounding"),
+        (run(moved=0), run(change=rounded), "equal", "within rounding"),
+        (run(moved=0), run(change=rounded, moved=0), "undecided", "the effect of rounding was measured in neither"),
+        (run(moved=0), run(change=other, moved=0), "differs", "differs: step 1: the gradient of net."),
+        (run(), run(change=other), "differs", "differs: step 1: the gradient of net."),
+        (run(change=by_rank), run(change=by_rank), "equal", "the same 4 parameters as in a.trace, bit by bit"),
+        (run(), run(change=by_rank), "differs", "on rank 1"),
+        (run(change=by_rank), run(world=1), "not comparable", "the ranks of a.trace hold different values of it"),
+        (
+            run(),
+            run(change=lambda training: setattr(training, "steps", 2)),
+            "differs",
+            "a.trace makes 3 optimizer steps",
+        ),
+    ],
+)
+def test_verdicts_on_two_runs(one, second, kind, words):
+    found = compare_runs(one, replace(second, name="b.trace")).verdict
+    assert (found.kind, words in str(found.report)) == (kind, True), found.report
+    assert "one device" not in found.report.headline
+
+
+def test_bits_that_no_summary_shows_are_not_equal_bit_by_bit():
+    def flipped(training: Training) -> None:
+        def change(made):
+            step = made.steps[1]
+            step.gradients["net.weight"] = replace(step.gradients["net.weight"], bits=1)
+
+        training.change = change
+
+    found = compare_runs(run(), run(change=flipped)).verdict
+    assert "equal bit by bit: the gradient of net.weight, at step 2" in str(found.report)
+    assert compare_runs(run(moved=0), run(change=flipped, moved=0)).verdict.kind == "undecided"
+
+
+def test_another_environment_is_named():
+    second = run(change=other)
+    second.environment = {"torch": "2.14.0", "NCCL_ALGO": "Ring"}
+    report = str(compare_runs(run(), second).verdict.report)
+    assert (
+        "a possible cause: the environments differ: torch is 2.14.0, and was 2.13.0 in a.trace; NCCL_ALGO is" in report
+    )
+
+
+def test_the_elements_that_differ():
+    save = pytest.importorskip("safetensors.torch").save
+    one = torch.arange(1.0, 25).reshape(6, 4)
+    second = one.clone()
+    second[2:4, 1] *= 3
+    data = save({"1/gradient/w": one}), save({"1/gradient/w": second})
+    found = described(data, ("1/gradient/w",) * 2, 1e-6)
+    assert found.startswith("2 of 24 elements differ (dim 0: 2 to 3 of 6, dim 1: 1 of 4), the largest difference is")
+    assert found.endswith("at [3, 1]: 42 instead of 14")
+    assert described((data[0], None), ("1/gradient/w",) * 2, 1e-6) == ""
+
+
+def test_two_traces_are_compared_without_torch_if_their_bits_are_equal(tmp_path):
+    for name in ("a.trace", "b.trace"):
+        write_run(tmp_path / name, run())
+    code = "import sys; from mgpu_check.__main__ import main; print(main(), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "compare", *(str(tmp_path / name) for name in ("a.trace", "b.trace"))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "bit by bit" in done and done.splitlines()[-1] == "0 False"
+
+
+def newer(path):
+    write_run(path, run())
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    head = json.loads(parts["trace.json"]) | {"version": 2, "mgpu_check": "9.0"}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in parts.items():
+            file.writestr(name, json.dumps(head) if name == "trace.json" else data)
+
+
+def truncated(path):
+    write_run(path, run())
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_steps(path):
+    write_run(path, run())
+    with zipfile.ZipFile(path) as file:
+        head = file.read("trace.json")
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("trace.json", head)
+
+
+def spoiled(path):
+    write_run(path, run())
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def other_zip(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a.txt", "a")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "there is no file b.trace; make one with mgpu-check record --out=b.trace"),
+        (lambda path: path.mkdir(), "there is no file b.trace"),
+        (lambda path: path.write_text("hello"), "b.trace is no trace of a run, or is truncated; give a file that"),
+        (truncated, "b.trace is no trace of a run, or is truncated; give a file that mgpu-check record has written"),
+        (spoiled, "b.trace is "),
+        (without_steps, "b.trace is a damaged trace (KeyError"),
+        (other_zip, "b.trace has no trace.json: it is no trace of a run"),
+        (newer, "b.trace has version 2 of the format, written by mgpu-check 9.0; mgpu-check"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_wrong_usage(make, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a.trace", run())
+    make(tmp_path / "b.trace")
+    assert main(["compare", "a.trace", "b.trace"]) == 4
+    assert words in capsys.readouterr().err
+    assert main(["compare", "--golden=b.trace", "--gpus=1", "--", "a.py"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["record"], "no program given"),
+        (["record", "a.py"], "--out is missing: give the trace to write, as in --out=a.trace"),
+        (["record", "--out=/no/such/folder/a.trace", "a.py"], "there is no directory /no/such/folder"),
+        (["record", "--values=many", "a.py"], "'many' is not a size; give bytes, or a number with KB, MB or GB"),
+        (["record", "--out=a.trace", "--gpus=0", "a.py"], "'0' is not a number of ranks"),
+        (["record", "--out=a.trace", "nowhere.py"], "no such script: nowhere.py"),
+        (["compare", "a.trace"], "1 traces given: a.trace; give two: compare A.trace B.trace"),
+        (["compare", "a.trace", "b.trace", "c.trace"], "3 traces given"),
+        (["compare", "--golden=g", "a.trace", "b.trace"], "two traces are compared without running a script"),
+        (["compare", "--golden=g", "--against=HEAD", "a.py"], "--against and --golden say what to compare with"),
+        (["compare", "--a=--tp=2", "a.py"], "--a and --b are the arguments of two runs; give both"),
+        (["compare", "--a='", "--b=1", "a.py"], "--a=': No closing quotation; give the arguments as in a shell"),
+        (["compare", "--a={3/W}", "--b=1", "a.py"], "{3/W} is not an integer for W = 2"),
+        (["compare", "--update-golden", "a.py"], "--update-golden writes the file of --golden; give --golden=FILE"),
+        (["compare", "--golden=g.trace", "a.py"], "--golden=g.trace: there is no such file; write it with"),
+        (["compare", "--gpus=1", "a.py"], "'1' is not a number of ranks to compare with one device"),
+        (["compare", "--against=HEAD", "a.py"], "is in no git repository; run this in the repository of the script"),
+    ],
+)
+def test_wrong_usage(argv, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("a.py").touch()
+    assert main(argv) == 4
+    assert words in capsys.readouterr().err
+
+
+def test_a_commit_that_is_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("a.py").touch()
+    for words in (
+        ["init", "--quiet"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm1", "--allow-empty"],
+    ):
+        subprocess.run(["git", *words], check=True)
+    assert main(["compare", "--against=nowhere", "--gpus=1", "a.py"]) == 4
+    assert "has no commit 'nowhere'; give a branch, a tag, or a commit of git log" in capsys.readouterr().err
+    assert main(["compare", "--against=HEAD", "--gpus=1", "a.py"]) == 4
+    assert "there is no a.py in HEAD (" in capsys.readouterr().err
+    assert main(["compare", "--against=HEAD", "--html=o.html", "--gpus=1", "a.py"]) == 4
+
+
+def test_values_without_the_extra(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("mgpu_check.cli.record.installed", lambda: False)
+    tmp_path.joinpath("a.py").touch()
+    assert main(["record", f"--out={tmp_path}/a.trace", "--values=1MB", "--", str(tmp_path / "a.py")]) == 4
+    assert "values need safetensors, not installed here; do: pip install 'mgpu-check[trace]'" in capsys.readouterr().err

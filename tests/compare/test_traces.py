@@ -1,0 +1,145 @@
+"""Traces of runs, and comparisons of a run with a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from mgpu_check.compare.traces.file import read_run
+from mgpu_check.compare.traces.judging import compare_runs
+from mgpu_check.compare.traces.run import RecordedRun
+from tests.compare.conftest import script
+
+CHANGES = {
+    "": ("equal", None, None, None),
+    "renamed": ("equal", None, None, None),
+    "micro-batches": ("equal", None, None, None),
+    "foreach": ("equal", None, None, None),
+    "validated": ("equal", None, None, None),
+    "seed": ("differs", 1, "before", "first.bias"),
+    "not-divided": ("differs", 1, "gradient", "first.weight"),
+    "summed": ("differs", 1, "gradient", "first.weight"),
+    "scaled-activation": ("differs", 1, "gradient", "first.weight"),
+    "other-batch": ("differs", 2, "gradient", "second.weight"),
+    "frozen": ("differs", 2, "gradient", "second.bias"),
+    "momentum-lost": ("differs", 2, "parameter", "second.bias"),
+    "other-optimizer": ("differs", 1, "parameter", "second.bias"),
+    "learning-rate": ("differs", 3, "parameter", "second.weight"),
+}
+_recorded: dict[str, RecordedRun] = {}
+
+
+@pytest.fixture
+def recorded(python, tmp_path):
+    """Record the script with a change, once for all tests."""
+
+    def recorded(change: str) -> RecordedRun:
+        if change not in _recorded:
+            tmp_path.joinpath("train.py").write_text(script("changes"))
+            gpus = 2 if change in ("", "summed") else 1
+            words = [f"--gpus={gpus}", "--out=a.trace", *["--no-rounding"] * bool(change), "--", "train.py", change]
+            code, stdout, stderr = python("-m", "mgpu_check", "record", *words, processes=4 if not change else gpus + 1)
+            assert code == 0, stdout + stderr
+            _recorded[change] = read_run(tmp_path / "a.trace")
+        return _recorded[change]
+
+    return recorded
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_right_or_parts_at_its_step(change, recorded):
+    verdict = compare_runs(recorded(""), recorded(change)).verdict
+    assert (verdict.kind, verdict.step, verdict.tensor, verdict.parameter) == CHANGES[change]
+
+
+@pytest.fixture
+def command(python):
+    """Run ``mgpu-check WORDS...``, which starts `processes` of a script, and return what it has written."""
+
+    def command(*words: str, code: int, processes: int) -> str:
+        exited, stdout, stderr = python("-m", "mgpu_check", *words, processes=processes)
+        assert exited == code, (stdout + stderr).decode()
+        return (stdout + stderr).decode()
+
+    return command
+
+
+def test_the_run_of_a_commit(command, tmp_path, monkeypatch):
+    """It finds the module of the commit, and shares the data that git ignores."""
+    here = tmp_path / "train.py"
+    here.write_text("import size\n" + script("changes").replace("lr=0.05", "lr=size.RATE"))
+    tmp_path.joinpath("size.py").write_text("RATE = 0.05\n")
+    tmp_path.joinpath(".gitignore").write_text("data\n__pycache__\n")
+    tmp_path.joinpath("data").mkdir()
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message=first")
+    tmp_path.joinpath("size.py").write_text("RATE = 0.04\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    text = command("compare", "--against=HEAD", "--gpus=1", "--steps=2", "--", "train.py", code=1, processes=3)
+    assert "uncommitted changes are part of the run of the working tree: size.py" in text
+    assert "both runs share what git ignores: data" in text
+    assert "differs: step 1: second.bias after the update is" in text
+    assert re.search(r"the learning rate of .* is 0.04 on rank 0, and 0.05 in HEAD \([0-9a-f]{9}\)", text)
+    assert len(git(tmp_path, "worktree", "list").splitlines()) == 1
+    here.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + here.read_text())
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--all", "--message=second")
+    text = command("compare", "--against=HEAD", "--gpus=1", "--steps=1", "--", "train.py", code=2, processes=1)
+    assert "the working tree equals the commit: both runs are of the same files" in text
+    assert "size.py from the working tree, so it did not run the commit" in text
+
+
+def git(directory, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=directory, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_a_golden_trace(command, tmp_path, monkeypatch):
+    tmp_path.joinpath("train.py").write_text(script("changes"))
+    words = ("compare", "--golden=golden.trace", "--gpus=1")
+    text = command(*words, "--update-golden", "--steps=2", "--", "train.py", code=0, processes=2)
+    assert "recorded: train.py: 1 rank, 2 steps: golden.trace" in text
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    text = command(*words, "--", "train.py", code=0, processes=1)
+    assert "equal: 2 steps on 1 rank train the same 4 parameters as in golden.trace, bit by bit" in text
+    text = command(*words, "--json=out.json", "--", "train.py", "frozen", code=1, processes=1)
+    assert "differs: step 2: the gradient of second.bias is different on 1 rank" in text
+    assert "a possible cause: the environments differ: NCCL_ALGO is Ring, and was not set in golden.trace" in text
+    found = json.loads(tmp_path.joinpath("out.json").read_text())
+    assert (found["verdict"], found["step"], found["parameter"]) == ("differs", 2, "second.bias")
+
+
+def test_two_sets_of_arguments(command, tmp_path):
+    """And a script without seeds, whose run is not repeatable."""
+    tmp_path.joinpath("train.py").write_text(script("changes"))
+    words = ("--gpus=1", "--steps=2")
+    text = command("compare", *words, "--a=foreach", "--b=micro-batches", "--", "train.py", code=0, processes=3)
+    assert "equal: 2 steps on 1 rank train the same 4 parameters as in --a, within rounding" in text
+    tmp_path.joinpath("train.py").write_text(script("changes").replace("torch.manual_seed(", "torch.seed() or ("))
+    text = command("record", *words, "--out=a.trace", "--", "train.py", code=2, processes=2)
+    assert "not recorded: not repeatable: run twice on one device, first.weight had different values before" in text
+    tmp_path.joinpath("train.py").write_text("import torch\nraise OSError('no data')")
+    text = command("record", *words, "--out=a.trace", "--", "train.py", code=1, processes=1)
+    assert "not recorded: on one device the script failed: rank 0 ended" in text and "OSError: no data" in text
+    assert not tmp_path.joinpath("a.trace").exists()
+
+
+MESHES = {
+    ("fsdp1", "fsdp2"): "equal: 2 steps on 4 ranks train the same 6 parameters as in --a",
+    ("dtensor", "by-hand"): "equal: 2 steps on 4 ranks train the same 8 parameters as in --a",
+    ("by-hand", "dtensor scaled"): "it is wrong where the index along dp is 1",
+    ("pipeline", "pipeline wrong-group"): "differs: step 1: the gradient of",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), MESHES)
+def test_two_meshes(a, b, command, tmp_path):
+    """Tensor parallelism by hand and by DTensor, FSDP of both kinds, and a pipeline: right, and with a mistake."""
+    tmp_path.joinpath("train.py").write_text(script("divided"))
+    words = "--gpus=4", "--simulate", "--steps=2"
+    code = 0 if MESHES[a, b].startswith("equal") else 1
+    text = command("compare", *words, f"--a={a}", f"--b={b}", "--", "train.py", code=code, processes=17)
+    assert MESHES[a, b] in text
