@@ -143,3 +143,12 @@ def test_two_meshes(a, b, command, tmp_path):
     code = 0 if MESHES[a, b].startswith("equal") else 1
     text = command("compare", *words, f"--a={a}", f"--b={b}", "--", "train.py", code=code, processes=17)
     assert MESHES[a, b] in text
+
+
+@pytest.mark.slow
+def test_slices_that_no_run_shows_are_compared_rank_by_rank(command, tmp_path):
+    tmp_path.joinpath("train.py").write_text("import os\nassert os.environ['WORLD_SIZE'] == '2'\n" + script("divided"))
+    words = "--gpus=2", "--simulate", "--steps=2", "--a=by-hand", "--b=by-hand scaled"
+    text = command("compare", *words, "--", "train.py", code=1, processes=12)
+    assert "differs: step 1: the gradient of 1.up.weight (rank 1) is 2 times as large on rank 1" in text
+    assert text.count("no run with whole parameters shows which slices they are") == 2
