@@ -117,7 +117,7 @@ def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResu
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Not `src`: torch would look it up in the group that was made last without this rank.
-        root = {"group_src": call.root % len(call.members)} if TRANSFERS[row.does].root else {}
+        root: dict[str, Any] = {"group_src": call.root % len(call.members)} if TRANSFERS[row.does].root else {}
         called(call.function, [tensor], [tensor], group=group, **root)
     if not bool((tensor == 3).all()):
         text = f"this rank is not in the group, yet its tensor became {tensor.tolist()}"
