@@ -96,6 +96,8 @@ register(
         after("all_gather_into_tensor"), lambda seen: seen.args[1].zero_(), When("in place", _in_place)),
     FaultRow("broadcast-copy-dropped", "broadcast of a channels_last tensor fills a copy and drops it", _LAYOUTS,
         instead("broadcast", "all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _STRIDED),
+    FaultRow("late-copy-dropped", "an asynchronous all_reduce of a channels_last tensor reduces a copy and drops it",
+        _LAYOUTS, instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), LATE & _STRIDED),
     FaultRow("reduced-gaps-dropped", "all_reduce of a view with gaps reduces a copy and drops it", _LAYOUTS,
         instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _GAPS),
     FaultRow("late-up-to-a-page", "an asynchronous all_reduce adds up only the first 4,096 elements", _ASYNC,
