@@ -71,8 +71,9 @@ def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
 def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that each step starts with rank 0's buffers, or with each rank's own without broadcast_buffers.
 
-    Before every second step the module gets new tensors for its buffers. The buffers are int64, float32 and bool, and
-    affect the outputs. The averaged statistics of BatchNorm with momentum=None are checked too.
+    One run has further options of DDP, under which buffers are broadcast too. Before every second step the module gets
+    new tensors for its buffers. The buffers are int64, float32 and bool, and affect the outputs. The averaged
+    statistics of BatchNorm with momentum=None are checked too.
 
     Raises:
         GradientMismatch: an output, gradient, parameter or buffer is wrong.
@@ -80,8 +81,10 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
     __tracebackhide__ = True
     with judged() as findings:
         for number, run in enumerate(runs):
+            evaluated = bool(number % 2)
             for together in (True, False):
-                _count_rows(run, rank, findings, together, evaluated=bool(number % 2))
+                _count_rows(run, rank, findings, together, evaluated=evaluated)
+            _count_rows(run, rank, findings, True, evaluated=evaluated, static_graph=True, gradient_as_bucket_view=True)
         _average(rank, runs[0].seed, findings)
 
 
@@ -97,9 +100,12 @@ def _average(rank: Rank, seed: int, findings: Findings) -> None:
         findings.require(not wrong, message, ranks=[rank.index])
 
 
-def _count_rows(run: WholeRun, rank: Rank, findings: Findings, together: bool, *, evaluated: bool) -> None:
-    what = f"broadcast_buffers={together}"
-    replica = Replica(run, rank, findings, what=what, broadcast_buffers=together)
+def _count_rows(
+    run: WholeRun, rank: Rank, findings: Findings, together: bool, *, evaluated: bool, **others: Any
+) -> None:
+    options = {**others, "broadcast_buffers": together}
+    what = ", ".join(f"{name}={value}" for name, value in options.items())
+    replica = Replica(run, rank, findings, what=what, **options)
     own = {name: value.cpu().clone() for name, value in buffers_of(replica.module).items()}
     first = own
     for number in range(run.steps):

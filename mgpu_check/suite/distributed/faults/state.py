@@ -225,6 +225,8 @@ register(
         around(DDP, "will_sync_module_buffers"),
         lambda real, self: self.require_forward_param_sync and len(self.modules_buffers) > 0,
         "broadcast_buffers=False"),
+    FaultRow("buffers-of-static-graphs-not-sent", "buffers are not sent before a step with static_graph",
+        "test_buffers", _SENT, lambda *_: None, When("static_graph", lambda send, self, *_: self.static_graph), 2),
     FaultRow("float64-reduced-in-float32", "gradients in float64 are reduced in float32", "test_mixed_dtypes",
         communicating(_FLOAT64), lambda buffer, *_: buffer.float().double(), dtype(torch.float64)),
     FaultRow("layout-taken-as-contiguous", "gradients in channels_last are read as if they were contiguous",
