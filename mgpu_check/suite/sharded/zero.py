@@ -4,6 +4,7 @@ parameters."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
@@ -95,7 +96,8 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
 def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that the ranks together keep the state of one AdamW optimizer, and that it can be reloaded. A collective.
 
-    Two groups of parameters have different rates and weight decays, which a schedule has halved. The last rank
+    Two groups of parameters have different rates and weight decays, which a schedule has halved; the first has the
+    defaults of the optimizer. Parameters are tensors of their own, and then views of buckets. The last rank
     consolidates the state twice, and the second state must be the current one. A new optimizer loads this state and
     takes one more step.
 
@@ -104,8 +106,15 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
         ReplicaMismatch: the ranks together do not keep the state of each parameter exactly once.
     """
     __tracebackhide__ = True
+    run_all(partial(_judge_state, training, rank, parameters_as_bucket_view=view) for view in (False, True))
+
+
+def _judge_state(training: ExactTraining, rank: Rank, **view: bool) -> None:
+    __tracebackhide__ = True
     model = _with_gradients(training, rank.device)
-    optimizer = ZeroRedundancyOptimizer(_groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW, lr=2 * ADAM_RATE)
+    optimizer = ZeroRedundancyOptimizer(
+        _groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW, lr=2 * ADAM_RATE, weight_decay=_DECAY / 2, **view
+    )
     for group in optimizer.param_groups:
         group["lr"] /= 2
         group["weight_decay"] /= 2
@@ -120,18 +129,18 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     box: list[Any] = [_on_host(optimizer.state_dict()) if rank.index == last else None]
     dist.broadcast_object_list(box, src=last, device=rank.device)
     got = _named(box[0]["state"])  # before loading, which drops the state of other ranks
-    again = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0)
+    again = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0, weight_decay=1.0, **view)
     again.load_state_dict(box[0])
     again.step()
 
     single = _with_gradients(training, torch.device("cpu"))
-    reference = torch.optim.AdamW(_groups(single), lr=ADAM_RATE)
+    reference = torch.optim.AdamW(_groups(single), lr=ADAM_RATE, weight_decay=_DECAY / 4)
     reference.step()
     expected = _named(reference.state_dict()["state"])
     reference.step()
     expected |= {name: copied(value) for name, value in single.named_parameters()}
     got |= {name: copied(value) for name, value in model.named_parameters()}
-    what = f"ZeroRedundancyOptimizer with AdamW, on {rank.device}"
+    what = f"ZeroRedundancyOptimizer with AdamW, {words_of(view, _OPTIONS)}, on {rank.device}"
     wanted = sum(value.numel() for value in single.parameters())
     if int(total) != wanted:
         raise ReplicaMismatch(
@@ -152,7 +161,7 @@ def _with_gradients(training: ExactTraining, device: torch.device) -> nn.Module:
 def _groups(model: nn.Module, rate: float = ADAM_RATE, decay: float = _DECAY) -> list[dict[str, Any]]:
     biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
     weights = [value for name, value in model.named_parameters() if not name.endswith("bias")]
-    return [{"params": weights, "weight_decay": decay / 4}, {"params": biases, "lr": rate / 4, "weight_decay": decay}]
+    return [{"params": weights}, {"params": biases, "lr": rate / 4, "weight_decay": decay}]
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check.suite.common.faults.breaking import around, given, optimized, returned
-from mgpu_check.suite.common.faults.conditions import counted, is_last
+from mgpu_check.suite.common.faults.conditions import counted, is_last, keyword
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.common.faults.when import When
 
@@ -26,6 +26,7 @@ _CUMULATIVE = When(
     lambda self, x: self.momentum is None and self.training and self.num_batches_tracked is not None,
 )
 _EMPTY = When("a rank without samples", lambda real, self, x: not x.numel())
+_AS_VIEWS = keyword("parameters_as_bucket_view", True)
 _VIEWS = When("parameters_as_bucket_view", lambda real, self: self.parameters_as_bucket_view and is_last())
 
 
@@ -159,6 +160,10 @@ def consolidated_once(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self._all_state_dicts = before or self._all_state_dicts
 
 
+def _without_decay(real: Any, self: Any, *args: Any, weight_decay: float = 0.0, **kwargs: Any) -> None:
+    real(self, *args, **kwargs)
+
+
 register(
     __name__,
     FaultRow("sums-of-gradients-local", "the gradients of SyncBatchNorm use sums over the own samples",
@@ -171,4 +176,6 @@ register(
     FaultRow("schedule-of-the-first-group", "a scheduler changes the first parameter group only",
         "test_zero_redundancy_state", given(_ZERO, "_sync_param_groups"),
         lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),
+    FaultRow("defaults-of-views-lost", "the default weight decay is lost with parameters_as_bucket_view",
+        "test_zero_redundancy_state", around(_ZERO, "__init__"), _without_decay, _AS_VIEWS),
 )  # fmt: skip
