@@ -23,12 +23,15 @@ from mgpu_check.torch_hooks.tensors import copied
 __all__ = ["assert_state_options_agree"]
 
 _FROZEN = "0.bias"
+_STEPS = 3
+_NONE = torch.zeros(0)
 _WAYS = (False, True)
 _OPTIONS: Mapping[str, Sequence[Any]] = {
     "full_state_dict": _WAYS,
     "cpu_offload": _WAYS,
     "ignore_frozen_params": _WAYS,
     "strict": (True, False),
+    "flatten_optimizer_state_dict": _WAYS,
     "dsd_fqn_modifiers": ("_fqn_modifiers", "_no_modifiers"),
 }
 """Options of state dicts, the default first."""
@@ -46,8 +49,9 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
     """Assert that state dicts have the values of one device, and can be set again, with each pair of options. A
     collective.
 
-    One parameter is frozen after the first step. Unless options are strict, an entry of the state is missing when it is
-    set, and torch must name it.
+    One parameter is frozen after the first step. The state is that of an Adam with the rate 0, which has counts of
+    steps beside its tensors. Unless options are strict, an entry of the state is missing when it is set, and torch must
+    name it.
 
     Args:
         more: whether to use all rows of options, or half of them, by the seed of the training.
@@ -61,8 +65,10 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=2):
             what = f"state dict with {words_of(row, _OPTIONS)}, on {rank.device}, rank {rank.index}"
             model = sharded(training, rank)
-            optimizer = sgd(training, model)
-            step_of(training, 1, model, optimizer, rank)
+            step_of(training, 1, model, sgd(training, model), rank)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+            for _ in range(_STEPS):
+                optimizer.step()
             model.get_parameter(_FROZEN).requires_grad_(False)
             options = StateDictOptions(**row)
             taken: Any = get_state_dict(model, optimizer, options=options)
@@ -78,7 +84,7 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
                 there = parameters[name].device.type == place
                 findings.require(there, f"{what}: {name} is on {parameters[name].device}", ranks=[rank.index])
             fresh = sharded(replace(training, seed=training.seed + 1), rank)
-            again = sgd(training, fresh)
+            again = torch.optim.Adam(fresh.parameters(), lr=0.0)
             fresh.get_parameter(_FROZEN).requires_grad_(False)
             left = [] if row["strict"] else [kept[-1]]
             given = {name: value for name, value in parameters.items() if name not in left}
@@ -90,6 +96,21 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
                 if name in whole and name not in left:
                     right = same_bits(whole[name], _whole(value))
                     findings.require(right, f"{what}, set again: {name} is another one", ranks=[rank.index])
+                if name in kept:
+                    wrong = _differing(optimizer.state[model.get_parameter(name)], again.state[value])
+                    message = f"{what}, set again: {wrong} of {name} is another one"
+                    findings.require(not wrong, message, ranks=[rank.index])
+
+
+def _differing(given: Mapping[str, Any], got: Mapping[str, Any]) -> str:
+    """Return the name of the first entry of a parameter's state that differs on this rank; "" if all are equal."""
+    for key, value in given.items():
+        own, other = (
+            copied(one.to_local() if isinstance(one, DTensor) else one) for one in (value, got.get(key, _NONE))
+        )
+        if not same_bits(own, other):
+            return key
+    return ""
 
 
 def _whole(value: Any) -> torch.Tensor:
