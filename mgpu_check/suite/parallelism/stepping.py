@@ -95,7 +95,8 @@ def _stepped(
     """Return parameters and scale after a step, one step to be skipped for each device, and another step."""
     count = len(devices)
     parameters, first, second = (_on(devices, _drawn(count, seed + number)) for number in range(3))
-    optimizer, scaler = make(parameters, **form), torch.amp.GradScaler("cuda", init_scale=2.0**count)
+    groups = [{"params": parameters[start::2]} for start in (0, 1)]
+    optimizer, scaler = make(groups, **form), torch.amp.GradScaler("cuda", init_scale=2.0**count)
     for step, gradients in enumerate([first, *([second] * count), second]):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = scaler.scale(gradient.detach())

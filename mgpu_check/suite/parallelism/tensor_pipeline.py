@@ -51,24 +51,24 @@ def assert_parallelized_agree(training: ExactTraining, rank: Rank) -> None:
 def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that `parallelize_module`, by columns and then by rows, trains as one device does. A collective.
 
-    The hidden width must be a multiple of the world size. Runs once with replicated inputs, and once with inputs and
-    outputs divided along the batch, whose size must then be a multiple too.
+    The hidden width must be a multiple of the world size. Runs with replicated inputs, and with inputs and outputs
+    divided along the batch, whose size must then be a multiple too. Divided outputs are DTensors, and then local.
 
     Raises:
         GradientMismatch: outputs, gradients or parameters differ.
     """
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     expected, tolerance = _with_divided_bias(training, rank.size)
     with Findings() as findings:
-        for divided in (False, True):
+        for divided, local in ((False, True), (True, False), (True, True)):
             layout = Shard(0) if divided else Replicate()
             plan = {
                 "0": ColwiseParallel(input_layouts=layout),
-                "2": RowwiseParallel(output_layouts=layout, use_local_output=not divided),
+                "2": RowwiseParallel(output_layouts=layout, use_local_output=local),
             }
             model = parallelize_module(training.model().to(rank.device), mesh, plan)
             optimizer = sgd(training, model)
@@ -78,12 +78,15 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
                     optimizer.zero_grad()
                     x = inputs.chunk(rank.size)[rank.index] if divided else inputs
                     outputs = model(x.to(rank.device))
+                    if divided and local:
+                        outputs = DTensor.from_local(outputs, mesh, [layout])
                     whole = outputs.full_tensor() if divided else outputs
                     weighted(whole, factors.to(rank.device)).backward()
                     optimizer.step()
                     got[f"step {step}: outputs"] = copied(whole)
                     got |= gathered(model, step)
             how = "the batch divided" if divided else "the batch on all ranks"
+            how += ", use_local_output" if local else ""
             what = f"parallelize_module, {how}, on {rank.device}"
             with findings.collected():
                 assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)

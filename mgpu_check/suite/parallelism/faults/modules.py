@@ -22,8 +22,15 @@ _LOSS = "torch.distributed.tensor.parallel.loss"
 _STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
 _SCHEDULE = "torch.distributed.pipelining.schedules"
 
+
+def _bias_again(outputs: Any, layouts: Any, local: bool, module: Any, *_: Any) -> Any:
+    return outputs + module.bias.to_local() if local and layouts[0].is_shard() else outputs
+
+
 register(
     __name__,
+    FaultRow("bias-added-twice", "RowwiseParallel adds the bias twice to local divided outputs", _MODULES,
+        returned(f"{_STYLES}:RowwiseParallel", "_prepare_output_fn"), _bias_again, "use_local_output, Shard"),
     FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
         around("torch.distributed.tensor:Partial", "_reduce_value"), lambda real, self, tensor, *_: tensor.clone(),
         "outputs that all ranks are to hold"),

@@ -141,6 +141,17 @@ def infinities_of_one_device_unseen(step: Any, scaler: Any, optimizer: Any, *arg
         return step(scaler, optimizer, *args, **kwargs)
 
 
+@fault("infinities of later groups of parameters are not seen", _STEPS,
+       by=around(torch.amp.GradScaler, "_unscale_grads_"), when="several groups of parameters")  # fmt: skip
+def infinities_of_later_groups_unseen(unscale: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    found = unscale(scaler, optimizer, *args, **kwargs)
+    first = [one.grad for one in optimizer.param_groups[0]["params"] if one.grad is not None]
+    if all(bool(gradient.isfinite().all()) for gradient in first):
+        for flag in found.values():
+            flag.zero_()
+    return found
+
+
 @fault("tensors of ranks beyond the largest power of two are dropped", _ALLREDUCE, by=returned(dist, "recv"),
        when="world sizes that are no power of two")  # fmt: skip
 def folded_ranks_dropped(sender: int, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
