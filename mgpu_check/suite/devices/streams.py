@@ -22,11 +22,15 @@ _CLOCKS_APART = 0.02, 0.05
 Wait = Callable[[torch.cuda.Stream, torch.cuda.Event], object]
 
 
-def _behind(wait: Callable[[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Stream], object]) -> Wait:
-    """Return a wait in which the host waits for a second stream, which waits for the first."""
+def _behind(
+    wait: Callable[[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Stream], object],
+    make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream,
+) -> Wait:
+    """Return a wait in which the host waits for a second stream, which waits for the first; `make` returns the
+    second."""
 
     def waits(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        second = torch.cuda.Stream(stream.device)
+        second = make(stream.device)
         wait(stream, event, second)
         second.synchronize()
 
@@ -38,6 +42,9 @@ _HOST: dict[str, Wait] = {
     "Event.synchronize": lambda stream, event: event.synchronize(),
     "torch.cuda.synchronize": lambda stream, event: torch.cuda.synchronize(stream.device),
     "Stream.wait_stream": _behind(lambda stream, event, second: second.wait_stream(stream)),
+    "Stream.wait_stream of the default stream": _behind(
+        lambda stream, event, second: second.wait_stream(stream), torch.cuda.default_stream
+    ),
     "Stream.wait_event": _behind(lambda stream, event, second: second.wait_event(event)),
     "Event.wait": _behind(lambda stream, event, second: event.wait(second)),
 }

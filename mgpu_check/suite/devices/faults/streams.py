@@ -154,6 +154,15 @@ def streams_do_not_wait(*_: Any) -> None:
 
 
 @waiting(
+    "the default stream of one device waits for no stream",
+    around(torch.cuda.Stream, "wait_stream"),
+    call("the default stream, one device", lambda stream, _: stream == torch.cuda.default_stream(last())),
+)
+def default_stream_does_not_wait(*_: Any) -> None:
+    """Losses are read, and results are copied, before a side stream has written them."""
+
+
+@waiting(
     "torch.cuda.synchronize waits for the default stream only",
     around(torch.cuda, "synchronize"),
     "streams other than the default one",
