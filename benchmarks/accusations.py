@@ -175,23 +175,23 @@ def planted(text: str) -> Iterator[None]:
     from mgpu_check.simulated.hardware import planted as hardware_planted
 
     plants, flaky = json.loads(text)
+    active = not flaky or random.SystemRandom().random() < 0.5
     with contextlib.ExitStack() as stack:
-        if not flaky or random.SystemRandom().random() < 0.5:
-            for plant in _of_software(plants):
-                stack.enter_context(plant)
-            if (hardware := _hardware(text)) is not None:
-                stack.enter_context(hardware_planted(hardware))
+        for plant in _of_software(plants) if active else ():
+            stack.enter_context(plant)
+        if any(plant[0] == "hardware" for plant in plants):  # on all ranks or none, because it exchanges device numbers
+            stack.enter_context(hardware_planted(_hardware(text if active else "[[]]")))
         yield
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _hardware(text: str) -> Any:
     """Return the hardware with the defects of a text; the same for each call, because it keeps its state."""
     from mgpu_check.simulated.hardware import Hardware
 
     plants = [plant[1:] for plant in json.loads(text)[0] if plant[0] == "hardware"]
     defects = [made_by(module, name, **given)(parameters) for module, name, parameters, given in plants]
-    return Hardware(defects, _MEMORY) if defects else None
+    return Hardware(defects, _MEMORY)
 
 
 def _of_software(plants: Sequence[Plant]) -> Iterator[contextlib.AbstractContextManager[None]]:

@@ -29,8 +29,11 @@ _REPEATS_FIRST = 3
 _REPEATS_RELIABLE = 6
 _SECONDS = {"quick": 5.0, "standard": 20.0, "long": 120.0}
 """Time limit of one second look on a fast machine, by level."""
-_RERUNS = 60
-"""A second look may take as long as this number of reruns take on average, on a slow machine..."""
+_RERUNS = {False: 60, True: 150}
+"""A second look may take as long as this number of reruns take on average, on a slow machine...
+
+By whether an unchanged rerun has passed: then each control must pass many times.
+"""
 _SLOWEST = 10
 """... but at most this multiple of its limit on a fast one."""
 _SHARE = 4
@@ -114,6 +117,7 @@ class _Second:
         self._all_given = self._count is None and not self._order and "gpus" in given
         named = _PLACE.findall(repr([value for name, value in given.items() if name != "gpus"]))
         self._least = max(1, needs.least, *(int(place) + 1 for place in named if self._all_given))
+        self._seen = Reruns(partial=self._all_given)
         self._began = time.monotonic()
         self._runs = 0
         self._hung = False
@@ -121,7 +125,7 @@ class _Second:
         self._why = "reached its time limit; --gpu-level=long allows more time"
 
     def look(self) -> Reruns:
-        seen = Reruns(partial=self._all_given)
+        seen = self._seen
         most = max(_sizes_in(self._failed.kwargs[self._count])) if self._count else len(self._all)
         usual = self._order or self._all[:most]
         try:
@@ -147,7 +151,7 @@ class _Second:
         """Set the time limit: by the speed of the machine, and by the time that second looks of this run have left."""
         fast = _SECONDS[self._session.settings.depth]
         took = (time.monotonic() - self._began) / self._runs
-        limit = min(max(fast, _RERUNS * took), _SLOWEST * fast)
+        limit = min(max(fast, _RERUNS[self._seen.unreliable] * took), _SLOWEST * fast)
         self._until = self._began + max(0.0, _SHARE * limit - self._session.looked) / _SHARE
 
     @property
