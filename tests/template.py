@@ -360,7 +360,7 @@ class _ToBeImported(importlib.abc.Loader):
         if name != self._module.__name__:
             return None
         spec = importlib.machinery.ModuleSpec(name, self)
-        spec.submodule_search_locations = getattr(self._module, "__path__", None)  # by which `-m` knows a package
+        spec.submodule_search_locations = getattr(self._module, "__path__", None)  # `-m` needs it to know a package
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
