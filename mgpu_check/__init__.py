@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mgpu_check.errors import RankFailure as RankFailure
     from mgpu_check.errors import RankHang as RankHang
     from mgpu_check.errors import ScalingMismatch as ScalingMismatch
+    from mgpu_check.gates.agreeing import Configuration as Configuration
+    from mgpu_check.gates.agreeing import assert_steps_agree as assert_steps_agree
     from mgpu_check.gates.evaluating import assert_evaluation_agrees as assert_evaluation_agrees
     from mgpu_check.gates.loading import assert_loader_covers as assert_loader_covers
     from mgpu_check.gates.resuming import assert_resume_continues as assert_resume_continues
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from mgpu_check.simulated import simulated_node as simulated_node
 
 _HOMES = {
+    "Configuration": "mgpu_check.gates.agreeing",
     "NotCompared": "mgpu_check.errors",
     "Rank": "mgpu_check.engine.rank_side.rank",
     "RankDied": "mgpu_check.errors",
@@ -50,6 +53,7 @@ _HOMES = {
     "assert_script_scales": "mgpu_check.compare.gate",
     "assert_shards_cover": "mgpu_check.asserts.scatter",
     "assert_step_scales": "mgpu_check.gates.scaling",
+    "assert_steps_agree": "mgpu_check.gates.agreeing",
     "current_rank": "mgpu_check.engine.rank_side.rank",
     "raises_device_mismatch": "mgpu_check.asserts.mismatch",
     "simulated_node": "mgpu_check.simulated",

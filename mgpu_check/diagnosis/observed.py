@@ -86,6 +86,7 @@ class ObservedRun:
         own: assembled result -> the elements that this rank holds, bool, in the shape of the whole result.
         placements: assembled result -> the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
         gaps: assembled result -> the elements that no rank holds, in words.
+        switched: how often the switch of the program had an effect.
     """
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class ObservedRun:
     own: dict[Result, torch.Tensor] = field(default_factory=dict)
     placements: dict[Result, str] = field(default_factory=dict)
     gaps: dict[Result, str] = field(default_factory=dict)
+    switched: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial)}

@@ -6,7 +6,7 @@ import fnmatch
 from collections import defaultdict
 from collections.abc import Mapping
 
-from mgpu_check.diagnosis.observed import Expected, Relations
+from mgpu_check.diagnosis.observed import PARITY, Expected, Relations
 from mgpu_check.errors import NotCompared
 from mgpu_check.gates.meshes import Mesh, where_is
 from mgpu_check.gates.program import Program
@@ -18,10 +18,14 @@ _SHOWN = 12
 
 
 class ParameterCoverage:
-    """The trained parameters that were compared with one device in some case, by world size or mesh."""
+    """The trained parameters that were compared in some case, by world size or mesh.
 
-    def __init__(self, program: Program, name: str) -> None:
-        self._program, self._name = program, name
+    Args:
+        against: what they are compared with.
+    """
+
+    def __init__(self, program: Program, name: str, against: str = PARITY) -> None:
+        self._program, self._name, self._against = program, name, against
         self._trained: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
         self._missed: dict[tuple[int, Mesh], dict[str, str]] = defaultdict(dict)
         self._judged: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
@@ -63,7 +67,9 @@ class ParameterCoverage:
     def _told(self, left: Mapping[tuple[int, Mesh], Mapping[str, str]]) -> str:
         count = len({name for names in left.values() for name in names})
         total = len(set().union(*self._trained.values()))
-        lines = [f"{self._name} is undecided: {count} of {total} trained parameters were not compared with one device"]
+        lines = [
+            f"{self._name} is undecided: {count} of {total} trained parameters were not compared with {self._against}"
+        ]
         for where, names in left.items():
             by_reason: dict[str, list[str]] = defaultdict(list)
             for name, reason in names.items():

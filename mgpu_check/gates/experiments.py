@@ -238,6 +238,8 @@ def _terms(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> I
 
 def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
     """Yield a shift of each range that is shorter on ranks than on one device, and that starts again on each rank."""
+    if not trials.one_device:
+        return
     try:
         ranks = trials.ranks.run(
             run_noting_ranges, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from mgpu_check.diagnosis.observed import PARITY
 from mgpu_check.diagnosis.report import Finding
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Failure:
         findings: the mistakes that explain the failure, the likeliest first.
         incomplete: failed parts of the diagnosis, a line each.
         defined: the line where the step is defined; "" if it is unknown.
+        verdict: which configurations disagree; "" for a step that does not scale.
+        against: what the results are compared with.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Failure:
     findings: Sequence[Finding] = ()
     incomplete: Sequence[str] = ()
     defined: str = ""
+    verdict: str = ""
+    against: str = PARITY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         repeated=look.repeated,
         incomplete=attempts.remarks,
         defined=definition_of(trials.program.step),
+        against=trials.against,
     )
 
 

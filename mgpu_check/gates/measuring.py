@@ -23,8 +23,7 @@ from mgpu_check.gates.rounding import (
 from mgpu_check.gates.runs import Provisional, RunPart
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.envelopes import root_mean_square
-from mgpu_check.numerics.steps import MeasuredStep, full_precision
+from mgpu_check.numerics.steps import MeasuredStep, full_precision, with_roundings
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
 
@@ -37,8 +36,6 @@ __all__ = [
     "of_parts",
 ]
 
-_ROUNDINGS = 8.0
-"""Number of roundings to a narrow dtype that a result may pass through in sequence."""
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 
 
@@ -188,5 +185,5 @@ def _with_room_for(stage: MeasuredStep[Result], narrower: Iterable[torch.dtype])
     tolerance = dict(stage.tolerance)
     for name, exact in stage.reference.items():
         if not torch.equal(exact, exact.round()):
-            tolerance[name] = tolerance[name] + _ROUNDINGS * roundoff * (exact.abs() + root_mean_square(exact))
+            tolerance[name] = with_roundings(tolerance[name], exact, roundoff)
     return MeasuredStep(stage.reference, tolerance, stage.amplification)

@@ -27,6 +27,7 @@ from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, 
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.seeds_set import noting_seeds
 from mgpu_check.gates.step_recorder import Nudge, StepRecorder, put
+from mgpu_check.gates.switches import switched
 from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
@@ -95,24 +96,29 @@ def observe(
     again = functools.partial(_built_again, program, scenario, double)
     holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again)
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
-    # The constructor of a class may draw random numbers: in float64 it must draw the same ones.
-    with _default_dtype(double), DrawsOfFloat32() if double else contextlib.nullcontext():
-        call = None if traced else make()
-    seed_everything(scenario.seed + 1)
-    before = torch.get_rng_state()
-    recorder = StepRecorder(
-        holdings, modules, seen, deep, nudge, rank.size > 1, traced or program.reference is not None
-    )
-    with _default_dtype(double), recorder, around(model, batches):
-        call = call or make()  # traced: the calls of the constructor belong to the trace
-        for number, batch in enumerate(batches):
-            if number:
-                gc.collect()  # the hooks of a dropped DistributedDataParallel would still run in the next backward
-            returned = call(batch)
-            after_step(number, len(batches), modules)
-            if returned is not None:
-                _take(seen, Result("returned", "", number + 1 if len(batches) > 1 else None), returned)
-                seen.touched.add("returned")
+
+    def count() -> None:
+        seen.switched += 1
+
+    with switched(None if of_reference else program.switch, modules, rank.device, count):
+        # The constructor of a class may draw random numbers: in float64 it must draw the same ones.
+        with _default_dtype(double), DrawsOfFloat32() if double else contextlib.nullcontext():
+            call = None if traced else make()
+        seed_everything(scenario.seed + 1)
+        before = torch.get_rng_state()
+        recorder = StepRecorder(
+            holdings, modules, seen, deep, nudge, rank.size > 1, traced or program.reference is not None
+        )
+        with _default_dtype(double), recorder, around(model, batches):
+            call = call or make()  # traced: the calls of the constructor belong to the trace
+            for number, batch in enumerate(batches):
+                if number:
+                    gc.collect()  # the hooks of a dropped DistributedDataParallel would still run in the next backward
+                returned = call(batch)
+                after_step(number, len(batches), modules)
+                if returned is not None:
+                    _take(seen, Result("returned", "", number + 1 if len(batches) > 1 else None), returned)
+                    seen.touched.add("returned")
     after = torch.get_rng_state()
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
     held = holdings.held()

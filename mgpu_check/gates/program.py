@@ -11,6 +11,7 @@ from torch import nn
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.definitions import innermost
+from mgpu_check.gates.switches import Switch
 from mgpu_check.numerics.placement.declared import Placement
 
 __all__ = [
@@ -50,6 +51,7 @@ class Program:
         placement: the slices of parameters that ranks hold; see `numerics.placement.declared.by_user`.
         returned_by: the ranks whose returned values count: "last", or a function of coordinates in the mesh; None for
             all.
+        switch: an option that is turned on or off for the step; None for none.
     """
 
     step: Callable[..., Any]
@@ -60,6 +62,7 @@ class Program:
     gate: str = "assert_step_scales"
     placement: Placement = None
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None
+    switch: Switch | None = None
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:

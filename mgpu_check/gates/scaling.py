@@ -6,40 +6,28 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky, Unsatisfiable
-from hypothesis.reporting import with_reporter
-from torch import nn
 
 from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.errors import RankHang, ScalingMismatch
+from mgpu_check.gates.arguments import check_arguments
 from mgpu_check.gates.axes import shrunk_to_axes
 from mgpu_check.gates.comparability import check_unjudged
 from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.investigation import failure_of, no_return_of
 from mgpu_check.gates.meshes import Mesh, check_meshes, size_of
 from mgpu_check.gates.program import Program, name_of
-from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
+from mgpu_check.gates.search import smallest_failure
 from mgpu_check.gates.step_seeds import try_seeds
 from mgpu_check.gates.telling import report_of
-from mgpu_check.gates.trial import Trial, Trials
-from mgpu_check.gates.worlds import RanksFixture, check_tolerance, world_sizes_of
-from mgpu_check.numerics.placement.declared import Placement, check_placement
+from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.worlds import RanksFixture, world_sizes_of
+from mgpu_check.numerics.placement.declared import Placement
 
 __all__ = ["assert_metric_scales", "assert_step_scales"]
 
-_AS_IN = {
-    "step": "step(model, batch, rank)",
-    "build": "build() that makes the model",
-    "batch": "batch(n) that makes n samples, or a strategy of batches",
-    "reference": "reference(model, batch)",
-}
 _EXAMPLES = 24
-_MOST_SHRINKS = 40
-"""Most cases that are run after a failure to find a smaller failing case."""
 
 
 def assert_step_scales(
@@ -166,7 +154,7 @@ def _assert_scales(
     unjudged: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     __tracebackhide__ = True
-    _check_arguments(program, observe, tolerance, max_examples)
+    check_arguments(program, observe, tolerance, max_examples)
     if meshes is None:
         worlds: list[tuple[int, Mesh]] = [(size, ()) for size in world_sizes_of(ranks, world_sizes)]
     else:
@@ -185,7 +173,7 @@ def _assert_scales(
         if kind.name == SEVERAL_STEPS and not trials.trains:
             continue
         try:
-            failed = _search(trials, kind.scenarios, kind.examples)
+            failed = smallest_failure(trials, kind.scenarios, kind.examples)
         except RankHang as hang:
             failure = no_return_of(trials.name, trials.current, hang, definition_of(program.step))
             report, stacks = report_of(failure), failure.stacks
@@ -200,75 +188,3 @@ def _assert_scales(
             ) from failed.error
     trials.finish(worlds, unjudged)
     try_seeds(trials)
-
-
-def _check_arguments(
-    program: Program,
-    observe: Collection[str],
-    tolerance: float | Mapping[str, float] | None,
-    max_examples: int | None,
-) -> None:
-    gate = program.gate
-    for name in ("step", "build", "batch", "reference"):
-        value = getattr(program, name)
-        if value is not None and (not callable(value) or isinstance(value, nn.Module)):
-            raise ValueError(f"{gate}: {name}={value!r:.80} is not a function; give a function, as in {_AS_IN[name]}")
-    if isinstance(observe, str) or not isinstance(observe, Collection) or not set(observe) or set(observe) - set(KINDS):
-        raise ValueError(f"{gate}: observe={observe!r}; choose some of {', '.join(KINDS)}")
-    check_tolerance(gate, tolerance)
-    check_placement(gate, program.placement)
-    if program.returned_by not in (None, "last") and not callable(program.returned_by):
-        raise ValueError(
-            f'{gate}: returned_by={program.returned_by!r}; give "last", or a function of the coordinates of a rank'
-        )
-    if max_examples is not None and (type(max_examples) is not int or max_examples < 1):
-        raise ValueError(f"{gate}: max_examples={max_examples!r}; give an integer of at least 1")
-
-
-def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
-    """Return the smallest failure that Hypothesis finds; None if all scenarios pass, or none can be drawn."""
-    found: list[Trial] = []
-    left = _MOST_SHRINKS
-
-    @hypothesis.settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        derandomize=True,  # a gate must give the same verdict for the same code each time
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    @hypothesis.given(scenarios)
-    def try_one(scenario: Scenario) -> None:
-        nonlocal left
-        if found:
-            left -= 1
-            if left < 0 and not trials.knows(scenario):
-                return
-        try:
-            trial = trials.run(scenario)
-        except RankHang:
-            if not found:
-                raise
-            left = 0  # stop shrinking: each hang takes the whole deadline
-            return
-        if trial is not None:
-            found.append(trial)
-            raise _ScenarioFailed
-
-    with with_reporter(lambda text: None):  # the gate reports the failing example in more detail
-        try:
-            try_one()
-        except Unsatisfiable:
-            return None
-        except (_ScenarioFailed, Flaky):  # an intermittent failure is a failure
-            if not found:
-                raise
-            return found[-1]
-    return None
-
-
-class _ScenarioFailed(AssertionError):
-    """A scenario failed; Hypothesis then searches for a smaller one."""

@@ -16,7 +16,7 @@ from mgpu_check.gates.batch_parts import run_hypotheses
 from mgpu_check.gates.experiments import changes_tried
 from mgpu_check.gates.program import wants_world_size
 from mgpu_check.gates.relations import RANDOM, allowed_for, close, repeats
-from mgpu_check.gates.running import run_traced, run_traced_alone
+from mgpu_check.gates.running import run_traced
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.numerics.compare import difference
@@ -108,10 +108,9 @@ class SecondLook:
     def _trace_alone(self) -> RankTrace | None:
         """Return the calls of one device, to compare the ranks with."""
         try:
-            alone: RankTrace = self._trials.ranks.run(run_traced_alone, self._trials.program, self._scenario, size=1)[0]
+            return self._trials.trace_alone(self._scenario)
         except _ENDS:
             return None
-        return alone
 
     def _is_wrong_alone(self) -> bool:
         own = self._expected.own
@@ -120,6 +119,8 @@ class SecondLook:
         return not self._trials.compared(self._expected, [own]).holds
 
     def _hypotheses(self, scenario: Scenario, windows: int) -> Hypotheses | None:
+        if not self._trials.one_device:
+            return None  # the step may not run on one device
         try:
             found: Hypotheses = self._trials.ranks.run(run_hypotheses, self._trials.program, scenario, windows, size=1)[
                 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import singledispatch
 
 from mgpu_check.diagnosis.modules import WrongModule
@@ -34,14 +34,22 @@ def _of_no_return(failure: NoReturn) -> Report:
     if failure.hung:
         ends = ["terminates: NO"]
     elif account is None or not account.instead:
-        ends = ["terminates: NO, though it does on one device"]
+        ends = [f"terminates: NO, though it does on {failure.against}"]
     return Report(
-        f"{failure.name} does not scale: {first}",
+        f"{_verdict(failure)}: {first}",
         failure.case,
         findings=failure.findings,
         remarks=[*ends, *rest, *failure.incomplete],
         place=_last_call(account) or failure.defined,
     )
+
+
+def _verdict(failure: Failure) -> str:
+    return failure.verdict or f"{failure.name} does not scale"
+
+
+def _columns(held: Mapping[str, bool | None], against: str) -> dict[str, bool | None]:
+    return {against if relation == PARITY else relation: holds for relation, holds in held.items()}
 
 
 def _last_call(account: Account | None) -> str:
@@ -56,9 +64,12 @@ def _last_call(account: Account | None) -> str:
 def _of_mismatch(failure: Mismatch) -> Report:
     relations = failure.relations
     return Report(
-        f"{failure.name} does not scale: {_what_differs(failure)}",
+        f"{_verdict(failure)}: {_what_differs(failure)}",
         failure.case,
-        [Observable(str(name), held, relations.details.get(name, "")) for name, held in relations.held.items()],
+        [
+            Observable(str(name), _columns(held, failure.against), relations.details.get(name, ""))
+            for name, held in relations.held.items()
+        ],
         failure.findings,
         [*_remarks(failure), *failure.incomplete],
         parting="" if failure.parting is None else _parting(failure.parting),
@@ -74,7 +85,7 @@ def _what_differs(failure: Mismatch) -> str:
     if parted:
         unit = "device" if failure.single_process else "rank"
         on = f"{failure.size} {unit}{'s' * (failure.size > 1)}"
-        what = f"{parted} of {len(held)} results on {on} differ from one device"
+        what = f"{parted} of {len(held)} results on {on} differ from {failure.against}"
     else:
         what = f"{len(wrong)} of {len(held)} results differ between ranks, or from run to run"
     return what + _where_first(failure, wrong)
@@ -104,15 +115,15 @@ def _known(failure: Mismatch) -> Iterator[str]:
     if failure.of_update:
         yield "gradients are right; what the optimizer makes of them is not"
     if failure.module is not None:
-        yield _module(failure.module)
+        yield _module(failure.module, failure.against)
     if failure.factor is not None:
-        yield f"all that differs is {failure.factor:.6g} times what one device gives"
+        yield f"all that differs is {failure.factor:.6g} times what {failure.against} gives"
 
 
-def _module(module: WrongModule) -> str:
+def _module(module: WrongModule, against: str) -> str:
     before = "" if module.what == "output" else "outputs of modules are right; "
     return (
-        f"{before}the first module whose {module.what} is not that of one device is {module.name}, on "
+        f"{before}the first module whose {module.what} is not that of {against} is {module.name}, on "
         f"{named(module.ranks)}"
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mgpu_check.diagnosis.observed import Expected, ObservedRun, Relations
+from mgpu_check.diagnosis.observed import PARITY, Expected, ObservedRun, RankTrace, Relations
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.gates.assembly import assembled, holders_of
@@ -20,7 +20,7 @@ from mgpu_check.gates.measuring import largest_factor
 from mgpu_check.gates.meshes import Mesh, place_in, where_is
 from mgpu_check.gates.program import Program, is_class, raise_unusable
 from mgpu_check.gates.relations import relations_of, repeats
-from mgpu_check.gates.running import run_step
+from mgpu_check.gates.running import run_step, run_traced_alone
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.numerics.placement.slices import Unplaced
@@ -73,7 +73,12 @@ class Trials:
         current: the current scenario, or the latest one.
         trains: whether the step changes the model, so that a second step differs from the first.
         latest: duration of the latest run on ranks, in seconds.
+        one_device: whether results are compared with one device.
+        against: what they are compared with.
     """
+
+    one_device = True
+    against = PARITY
 
     def __init__(
         self,
@@ -99,7 +104,12 @@ class Trials:
         self._score = 0
         self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
         self._apart = False
-        self.coverage = ParameterCoverage(program, name)
+        self.coverage = ParameterCoverage(program, name, self.against)
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """True if the values of parameters do not show which slices some rank holds."""
+        return self._apart
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
@@ -153,8 +163,8 @@ class Trials:
         if vague := self._not_a_number(expected):
             self._refuse(
                 scenario,
-                f"leaves what is not a number on one device ({vague}, for {scenario.samples} samples); leave it out "
-                "with observe=, or give a reference",
+                f"leaves what is not a number on {self.against} ({vague}, for {scenario.samples} samples); leave it "
+                "out with observe=, or give a reference",
             )
             return None
         self.trains |= "params" in (expected.own or expected.single).touched
@@ -215,11 +225,12 @@ class Trials:
             )
         self._effects |= bool(first.touched | single.touched)
         self.trains |= expected.by_reference and "params" in first.touched
-        if expected.by_reference and "returned" in self.kinds:
+        if (expected.by_reference or not self.one_device) and "returned" in self.kinds:
             names = [_returned(one) for one in (first, single)]
             if names[0] != names[1]:
+                other = "the reference" if self.one_device else self.against
                 raise ValueError(
-                    f"{gate}: {self.name} returns {_listed(names[0])}, and the reference {_listed(names[1])}; return "
+                    f"{gate}: {self.name} returns {_listed(names[0])}, and {other} {_listed(names[1])}; return "
                     "the same names from both, or leave them out with observe="
                 )
         if not any(name.kind in self.kinds for name in (*first.values, *first.others)):
@@ -278,6 +289,11 @@ class Trials:
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return the results of one device; see `Expectations.of`."""
         return self._expectations.of(scenario, deep, effort)
+
+    def trace_alone(self, scenario: Scenario) -> RankTrace:
+        """Return the calls of one device."""
+        trace: RankTrace = self.ranks.run(run_traced_alone, self.program, scenario, size=1)[0]
+        return trace
 
     def finish(self, places: Sequence[tuple[int, Mesh]], unjudged: Mapping[str, str]) -> None:
         """Check that each world size or mesh was compared, and every trained parameter.

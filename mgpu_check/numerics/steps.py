@@ -45,6 +45,7 @@ __all__ = [
     "granted_with",
     "measure_step",
     "measure_step_provisionally",
+    "with_roundings",
 ]
 
 Key = TypeVar("Key", bound=Hashable)
@@ -53,6 +54,9 @@ Key = TypeVar("Key", bound=Hashable)
 Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """A step as a function from named tensors (inputs, parameters and everything else that it depends on) to named results.
 It must compute in the dtype of its arguments, depend on nothing else, and use no randomness."""
+
+_ROUNDINGS = 8.0
+"""Number of roundings to a narrow dtype that a result may pass through in sequence."""
 
 PAIRS = 3
 """Pairs of perturbations.
@@ -274,6 +278,11 @@ def granted_with(
         size = _size(single[name]) if errors.get(name) else None
         wider[name] = value if size is None else value + errors[name] * size
     return wider
+
+
+def with_roundings(tolerance: torch.Tensor, exact: torch.Tensor, roundoff: float) -> torch.Tensor:
+    """Return a tolerance with room for results that pass through a narrow dtype with this unit roundoff."""
+    return tolerance + _ROUNDINGS * roundoff * (exact.abs() + root_mean_square(exact))
 
 
 def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

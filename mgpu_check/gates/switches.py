@@ -1,0 +1,292 @@
+"""Switch an option of training on or off in a rank, for a whole step that does not know of it. Imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import checkpoint
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+from mgpu_check.torch_hooks.patches import Patches
+
+__all__ = ["AXES", "Switch", "switched"]
+
+_Count = Callable[[], None]
+_Turn = Callable[[_Count, Mapping[str, nn.Module], str], contextlib.AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class TrainingOption:
+    """An option of training that must not change what a step computes by more than rounding.
+
+    Attributes:
+        on, off: clauses for a step that is run with the option, and without an option that it uses itself.
+        needs: the part of a step that the option applies to.
+        noting, turned_on, turned_off: contexts around the step. The first counts how often the step uses the option
+            itself; the others count what they change. They get the counter, the modules and the type of the device.
+    """
+
+    on: str
+    off: str
+    needs: str
+    noting: _Turn
+    turned_on: _Turn
+    turned_off: _Turn
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An axis, and whether it is turned on or off; None to count how often the step uses it itself."""
+
+    axis: str
+    on: bool | None = None
+
+
+@contextlib.contextmanager
+def switched(
+    switch: Switch | None, modules: Mapping[str, nn.Module], device: torch.device, count: _Count
+) -> Iterator[None]:
+    """Run the body with an option switched; call `count` whenever the switch has an effect."""
+    if switch is None:
+        yield
+        return
+    axis = AXES[switch.axis]
+    turn = axis.noting if switch.on is None else axis.turned_on if switch.on else axis.turned_off
+    with turn(count, modules, device.type):
+        yield
+
+
+def _blocks(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """Yield the children of the modules, and those of containers in place of the containers; a leaf yields itself."""
+    for module in modules.values():
+        yield from _inside(module) if next(module.children(), None) is not None else (module,)
+
+
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            yield from _inside(child)
+        else:
+            yield child
+
+
+def _forget_graphs() -> None:
+    """Let torch.compile compile all code again: graphs are counted, and recompilations limited."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset_code_caches()  # `reset` imports Inductor, which takes seconds
+
+
+def _graphs() -> int:
+    """Return the number of graphs that torch.compile has compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
+
+
+@contextlib.contextmanager
+def _noting_compiled(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+    _forget_graphs()
+    before = _graphs()
+    yield
+    if _graphs() > before:
+        count()
+
+
+@contextlib.contextmanager
+def _compiled(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # imports of torch warn, and a run may turn warnings into errors
+        from torch._dynamo.backends.debugging import aot_eager
+
+    def backend(graph: Any, inputs: Any, **options: Any) -> Any:
+        count()
+        return aot_eager(graph, inputs, **options)
+
+    _forget_graphs()
+    # A step may call the whole model, or its blocks one by one.
+    for module in dict.fromkeys([*_blocks(modules), *modules.values()]):
+        module.compile(backend=backend)
+    yield
+
+
+@contextlib.contextmanager
+def _eager(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+    count()
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _around_checkpoints(count: _Count, modules: Mapping[str, nn.Module], device: str, *, keep: bool) -> Iterator[None]:
+    """Count the calls that are checkpointed; unless `keep` is set, run them without checkpointing."""
+    reentrant, start = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        count()
+        return reentrant.apply(function, preserve, *args) if keep else function(*args)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        count()
+        if keep:
+            yield from start(*args, **kwargs)
+        else:
+            yield
+
+    patches = Patches()
+    try:
+        patches.set(checkpoint, "CheckpointFunction", SimpleNamespace(apply=apply))
+        for name in (checkpoint.__name__, "torch.distributed._composable.checkpoint_activation"):
+            if (owner := sys.modules.get(name)) is not None:
+                patches.set(owner, start.__name__, generator)
+        yield
+    finally:
+        patches.undo()
+
+
+@contextlib.contextmanager
+def _checkpointed(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+    def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        count()
+        return checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    for block in dict.fromkeys(_blocks(modules)):
+        block.forward = functools.partial(checkpointed, block.forward)
+    yield
+
+
+@contextlib.contextmanager
+def _around_autocasts(count: _Count, modules: Mapping[str, nn.Module], device: str, *, keep: bool) -> Iterator[None]:
+    """Count the regions that autocast to a narrow dtype; unless `keep` is set, disable autocast in them."""
+
+    def around(enter: Callable[..., Any]) -> Callable[..., Any]:
+        def entered(region: Any) -> Any:
+            if region._enabled and region.fast_dtype.itemsize < 4:
+                count()
+                region._enabled = keep
+            return enter(region)
+
+        return entered
+
+    patches = Patches()
+    try:
+        patches.wrap(torch.amp.autocast_mode.autocast, "__enter__", around)
+        yield
+    finally:
+        patches.undo()
+
+
+@contextlib.contextmanager
+def _narrow(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+    """Autocast each outermost call of a module, and thus no backward pass."""
+    depth, stack = 0, contextlib.ExitStack()
+
+    def before(module: nn.Module, args: Any) -> None:
+        nonlocal depth
+        if not depth:
+            count()
+            stack.enter_context(torch.autocast(device, torch.bfloat16))
+        depth += 1
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            stack.close()
+
+    hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    try:
+        yield
+    finally:
+        stack.close()
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _with_option(
+    count: _Count, modules: Mapping[str, nn.Module], device: str, *, option: str, value: bool | None
+) -> Iterator[None]:
+    """Give new optimizers the option with this value, where it is another one; with None, count those that use it."""
+    default = option == "foreach" and device in _get_foreach_kernels_supported_devices()
+
+    def around(make: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(make)
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.get(option)
+            uses = (default and not kwargs.get("fused")) if given is None else bool(given)
+            if uses if value is None else uses != value:
+                count()
+            if value is not None and uses != value:
+                rest = {name: False for name in ("fused", "foreach") if value and name in options}
+                kwargs |= rest | {option: value}
+            make(optimizer, *args, **kwargs)
+
+        options = inspect.signature(make).parameters
+        return made
+
+    patches = Patches()
+    try:
+        for kind in _descendants(torch.optim.Optimizer):
+            if "__init__" in vars(kind) and option in inspect.signature(vars(kind)["__init__"]).parameters:
+                patches.wrap(kind, "__init__", around)
+        yield
+    finally:
+        patches.undo()
+
+
+def _descendants(kind: type) -> set[type]:
+    return {kind}.union(*map(_descendants, kind.__subclasses__()))
+
+
+def _of_optimizers(option: str) -> TrainingOption:
+    return TrainingOption(
+        f"with {option} optimizers",
+        f"without its {option} optimizers",
+        f"an optimizer of torch with the option {option}",
+        functools.partial(_with_option, option=option, value=None),
+        functools.partial(_with_option, option=option, value=True),
+        functools.partial(_with_option, option=option, value=False),
+    )
+
+
+AXES: dict[str, TrainingOption] = {
+    "compiled": TrainingOption(
+        'under torch.compile(backend="aot_eager")',
+        "without torch.compile",
+        "a module of the model on real devices, since torch.compile runs simulated GPUs eagerly",
+        _noting_compiled,
+        _compiled,
+        _eager,
+    ),
+    "checkpointed": TrainingOption(
+        "with activation checkpointing",
+        "without its activation checkpointing",
+        "a module of the model, with gradients",
+        functools.partial(_around_checkpoints, keep=True),
+        _checkpointed,
+        functools.partial(_around_checkpoints, keep=False),
+    ),
+    "bfloat16": TrainingOption(
+        "under autocast to bfloat16",
+        "without its autocast",
+        "an operator that autocast narrows, in a module",
+        functools.partial(_around_autocasts, keep=True),
+        _narrow,
+        functools.partial(_around_autocasts, keep=False),
+    ),
+    "fused": _of_optimizers("fused"),
+    "foreach": _of_optimizers("foreach"),
+}
+"""The axes by name."""

@@ -1,0 +1,217 @@
+"""Configurations of one step that agree, and twins of them with a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from mgpu_check import Rank
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()) * 1.0  # no view: fully_shard warns of one
+
+
+def batch(n: int) -> Batch:
+    return torch.randn(n, 8), torch.randn(n, 8)
+
+
+class Replicated:
+    """DistributedDataParallel, and the methods that other configurations override."""
+
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = {}
+
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        self.rank = rank
+        self.model = self.divided(model.to(rank.device))
+        self.optimizer = self.kind(self.model.parameters(), lr=0.01, **self.options)
+
+    def __call__(self, model: nn.Module, batch: Batch, rank: Rank) -> None:
+        inputs, targets = (self.part(each).to(rank.device) for each in batch)
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(inputs), targets).backward()
+        self.optimizer.step()
+
+    def divided(self, model: nn.Module) -> nn.Module:
+        return DDP(model)
+
+    def part(self, samples: torch.Tensor) -> torch.Tensor:
+        return samples.chunk(self.rank.size)[self.rank.index]
+
+
+class OtherDecay(Replicated):
+    options = {"weight_decay": 0.5}
+
+
+def stepping(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> type[Replicated]:
+    """Return a configuration with another optimizer."""
+    return type("Stepping", (Replicated,), {"kind": kind, "options": options})
+
+
+class Sharded(Replicated):
+    """Tensor parallel along tp, if there is such an axis, and FSDP2 along dp; not for one device."""
+
+    def divided(self, model: nn.Module) -> nn.Module:
+        mesh = self.rank.mesh
+        assert mesh is not None and self.rank.size > 1
+        if "tp" in (mesh.mesh_dim_names or ()):
+            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        return model
+
+    def part(self, samples: torch.Tensor) -> torch.Tensor:
+        assert self.rank.mesh is not None
+        dp = self.rank.mesh["dp"]
+        return samples.chunk(dp.size())[dp.get_local_rank()]
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Cut(nn.Module):
+    """The layers of an `Mlp`, cut by hand."""
+
+    def __init__(self, model: Any, rank: Rank, wrong: bool) -> None:
+        super().__init__()
+        self.model, self.wrong = model, wrong
+        for module, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
+            whole = getattr(module, name).detach()
+            setattr(module, name, nn.Parameter(whole.chunk(rank.size, dim)[rank.index].clone()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, down = self.model.up(x).relu(), self.model.down
+        if self.wrong:
+            return Summed.apply(F.linear(hidden, down.weight, down.bias))
+        return Summed.apply(F.linear(hidden, down.weight)) + down.bias
+
+
+class TensorParallel(Replicated):
+    wrong = False
+
+    def divided(self, model: nn.Module) -> nn.Module:
+        return Cut(model, self.rank, self.wrong)
+
+    def part(self, samples: torch.Tensor) -> torch.Tensor:
+        return samples
+
+
+class BiasOnEveryRank(TensorParallel):
+    wrong = True
+
+
+class Mixture(nn.Module):
+    """Experts, each for the samples that it is chosen for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        chosen = (x[:, 0] > 0) * 2 + (x[:, 1] > 0) * 1
+        mixed = [(chosen == first + e).unsqueeze(1) * expert(x) for e, expert in enumerate(self.experts)]
+        return torch.stack(mixed).sum(0)
+
+
+class Experts(TensorParallel):
+    """Each rank has some of the experts, and all samples."""
+
+    factor = 1.0
+
+    def divided(self, model: nn.Module) -> nn.Module:
+        experts: Any = model.experts
+        share = len(experts) // self.rank.size
+        self.first = self.rank.index * share
+        model.experts = experts[self.first : self.first + share]
+        for one in model.parameters():
+            one.register_hook(lambda gradient: gradient * self.factor)
+        return model
+
+    def __call__(self, model: nn.Module, batch: Batch, rank: Rank) -> None:
+        inputs, targets = (each.to(rank.device) for each in batch)
+        self.optimizer.zero_grad()
+        F.mse_loss(Summed.apply(self.model(inputs, self.first)), targets).backward()
+        self.optimizer.step()
+
+
+class ExpertsTimesTwo(Experts):
+    factor = 2.0
+
+
+class Dropped(Mlp):
+    """Dropout in a function that is checkpointed."""
+
+    preserve = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.up(x), 0.5).relu()
+
+        return self.down(checkpoint(inner, x, use_reentrant=False, preserve_rng_state=self.preserve))
+
+
+class DroppedAnew(Dropped):
+    preserve = False
+
+
+class Narrow(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return super().forward(x).float()
+
+
+class OtherInBfloat16(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return self.down(hidden.relu() * (1.5 if hidden.dtype == torch.bfloat16 else 1.0))
+
+
+class OtherIfCompiled(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (1.5 if torch.compiler.is_compiling() else 1.0))
+
+
+class Scaled(nn.Module):
+    """A model without any product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class DecaysTwiceIfFused(torch.optim.AdamW):
+    def __init__(self, params: Any, *, weight_decay: float = 0.5, fused: bool | None = None, **options: Any) -> None:
+        super().__init__(params, weight_decay=weight_decay * (2 if fused else 1), fused=fused, **options)
+
+
+class DecaysTwiceIfForeach(torch.optim.AdamW):
+    def __init__(self, params: Any, *, weight_decay: float = 0.5, foreach: bool | None = None, **options: Any) -> None:
+        super().__init__(params, weight_decay=weight_decay * (2 if foreach else 1), foreach=foreach, **options)

@@ -1,0 +1,201 @@
+"""The gate for configurations: right ones pass, and each comparison is there for a mistake that needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_check import Configuration, NotCompared, ScalingMismatch, assert_steps_agree
+from mgpu_check.gates.worlds import RanksFixture
+from tests.gates.agreed import (
+    BiasOnEveryRank,
+    DecaysTwiceIfForeach,
+    DecaysTwiceIfFused,
+    Dropped,
+    DroppedAnew,
+    Experts,
+    ExpertsTimesTwo,
+    Mixture,
+    Mlp,
+    Narrow,
+    OtherDecay,
+    OtherInBfloat16,
+    Replicated,
+    Scaled,
+    Sharded,
+    TensorParallel,
+    batch,
+    stepping,
+)
+
+pytestmark = pytest.mark.gpus(4)
+
+FEW: dict[str, Any] = {"build": Mlp, "batch": batch, "sizes": [4], "max_examples": 1}
+ALONE: dict[str, Any] = {"one_device": False}
+DDP, TP, WRONG_TP = (Configuration(step, 2) for step in (Replicated, TensorParallel, BiasOnEveryRank))
+
+
+def refuted(ranks: RanksFixture, steps: dict[str, Any], match: str, *mistakes: str, **options: Any) -> ScalingMismatch:
+    with pytest.raises(ScalingMismatch, match=match) as caught:
+        assert_steps_agree(ranks, steps, **FEW | options)
+    assert caught.value.mistakes == mistakes, str(caught.value)
+    return caught.value
+
+
+@pytest.mark.slow  # the page on model-parallel code has such a test
+def test_configurations_that_fit_on_no_device(ranks):
+    steps = {
+        "fsdp": Configuration(Sharded, {"dp": 4}),
+        "fsdp x tp": Configuration(Sharded, {"dp": 2, "tp": 2}),
+        "by hand": Configuration(TensorParallel, 4),
+    }
+    assert_steps_agree(ranks, steps, **FEW | ALONE)
+
+
+@pytest.mark.slow
+def test_one_device_shows_the_wrong_one(ranks):
+    assert_steps_agree(ranks, {"ddp": DDP, "tp": TP}, **FEW)
+    match = "^tp differs from one device, with which ddp agrees: "
+    found = refuted(ranks, {"ddp": DDP, "tp": WRONG_TP}, match, "partial-result-added-on-every-rank")
+    assert "first gradient of up.weight in optimizer step 1" in str(found) and found.ranks == (0, 1)
+
+
+def test_two_that_differ_are_both_suspects(ranks):
+    found = refuted(ranks, {"ddp": DDP, "tp": WRONG_TP}, "^tp and ddp differ: ", **ALONE)
+    assert "nothing shows which of them is wrong: expected values are those of ddp" in str(found)
+    assert found.ranks == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("tp", "ddp", "sharded"), ("ddp", "tp", "sharded")])
+def test_two_that_agree_show_the_wrong_one(ranks, order):
+    steps = {"ddp": DDP, "tp": WRONG_TP, "sharded": Configuration(Sharded, {"dp": 2})}
+    match = "^tp differs from the others, ddp, sharded, which agree: "
+    refuted(ranks, {name: steps[name] for name in order}, match, **ALONE)
+
+
+@pytest.mark.slow
+def test_a_gradient_factor_of_experts(ranks):
+    steps = {"ddp": DDP, "ep": Configuration(Experts, 4)}
+    assert_steps_agree(ranks, steps, **FEW | ALONE | {"build": Mixture, "sizes": [8]})
+    steps["ep"] = Configuration(ExpertsTimesTwo, 2)
+    found = refuted(ranks, steps, "^ep and ddp differ: ", "world-size-factor", **ALONE, build=Mixture, sizes=[8])
+    assert "if ddp is right and ep is wrong: gradient of experts.0.weight" in str(found)
+    assert "are 2 times what ddp gives" in str(found)
+
+
+def test_steps_that_differ_on_one_device(ranks):
+    steps = {"ddp": DDP, "other": Configuration(OtherDecay, 2)}
+    found = refuted(ranks, steps, "^other and ddp differ, on one device already: ", "optimizer-differs")
+    assert "if ddp is right and other is wrong: " in str(found)
+    assert "weight_decay of up.weight is 0.5 on rank 0, and 0.01 on ddp" in str(found)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_configuration(ranks):
+    steps = {"ddp": DDP, "sharded": Configuration(Sharded, 2)}  # without its mesh
+    refuted(ranks, steps, "^sharded fails on its own: ranks 0-1 of 2 raised AssertionError", **ALONE)
+    with pytest.raises(ValueError, match="sharded fails on one device: "):
+        assert_steps_agree(ranks, steps, **FEW)
+
+
+class Idle(Replicated):
+    def __call__(self, model, batch, rank):
+        net: Any = self.model
+        return {"norm": net.module.up.weight.norm()}
+
+
+@pytest.mark.slow
+def test_parameters_that_only_one_configuration_trains(ranks):
+    steps = {"idle": Configuration(Idle, 2), "ddp": DDP}
+    with pytest.raises(ValueError, match="ddp returns nothing, and idle 'norm'"):
+        assert_steps_agree(ranks, steps, **FEW | ALONE)
+    refuted(ranks, steps, "^ddp and idle differ: .* first up.weight", **ALONE, observe=["grads", "params"])
+
+
+AXES = ["checkpointed", "bfloat16", "fused", "foreach"]
+
+
+def test_options_that_change_nothing(ranks):
+    assert_steps_agree(ranks, {"ddp": DDP}, axes=AXES, **FEW | ALONE)
+
+
+@pytest.mark.parametrize(("build", "axes"), [(Dropped, ["checkpointed", "fused"]), (Narrow, ["bfloat16"])])
+def test_options_that_the_step_uses_are_switched_off(ranks, build, axes):
+    steps = {"ddp": Configuration(stepping(torch.optim.AdamW, fused=True), 2)}
+    assert_steps_agree(ranks, steps, axes=axes, **FEW | ALONE | {"build": build})
+
+
+@pytest.mark.parametrize(
+    ("axis", "build", "step", "match", "mistakes"),
+    [
+        ("checkpointed", DroppedAnew, Replicated, "without its activation checkpointing", ()),
+        ("bfloat16", OtherInBfloat16, Replicated, "under autocast to bfloat16", ()),
+        pytest.param(
+            "fused",
+            Mlp,
+            stepping(DecaysTwiceIfFused),
+            "with fused optimizers",
+            ("optimizer-differs",),
+            marks=pytest.mark.slow,
+        ),
+        (
+            "foreach",
+            Mlp,
+            stepping(DecaysTwiceIfForeach, foreach=True),
+            "without its foreach optimizers",
+            ("optimizer-differs",),
+        ),
+    ],
+)
+def test_an_option_that_changes_results(ranks, axis, build, step, match, mistakes):
+    match = f"^ddp {match} differs from ddp as it is: "
+    refuted(ranks, {"ddp": Configuration(step, 2)}, match, *mistakes, axes=[axis], build=build, **ALONE)
+
+
+@pytest.mark.parametrize(
+    ("axis", "build", "step", "needs"),
+    [
+        pytest.param("compiled", Mlp, Replicated, "a module of the model on real devices", marks=pytest.mark.slow),
+        ("checkpointed", Mlp, Idle, "a module of the model, with gradients"),
+        ("bfloat16", Scaled, Replicated, "an operator that autocast narrows"),
+        ("fused", Mlp, stepping(torch.optim.Rprop), "an optimizer of torch with the option fused"),
+    ],
+)
+def test_an_option_without_effect_is_not_passed(ranks, axis, build, step, needs):
+    with pytest.raises(NotCompared, match=f"the axis '{axis}' has no effect on ddp; it needs {needs}"):
+        steps = {"ddp": Configuration(step, 2)}
+        assert_steps_agree(ranks, steps, axes=[axis], **FEW | ALONE | {"build": build})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"steps": Replicated}, "steps=.*; give a mapping from names to configurations"),
+        ({"steps": {}}, "steps={}; give a mapping"),
+        ({"steps": {1: DDP}}, "steps has the name 1; give a mapping"),
+        ({"steps": {"ddp": DDP}}, "steps has one configuration, 'ddp'; give another one, or axes"),
+        ({"steps": {"ddp": 3, "tp": TP}}, "step=3 is not a function"),
+        ({"steps": {"ddp": Configuration(Replicated, 9), "tp": TP}}, "on of 'ddp' has 9; give ints from 1 to 4"),
+        ({"steps": {"ddp": Configuration(Replicated, {"dp": 0}), "tp": TP}}, "on of 'ddp' has {'dp': 0}"),
+        ({"steps": {"ddp": Configuration(Replicated, 2, unjudged={"up.*": ""}), "tp": TP}}, "unjudged={'up.*': ''}"),
+        (
+            {"axes": "fused"},
+            "axes has 'fused'; give a list of 'compiled', 'checkpointed', 'bfloat16', 'fused', 'foreach'",
+        ),
+        ({"axes": ["fused", "fast"]}, r"axes has \['fast'\]; give a list of 'compiled'"),
+        ({"axes": 3}, r"axes has \[3\]; give a list of"),
+        ({"one_device": None}, "one_device=None; give True or False"),
+        ({"one_device": False, "reference": Replicated}, "reference and one_device=False are both given"),
+        ({"tolerance": 2}, "assert_steps_agree: tolerance=2"),
+        ({"observe": ["loss"]}, r"assert_steps_agree: observe=\['loss'\]"),
+        ({"max_examples": 0}, "assert_steps_agree: max_examples=0"),
+        ({"sizes": "many"}, "sizes='many' is no batch size"),
+    ],
+)
+def test_arguments(ranks, options, match):
+    with pytest.raises(ValueError, match=match):
+        steps = options.pop("steps", {"ddp": DDP, "tp": TP})
+        assert_steps_agree(ranks, steps, **FEW | options)
