@@ -3,6 +3,7 @@ fault."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import zlib
 from collections.abc import Generator, Iterable, Sequence
@@ -21,7 +22,7 @@ from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.session import FirstFailure
 from mgpu_check.processes.heap import importing
-from mgpu_check.settings import active
+from mgpu_check.settings import activate, active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
 
 __all__ = ["Selftest", "main"]
@@ -40,7 +41,8 @@ Plants each known fault, runs the checks that must catch it, and prints which ch
 check without a fault. Without --gpus it simulates 4 GPUs. Without --gpu-level it plants faults at the level standard.
 All arguments of pytest work, except -n: -k NAME, -x, ...
 
-  --quick      plant the same fifth of the faults each time; skip checks without a fault to catch
+  --quick      plant the same fifth of the faults each time; skip checks without a fault to catch, and run the others
+               without a fault at the level quick
   --all-pairs  try each fault on all checks of its property; require for each check a fault that no other check catches
   --seeds=N    try each pair with the seeds 0 to N-1; require that 19 of 20 catch the fault
   -k           run only pairs whose property, check or fault matches
@@ -118,7 +120,7 @@ class Selftest:
 
     Args:
         quick: plant a fifth of the faults; the choice depends only on the names of the faults. Checks without a fault
-            to catch do not run.
+            to catch do not run. The others run without a fault at the level "quick".
         all_pairs: try each fault on all checks of its property.
         seeds: number of seeds to try each pair with; 0 for the seed of the run.
     """
@@ -203,6 +205,13 @@ class Selftest:
         session.fault = None if tried.fault is None else Planting(PLANTER, tried.fault)
         session.first_failure = tried.fault is not None
         self._draw(item, tried)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """With ``--quick``, run a check without a fault at the level "quick" in full, so with small tensors, too."""
+        tried = _try_of(item)
+        if self.quick and tried is not None and tried.fault is None:
+            activate(dataclasses.replace(active(), gpu_level="quick"))
 
     def _draw(self, item: pytest.Item, tried: _Try) -> None:
         """Set the number of examples and the seed of a check for this try."""

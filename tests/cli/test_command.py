@@ -19,7 +19,7 @@ from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, PropertyMatrix
 from mgpu_check.plugin.report.progress import Progress
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.plugin.stash import SESSION
-from mgpu_check.settings import resolve
+from mgpu_check.settings import activate, active, resolve
 from mgpu_check.suite.common import budget
 from mgpu_check.suite.common.faults.registry import all_faults
 
@@ -239,6 +239,20 @@ def test_the_share_that_selftest_takes_does_not_depend_on_other_faults():
     assert len(faults) / 8 < len(chosen) < len(faults) / 3
     some = dict(list(faults.items())[::2])
     assert Selftest(some, quick=True).chosen == chosen & some.keys()
+
+
+@pytest.mark.parametrize(
+    ("quick", "fault", "level"), [(True, None, "quick"), (True, "x", "long"), (False, None, "long")]
+)
+def test_a_quick_selftest_runs_checks_without_a_fault_at_the_level_quick(quick, fault, level):
+    item: Any = SimpleNamespace(callspec=SimpleNamespace(params={"planted_fault": selftest._Try(fault)}))
+    before = active()
+    activate(resolve({"gpus": "2", "simulate": "cpu", "gpu_level": "long"}, {}, {}))
+    try:
+        Selftest({}, quick=quick).pytest_runtest_call(item)
+        assert active().depth == level
+    finally:
+        activate(before)
 
 
 @pytest.mark.parametrize(("caught", "of", "enough"), [(19, 20, True), (18, 20, False), (5, 5, True), (4, 5, False)])
