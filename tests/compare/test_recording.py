@@ -139,7 +139,7 @@ def test_gradients_that_are_computed_within_the_step(record):
 @pytest.mark.parametrize(
     "start",
     [
-        "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=1)",
+        "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=3)",
         "process = torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,)); process.start(); "
         "process.join()",
         "torch.multiprocessing.set_start_method('spawn'); process = torch.multiprocessing.Process(target=rank, "
