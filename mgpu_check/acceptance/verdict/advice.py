@@ -23,11 +23,17 @@ _ADVICE = {
 
 def advice_for(part: Part, failed: Sequence[Observation]) -> str:
     """Return what to do about `part`, given the failed observations that it explains."""
-    known = [entry for entry in failed if (check := CHECKLIST[entry.check]).of_driver or check.of_facts]
-    if known:  # a finding that names the defect gives better advice than the kind of the part
+    known = [entry for entry in failed if _names_the_defect(entry)]
+    if known:  # then its finding gives better advice than the kind of the part
         return f"drain the node; {listed(known)[0].advice}"
     if {entry.check for entry in failed} == {"performance"}:
         return (
             "look at clocks, throttle reasons, power and cooling, and at the width of its links; " + _ADVICE[part.kind]
         )
     return _ADVICE[part.kind]
+
+
+def _names_the_defect(entry: Observation) -> bool:
+    """Return whether a check of facts reports a defect, not a call that ended with an error."""
+    check = CHECKLIST[entry.check]
+    return (check.of_driver or check.of_facts) and "ended" not in entry.evidence
