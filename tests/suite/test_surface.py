@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import comm
 
 from mgpu_check.asserts.surface import heard_by
-from mgpu_check.suite.surface import demands, names, report
+from mgpu_check.suite.surface import names, report
 from mgpu_check.suite.surface.classes import classes_of, layout_of, size_of
 from mgpu_check.suite.surface.demands import DEMANDS, Variant, demanded, values_of
 from mgpu_check.suite.surface.names import SurfaceParameter, called_by, entries, operators
-from mgpu_check.suite.surface.reasons import LEFT_OUT, OPEN, line_of, open_variants, reason_for
+from mgpu_check.suite.surface.reasons import LEFT_OUT
 from mgpu_check.suite.surface.recorder import bound, recording
 from mgpu_check.suite.surface.report import RECORD, SurfaceRecord, judged
 
@@ -32,7 +32,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def test_nothing_of_the_installed_torch_is_undrawn():
-    """A new function or option of torch must be drawn by a check, left out with a reason, or listed as open.
+    """A new function or option of torch must be drawn by a check, or left out with a reason.
 
     The record is of one run at the level standard. To draw more: `mgpu-check selftest --surface=FILE`, with the record.
     """
@@ -53,18 +53,6 @@ def variants_of_this_torch() -> set[Variant]:
     if version(names.tagged()) != version(recorded().torch):
         pytest.skip(f"the record is of torch {recorded().torch}")
     return {variant for variants in demanded() for variant in variants}
-
-
-def test_what_is_open_is_neither_drawn_nor_left_out_nor_gone():
-    """The list may only become shorter."""
-    variants = variants_of_this_torch()
-    wrong = [
-        variant
-        for variant in open_variants()
-        if variant not in variants or recorded().has(variant) or reason_for(variant)
-    ]
-    assert wrong == []
-    assert len(open_variants()) == len([one for one in judged(recorded()) if one.state == "open"])
 
 
 def test_each_reason_is_about_something_that_is_not_drawn():
@@ -261,21 +249,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         SurfaceRecord.read(tmp_path / "record.json")
 
 
-def test_the_report_lists_cases_as_the_list_of_what_is_open_does(monkeypatch):
+def test_the_report_lists_what_is_undrawn(monkeypatch):
     path = "torch.distributed.broadcast"
     monkeypatch.setattr(report, "demanded", lambda: [(Variant(path, "", "called"), Variant(path, "async_op", "True"))])
-    monkeypatch.setattr(report, "open_variants", set)
     record = SurfaceRecord()
     assert report.report(record)[0].endswith(f"undrawn:\n  {path}")
     record.add([(path, "", "called")])
     text, undrawn = report.report(record)
     assert undrawn == 1 and text.endswith(f"undrawn:\n  {path}  async_op: True")
-    assert open_variants(text.partition("undrawn:\n")[2]) == {Variant(path, "async_op", "True")}
-    monkeypatch.setattr(report, "open_variants", lambda: {Variant(path, "async_op", "True")})
+    record.add([(path, "async_op", "True")])
     assert report.report(record)[1] == 0
-
-
-def test_the_list_of_what_is_open_is_in_order():
-    lines = [line for line in OPEN.read_text().splitlines() if not line.startswith("#")]
-    assert lines == sorted(lines)
-    assert demands.Variant("a", "", "called") in open_variants(line_of("a", "", []))

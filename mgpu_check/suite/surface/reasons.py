@@ -1,20 +1,13 @@
-"""Say why parts of the surface of torch are not drawn: a row for each reason, and the list of what is open.
-
-Open variants have no check yet. Their list may only become shorter: a test fails if the suite draws one of them.
-"""
+"""Say why parts of the surface of torch are not drawn: a row for each reason."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
-from mgpu_check.suite.surface.demands import CALLED, Variant, matches
+from mgpu_check.suite.surface.demands import Variant, matches
 
-__all__ = ["LEFT_OUT", "OPEN", "LeftOut", "line_of", "open_variants", "reason_for"]
-
-OPEN = Path(__file__).parent / "open.txt"
-"""The variants without a check: a line for each parameter, as the report prints them."""
+__all__ = ["LEFT_OUT", "LeftOut", "reason_for"]
 
 
 class LeftOut(NamedTuple):
@@ -198,19 +191,3 @@ LEFT_OUT: tuple[LeftOut, ...] = (
 def reason_for(variant: Variant) -> str:
     """Return the reason of the first row that is about a variant; "" without one."""
     return next((row.reason for row in LEFT_OUT if row.covers(variant)), "")
-
-
-def line_of(path: str, parameter: str, values: list[str]) -> str:
-    """Return a line about variants, as in the report and in `OPEN`."""
-    return f"{path}  {parameter}: {' | '.join(values)}" if parameter else path
-
-
-def open_variants(text: str | None = None) -> set[Variant]:
-    """Return the variants that are open."""
-    found = set()
-    for line in (OPEN.read_text() if text is None else text).splitlines():
-        path, _, rest = line.strip().partition("  ")
-        parameter, _, values = rest.partition(": ")
-        if path and not path.startswith("#"):
-            found |= {Variant(path, parameter, value) for value in (values.split(" | ") if rest else [CALLED])}
-    return found

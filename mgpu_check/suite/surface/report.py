@@ -11,7 +11,7 @@ from pathlib import Path
 from mgpu_check.asserts.surface import Call
 from mgpu_check.suite.surface.demands import CALLED, Variant, demanded
 from mgpu_check.suite.surface.names import AREAS, OPERATORS, area_of, tagged
-from mgpu_check.suite.surface.reasons import line_of, open_variants, reason_for
+from mgpu_check.suite.surface.reasons import reason_for
 
 __all__ = ["RECORD", "Judged", "SurfaceRecord", "judged", "report"]
 
@@ -70,7 +70,7 @@ class Judged:
     """A variant that must be drawn.
 
     Attributes:
-        state: "drawn", "left out" with a reason, "open", or "undrawn".
+        state: "drawn", "left out" with a reason, or "undrawn".
         reason: why it is left out; "" in the other states.
     """
 
@@ -81,7 +81,6 @@ class Judged:
 
 def judged(record: SurfaceRecord) -> Iterator[Judged]:
     """Yield each variant of the installed torch. Of a function that is never called, only the call is a variant."""
-    known = open_variants()
     for variants in demanded():
         for variant in variants if record.has(variants[0]) else variants[:1]:
             if record.has(variant):
@@ -89,13 +88,13 @@ def judged(record: SurfaceRecord) -> Iterator[Judged]:
             elif reason := reason_for(variant):
                 yield Judged(variant, "left out", reason)
             else:
-                yield Judged(variant, "open" if variant in known else "undrawn")
+                yield Judged(variant, "undrawn")
 
 
 def report(record: SurfaceRecord) -> tuple[str, int]:
-    """Return the table, and the number of variants that are undrawn: neither left out nor open."""
+    """Return the table, and the number of variants that are undrawn: not left out for a reason."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    missing: dict[str, dict[tuple[str, str], list[str]]] = {"open": {}, "undrawn": {}}
+    undrawn: dict[tuple[str, str], list[str]] = {}
     left: Counter[str] = Counter()
     for one in judged(record):
         area = counts[area_of(one.variant.path)]
@@ -103,8 +102,8 @@ def report(record: SurfaceRecord) -> tuple[str, int]:
         area["called"] += one.variant.value == CALLED and one.state == "drawn"
         area["variants"] += 1
         area[one.state] += 1
-        if one.state in missing:
-            missing[one.state].setdefault((one.variant.path, one.variant.parameter), []).append(one.variant.value)
+        if one.state == "undrawn":
+            undrawn.setdefault((one.variant.path, one.variant.parameter), []).append(one.variant.value)
         elif one.state == "left out":
             left[one.reason] += 1
     lines = [f"{'surface':<44}" + "".join(f"{column:>10}" for column in _COLUMNS)]
@@ -112,13 +111,16 @@ def report(record: SurfaceRecord) -> tuple[str, int]:
     lines.append(_row("all", sum(counts.values(), Counter())))
     if left:
         lines += ["", "left out:", *(f"{count:>6}  {reason}" for reason, count in left.most_common())]
-    for state, found in missing.items():
-        if found:
-            lines += ["", f"{state}:", *(f"  {line_of(*names, values)}" for names, values in sorted(found.items()))]
+    if undrawn:
+        lines += ["", "undrawn:", *(f"  {_line(*names, values)}" for names, values in sorted(undrawn.items()))]
     return "\n".join(lines), sum(area["undrawn"] for area in counts.values())
 
 
-_COLUMNS = ("functions", "called", "variants", "drawn", "left out", "open", "undrawn")
+_COLUMNS = ("functions", "called", "variants", "drawn", "left out", "undrawn")
+
+
+def _line(path: str, parameter: str, values: list[str]) -> str:
+    return f"{path}  {parameter}: {' | '.join(values)}" if parameter else path
 
 
 def _row(name: str, count: Counter[str]) -> str:

@@ -200,7 +200,8 @@ OPTIONS: tuple[tuple[str, Function], ...] = (
     ("scatter value=", lambda x: x.scatter(0, _numbers(x, 3, 4), value=0.5)),
     ("segment_reduce axis=",
      lambda x: torch.segment_reduce(x, "sum", lengths=torch.full((12, 2), 8, device=x.device), axis=1)),
-    ("istft", lambda x: torch.istft(_spectrum(x), 16, window=_window(x))),
+    ("istft", lambda x: torch.istft(
+        _spectrum(x, normalized=True), 16, window=_window(x), normalized=True, length=x.numel())),
     ("topk sorted=", lambda x: torch.topk(x, 5, sorted=False).values.sort().values),
     ("unsafe_split_with_sizes", lambda x: torch.unsafe_split_with_sizes(x, [7, 9], 1)),
     ("svd without vectors", lambda x: torch.svd(x, compute_uv=False).S),
