@@ -106,7 +106,7 @@ def assert_steps_agree(
         batch: ``batch(n)``, or a Hypothesis strategy of global batches, as in `assert_step_scales`.
         reference: ``reference(model, batch)`` computes the step on one device. Default: each configuration at world
             size 1; then they must also agree there.
-        one_device: whether configurations are compared with one device. Give False if none of them runs on one.
+        one_device: whether configurations are compared with one device. Give False if they do not run on one.
         axes: some of "compiled", "checkpointed", "bfloat16", "fused" and "foreach".
         sizes: batch sizes, as in `assert_step_scales`, where the world size is a multiple of those of all
             configurations. Default: "divisible".

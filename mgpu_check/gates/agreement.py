@@ -25,7 +25,7 @@ Tolerance = float | Mapping[str, float] | None
 
 @dataclass
 class Disagreement:
-    """A case for which configurations disagree.
+    """A case that shows a disagreement of configurations.
 
     Attributes:
         verdict: which of them disagree, in words.
@@ -97,7 +97,7 @@ class Agreement:
         return replace(scenario, world_size=world_size, mesh=mesh)
 
     def _failed(self, trials: Trials, name: str, scenario: Scenario, error: RankFailure) -> Disagreement:
-        """Return the disagreement for a configuration that fails on its ranks, whatever it is compared with."""
+        """Return the disagreement for a configuration that fails on its ranks, without any comparison."""
         raise_unusable(trials.program.gate, error)
         trial = Trial(self._placed(name, scenario), Expected(ObservedRun(), None), None, error=error)
         return Disagreement(f"{name} fails on its own", [(trials, trial)])
@@ -124,7 +124,7 @@ class OnOneDevice(Agreement):
         right = [name for name in self.trials if name not in failed]
         verdict = f"{_all_of(failed)} from one device"
         if right:
-            verdict += f", with which {few(right)} {'agrees' if len(right) == 1 else 'agree'}"
+            verdict += f"; {few(right)} {'agrees' if len(right) == 1 else 'agree'} with it"
         failures = [(self.trials[name], trial) for name, trial in failed.items()]
         return Disagreement(verdict, failures, [right] if right else [])
 
@@ -219,7 +219,7 @@ class WithoutOneDevice(Agreement):
 
 
 class OnSwitch(Agreement):
-    """A configuration as it is, and with an option switched."""
+    """A configuration as written, and with an option switched."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,7 +259,8 @@ class OnSwitch(Agreement):
         trial = self._tried(self._switched, self.name, scenario)
         if trial is None:
             return None
-        return Disagreement(f"{self._what} differs from {self.name} as it is", [(self._switched, trial)])
+        how = "differs from" if trial.error is None else "fails, unlike"
+        return Disagreement(f"{self._what} {how} {self.name} as written", [(self._switched, trial)])
 
     def finish(self, unjudged: Mapping[str, str]) -> None:
         """Check that the switch had an effect, and that all trained parameters were compared.

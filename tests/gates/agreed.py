@@ -212,6 +212,12 @@ class DecaysTwiceIfFused(torch.optim.AdamW):
         super().__init__(params, weight_decay=weight_decay * (2 if fused else 1), fused=fused, **options)
 
 
+class FailsIfFused(torch.optim.AdamW):
+    def __init__(self, params: Any, *, fused: bool | None = None, **options: Any) -> None:
+        assert not fused
+        super().__init__(params, **options)
+
+
 class DecaysTwiceIfForeach(torch.optim.AdamW):
     def __init__(self, params: Any, *, weight_decay: float = 0.5, foreach: bool | None = None, **options: Any) -> None:
         super().__init__(params, weight_decay=weight_decay * (2 if foreach else 1), foreach=foreach, **options)

@@ -17,6 +17,7 @@ from tests.gates.agreed import (
     DroppedAnew,
     Experts,
     ExpertsTimesTwo,
+    FailsIfFused,
     Mixture,
     Mlp,
     Narrow,
@@ -57,7 +58,7 @@ def test_configurations_that_fit_on_no_device(ranks):
 @pytest.mark.slow
 def test_one_device_shows_the_wrong_one(ranks):
     assert_steps_agree(ranks, {"ddp": DDP, "tp": TP}, **FEW)
-    match = "^tp differs from one device, with which ddp agrees: "
+    match = "^tp differs from one device; ddp agrees with it: "
     found = refuted(ranks, {"ddp": DDP, "tp": WRONG_TP}, match, "partial-result-added-on-every-rank")
     assert "first gradient of up.weight in optimizer step 1" in str(found) and found.ranks == (0, 1)
 
@@ -151,8 +152,14 @@ def test_options_that_the_step_uses_are_switched_off(ranks, build, axes):
     ],
 )
 def test_an_option_that_changes_results(ranks, axis, build, step, match, mistakes):
-    match = f"^ddp {match} differs from ddp as it is: "
+    match = f"^ddp {match} differs from ddp as written: "
     refuted(ranks, {"ddp": Configuration(step, 2)}, match, *mistakes, axes=[axis], build=build, **ALONE)
+
+
+def test_an_option_that_the_step_does_not_take(ranks):
+    steps = {"ddp": Configuration(stepping(FailsIfFused), 2)}
+    match = "^ddp with fused optimizers fails, unlike ddp as written: ranks 0-1 of 2 raised AssertionError"
+    refuted(ranks, steps, match, axes=["fused"], **ALONE)
 
 
 @pytest.mark.parametrize(
