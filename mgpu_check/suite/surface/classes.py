@@ -163,7 +163,9 @@ def _of_sequence(parts: Sequence[Any]) -> Iterator[str]:
 
 def _of_object(value: Any) -> str:
     if isinstance(value, dist.ProcessGroup):
-        return "world" if value is dist.group.WORLD else "subgroup"
+        if value is dist.group.WORLD:
+            return "world"
+        return "subgroup" if value.size() < dist.get_world_size() else "all ranks"
     if isinstance(value, torch.device):
         return f"on {value.type}"
     if isinstance(value, type):
