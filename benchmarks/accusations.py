@@ -6,8 +6,8 @@ Each draw is a fault of one kind, or two, and one check that can see it, in a si
 of the draws the fault is in effect during every other call. The check runs a few examples without shrinking, and a
 failure takes its second look. The truth is a set of devices and links, or the code: a fault of a rank, a group or a
 world size is one of the code. FILE has a line for each draw; draws that it has do not run again. ``--gpus`` runs only
-the draws on N GPUs. ``--gate`` plants faults of hardware below the gate of two examples: a mistake, a line or another
-rank than that of the device would be wrong.
+the draws on N GPUs. ``--gate`` plants faults of hardware below the gate of two examples, where each named mistake is
+wrong.
 
 A draw is *right* if the second look names the truth, and *part* if it names one of two faults. It is *none* if nothing is
 named, or *open* if also each failed rerun has all devices. Any other name is *wrong*; then the exit code is 1.
@@ -289,7 +289,8 @@ class Draws:
             "outcome": "passed" if error is None else type(error).__name__,
             "named": [] if seen is None else [cause.devices for cause in seen.named],
             "ranks": getattr(error, "ranks", ()),
-            "mistakes": [*getattr(error, "mistakes", ()), *filter(None, [getattr(error, "site", "")])],
+            "mistakes": getattr(error, "mistakes", ()),
+            "site": getattr(error, "site", ""),
             "reruns": [] if seen is None else [asdict(rerun) for rerun in (*seen.repeats, *seen.elsewhere)],
             "lines": [] if seen is None else seen.lines(),
             "error": str(error)[:300],
@@ -323,7 +324,6 @@ def main() -> int:
     parser.add_argument("--gate", action="store_true")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, HERE.parent, EXAMPLES)))  # of the ranks
-    sys.path.append(str(EXAMPLES))
     numbers = [int(one) for one in given.numbers.split(",") if one] or range(given.draws)
     lines = given.json.read_text().splitlines() if given.json.exists() else []
     done = {(one["seed"], one["number"]) for one in map(json.loads, lines)}
@@ -332,8 +332,12 @@ def main() -> int:
         mine = [draw for draw in draws if draw.gpus == gpus]
         checks = {tuple(draw.check.split(".")): None for draw in mine}
         files = [f"{EXAMPLES}/{name}.py::{test}" if given.gate else f"test_{name}.py::{test}" for name, test in checks]
+        plugins = [Draws(mine, given.json.absolute())]
         options = (f"--gpus={gpus}", "--simulate", "--gpu-level=quick", "--tb=no", "--rank-timeout=20")
-        run_suite([*options, *files], [Draws(mine, given.json.absolute())])
+        if given.gate:
+            pytest.main([*options, "-q", "-p", "no:cacheprovider", *files], plugins=plugins)
+        else:
+            run_suite([*options, *files], plugins)
     found = [json.loads(line) for line in given.json.read_text().splitlines()]
     counts = Counter((one["kind"], verdict(one)) for one in found if one["seed"] == given.seed)
     for kind in _KINDS:
