@@ -26,8 +26,7 @@ def _behind(
     wait: Callable[[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Stream], object],
     make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream,
 ) -> Wait:
-    """Return a wait in which the host waits for a second stream, which waits for the first; `make` returns the
-    second."""
+    """Return a wait of the host for a second stream, which waits for the first; `make` returns the second."""
 
     def waits(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         second = make(stream.device)
