@@ -261,7 +261,7 @@ class Draws:
         from hypothesis import Phase, settings
 
         assert isinstance(item, pytest.Function)
-        draw, session = self.draws[item.callspec.params["draw"]], item.config.stash[SESSION]
+        draw, session = self._of(item), item.config.stash[SESSION]
         session.fault = Planting("accusations:planted", json.dumps([draw.plants, draw.flaky]))
         session.looked = 0.0
         second_look._REPEATS = 20 if draw.flaky else _REPEATS_OF_STEADY
@@ -275,6 +275,9 @@ class Draws:
             function._hypothesis_internal_use_settings = settings(own, **few)
             function._hypothesis_internal_use_seed = draw.seed * 1000 + draw.number
 
+    def _of(self, item: pytest.Function) -> Draw:
+        return self.draws[int(str(item.callspec.params["draw"]))]
+
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
@@ -285,7 +288,7 @@ class Draws:
             return report
         seen = item.config.stash[SESSION].test.seen
         error = None if call.excinfo is None else call.excinfo.value
-        found = asdict(self.draws[item.callspec.params["draw"]]) | {
+        found = asdict(self._of(item)) | {
             "outcome": "passed" if error is None else type(error).__name__,
             "named": [] if seen is None else [cause.devices for cause in seen.named],
             "ranks": getattr(error, "ranks", ()),
