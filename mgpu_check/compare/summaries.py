@@ -171,7 +171,7 @@ def _of_blocks(flat: torch.Tensor, samples: torch.Tensor) -> tuple[torch.Tensor,
     for part, integers in zip(flat.tensor_split(CHUNKS), whole.tensor_split(CHUNKS), strict=True):
         total = []
         for values, own in zip(part.split(_BLOCK), integers.split(_BLOCK), strict=True):
-            here = block[: len(values)]
+            here = block if values.numel() == _BLOCK else block[: values.numel()]
             bits.append(here.copy_(own).sum())  # exact: fewer than 2^53 for this many integers of 32 bits
             here.copy_(values)
             total.append(here.sum())
