@@ -87,6 +87,7 @@ def test_a_gradient_factor_of_experts(ranks):
     assert "are 2 times what ddp gives" in str(found)
 
 
+@pytest.mark.slow
 def test_steps_that_differ_on_one_device(ranks):
     steps = {"ddp": DDP, "other": Configuration(OtherDecay, 2)}
     found = refuted(ranks, steps, "^other and ddp differ, on one device already: ", "optimizer-differs")
@@ -142,12 +143,13 @@ def test_options_that_the_step_uses_are_switched_off(ranks, build, axes):
             ("optimizer-differs",),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "foreach",
             Mlp,
             stepping(DecaysTwiceIfForeach, foreach=True),
             "without its foreach optimizers",
             ("optimizer-differs",),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -156,6 +158,7 @@ def test_an_option_that_changes_results(ranks, axis, build, step, match, mistake
     refuted(ranks, {"ddp": Configuration(step, 2)}, match, *mistakes, axes=[axis], build=build, **ALONE)
 
 
+@pytest.mark.slow
 def test_an_option_that_the_step_does_not_take(ranks):
     steps = {"ddp": Configuration(stepping(FailsIfFused), 2)}
     match = "^ddp with fused optimizers fails, unlike ddp as written: ranks 0-1 of 2 raised AssertionError"
