@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -38,14 +39,17 @@ def join(parts: Sequence[Any], guesses: list[str]) -> Any:
         raise NotJoinedError(f"ranks have values of the types {', '.join(sorted({type(p).__name__ for p in parts}))}")
     if isinstance(first, torch.Tensor):
         return join_tensors(parts, guesses)
+    if type(first).__module__ == "numpy" and getattr(first, "ndim", 0) and first.dtype.kind in "biufc":
+        return join_tensors([torch.from_numpy(part) for part in parts], guesses).numpy()
     if isinstance(first, (dict, MutableMapping)):
         return _join_mappings(parts, guesses)
     if isinstance(first, (list, tuple)):
         return _join_sequences(parts, guesses)
     if dataclasses.is_dataclass(first) or (hasattr(first, "__dict__") and not callable(first)):
         return _with_state(first, _join_mappings([vars(part) for part in parts], guesses))
-    if all(part == first for part in parts):
-        return first
+    with contextlib.suppress(ValueError):  # an array has no truth value
+        if all(part == first for part in parts):
+            return first
     raise NotJoinedError(f"ranks have different values of the type {type(first).__name__}")
 
 

@@ -50,7 +50,10 @@ class RankReplaying(Points):
         if kept is None:
             return
         own = tensors_of(module)
-        if isinstance(kept, Unstored) or {k: v.shape for k, v in kept.items()} != {k: v.shape for k, v in own.items()}:
+        if isinstance(kept, Unstored):
+            self._tell("unreplayed", f"the start of {type(module).__name__}", kept.why)
+            return
+        if {name: value.shape for name, value in kept.items()} != {name: value.shape for name, value in own.items()}:
             self._tell("unreplayed", f"the start of {type(module).__name__}", "it has other tensors on rank 0")
             return
         with torch.no_grad():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu_check.torch_hooks.tensors import plain
 
@@ -44,7 +44,14 @@ class Tape:
         self.full = False
 
     def put(self, kind: str, place: str, value: Any) -> None:
-        """Append an item. Nothing follows an item that exceeds the limit."""
+        """Append an item, unless the limit was reached. A single model that exceeds it is left out."""
+        if self.full:
+            return
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        self._size += (size := sum(t.numel() * t.element_size() for t in tensors))
+        if self._size > _LIMIT and kind == "start":
+            self._size, value = self._size - size, Unstored(f"it has more than {_LIMIT} bytes")
+        self.full = self._size > _LIMIT
         if self.full:
             return
         head = pickle.dumps((kind, place))
@@ -52,10 +59,6 @@ class Tape:
             body = pickle.dumps(tree_map(_stored, value))
         except Exception as error:  # an object of the user that cannot be pickled
             body = pickle.dumps(Unstored(f"{type(value).__name__} cannot be pickled: {error}"))
-        self._size += len(body)
-        if self._size > _LIMIT:
-            self.full = True
-            return
         _write(self._fd, _HEAD.pack(len(head), len(body)) + head + body)
 
 

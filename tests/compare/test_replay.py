@@ -119,6 +119,8 @@ def test_batches_are_joined():
     assert [len(part) for part in joined([first, first], [second, second])] == [3, 3]  # two tensors of a batch
     images = (first[0], first[1]), ({"box": 1}, {"box": 2})  # lists of samples, as in detection
     assert [len(part) for part in joined(images, images)] == [4, 4]
+    numpy = pytest.importorskip("numpy")
+    assert joined(numpy.ones((2, 3)), numpy.ones((1, 3))).shape == (3, 3)
     guesses: list[str] = []
     padded = joined(first, torch.tensor([[-100, 5, 6]]), guesses=guesses)
     assert padded.tolist() == [[1, 2, -100], [3, 4, -100], [-100, 5, 6]]
@@ -161,3 +163,16 @@ def test_tapes_of_ranks(tmp_path):
     assert [made.turn("draw", "here", micro) for micro in range(4)] == [[0], [1], [10], [11]]
     for file in files:
         file.close()
+
+
+def test_a_tape_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("mgpu_check.compare.tape._LIMIT", 100)
+    with tmp_path.joinpath("0").open("w+b") as file, tmp_path.joinpath("joint").open("w+b") as joint:
+        tape = Tape(file.fileno())
+        for place, numbers in (("start", 40), ("call", 20), ("call", 20), ("call", 1)):
+            tape.put(place, "here", torch.zeros(numbers))
+        assert tape.full
+        write_joint(joint.fileno(), [file.fileno()], False)
+        made = Tapes(joint.fileno())
+        assert isinstance(made.first("start", "here"), Unstored)  # a large model leaves room for batches
+        assert [len(part) for part in made.turn("call", "here")] == [20] and made.turn("call", "here") == []
