@@ -23,10 +23,10 @@ class NotJoinedError(ValueError):
 
 
 def join(parts: Sequence[Any], guesses: list[str]) -> Any:
-    """Return the value that one device gets in place of those of the ranks.
+    """Return the joint value of the ranks, for one device.
 
     Tensors are concatenated in dimension 0, in the order of ranks. Lists of other values than tensors have an entry for
-    each sample, and are concatenated too. Equal values stay as they are.
+    each sample, and are concatenated too. Equal other values stay the same.
 
     Args:
         guesses: receives a clause for each decision that the values do not determine.
@@ -39,7 +39,7 @@ def join(parts: Sequence[Any], guesses: list[str]) -> Any:
         raise NotJoinedError(f"ranks have values of the types {', '.join(sorted({type(p).__name__ for p in parts}))}")
     if isinstance(first, torch.Tensor):
         return join_tensors(parts, guesses)
-    if type(first).__module__ == "numpy" and getattr(first, "ndim", 0) and first.dtype.kind in "biufc":
+    if type(first).__module__ == "numpy" and hasattr(first, "dtype") and first.ndim and first.dtype.kind in "biufc":
         return join_tensors([torch.from_numpy(part) for part in parts], guesses).numpy()
     if isinstance(first, (dict, MutableMapping)):
         return _join_mappings(parts, guesses)

@@ -36,7 +36,7 @@ class _InterceptedDraws(TorchDispatchMode):
     """Passes each draw of the script to `take`.
 
     Args:
-        now: tells whether draws count, and in which micro-batch.
+        now: the progress of the script.
     """
 
     def __init__(self, now: Now) -> None:

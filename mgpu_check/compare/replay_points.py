@@ -1,4 +1,4 @@
-"""Where tensors enter a script's training step: loaders, and the outermost calls of modules and losses."""
+"""Watch the loaders and the outermost calls of modules and losses, which bring tensors into a training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RecordedScript(Protocol):
 
 
 class Points:
-    """What recording and replaying have in common: where tensors enter the script's training step."""
+    """Watches a script, for recording and for replaying."""
 
     draws: TorchDispatchMode
 
@@ -120,7 +120,7 @@ class Points:
             self._depth -= 1
 
     def _replaced(self, kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with other tensors in place of those that were not computed with parameters."""
+        """Return the arguments with other tensors, except for tensors that were computed with parameters."""
         if not torch.is_grad_enabled():
             return args, kwargs
         self.trained = True

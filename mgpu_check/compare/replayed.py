@@ -1,7 +1,7 @@
 """Give one device what the ranks were given, if the script gives it other samples or random numbers, and judge that.
 
 The runs of `comparison` come first. If their inputs differ, the script runs on one device twice more, with the tapes of
-the ranks (`mgpu_check.compare.replay`): once as it is, and once moved by roundoffs.
+the ranks (`mgpu_check.compare.replay`): once unchanged, and once moved by roundoffs.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _AROUND = (
     _TORCH,
     *(_OURS + part for part in ("simulated" + os.sep, "compare/watched", "compare/replay", "compare/tape")),
 )
-"""Files whose frames may be between the code of the user and a draw of that code."""
+"""Files whose frames may be between the code of the user and a draw of the user."""
 
 
 class Tape:
