@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.diagnosis.left import Left, is_left
-from mgpu_check.diagnosis.observed import CallEvent
+from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["Parting", "first_parting"]
+__all__ = ["Parting", "first_parting", "has_unlike_results"]
 
 _VALUES = 4
 """Largest number of elements of a tensor that a report shows in full."""
@@ -202,6 +202,14 @@ def _results(same: Sequence[CallEvent]) -> Found | None:
     if any(not one for one in after) or (whole is not None and len(whole) != len(same)):
         return None
     return _unlike("its result", [one[0] for one in after if one])
+
+
+def has_unlike_results(traces: Sequence[RankTrace]) -> bool:
+    """Return whether a collective that gives all ranks the same values left different ones, as a broken link does."""
+    calls = [trace.of("collective") for trace in traces]
+    return any(
+        len({event.name for event in same}) == 1 and _results(same) is not None for same in zip(*calls, strict=False)
+    )
 
 
 def _unlike(what: str, contents: Sequence[dict[str, Any]]) -> Found | None:

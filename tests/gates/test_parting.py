@@ -8,6 +8,7 @@ import torch
 from mgpu_check.diagnosis.observed import CallEvent, Expected, Hypotheses, ObservedRun, RankTrace, Relations
 from mgpu_check.diagnosis.parting import Parting, first_parting
 from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.rules.decisions import right_on_one_rank
 from mgpu_check.diagnosis.tensors import Tensors
 
 WEIGHT, GRADIENT = Result("params", "w"), Result("grads", "w")
@@ -129,6 +130,20 @@ def test_each_detail_of_a_call_is_compared(kind, details, what, values):
 def test_results_that_all_ranks_get_are_compared(ranks, what, values):
     found = parting(*([event] for event in ranks))
     assert found == (None if what is None else Parting("train.py:7", f"all_reduce, {what}", values))
+
+
+def test_a_collective_that_gives_ranks_different_results_is_no_mistake_of_the_code():
+    """So it does not look like a value of one rank, although the result is right on one rank only."""
+
+    def found(*totals):
+        traces = [RankTrace([reduced(total)]) for total in totals]
+        relations = Relations(split=[GRADIENT], wrong={GRADIENT: [1]})
+        expected = Expected(ObservedRun(), None)
+        seen = [ObservedRun() for _ in totals]
+        return right_on_one_rank(Tensors(2, 4, 1, expected, relations, seen, traces, Hypotheses([], [])))
+
+    assert found(1.0, 1.0).mistake == "value-of-one-rank"
+    assert found(1.0, 2.0) is None
 
 
 A, B, C = (call("iterate", line, name) for line, name in ((1, "a"), (2, "b"), (3, "c")))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observed import CallEvent
+from mgpu_check.diagnosis.parting import has_unlike_results
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
@@ -211,8 +212,11 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
 def right_on_one_rank(tensors: Tensors) -> Finding | None:
     """Detect a result that is right on exactly one rank.
 
-    A parameter may be right by chance, after the update by a wrong gradient.
+    A parameter may be right by chance, after the update by a wrong gradient. If a collective gave ranks different
+    results, the code is not at fault.
     """
+    if has_unlike_results(tensors.traces):
+        return None
     for name in tensors.relations.split:
         wrong = tensors.relations.wrong.get(name, [])
         right = [rank for rank in range(tensors.size) if rank not in wrong]
