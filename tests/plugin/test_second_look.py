@@ -113,6 +113,12 @@ def test_devices_that_the_example_does_not_name_may_be_at_fault():
     assert found.headline == ""
 
 
+def test_code_may_treat_a_device_apart_that_it_takes_by_its_index():
+    found = seen(*(Rerun(one, one == (2,)) for one in ALONE))
+    found.partial = True
+    assert found.headline.startswith("looks like cuda:2, or like code that treats it apart: fails on it alone, and")
+
+
 def test_what_fails_now_and_then_is_told_with_its_rate():
     """A device that is right once may be at fault all the same, so it must be right many times."""
     repeats = [Rerun((0, 1, 2, 3), number % 2 == 0) for number in range(20)]
@@ -390,7 +396,8 @@ def test_every_form_of_devices_is_moved(clock, given):
 
     arguments = given if "ranks" in given else {"gpus": None, **given}
     found = look_again(on_devices, Failed((), arguments), Needs("node", 0), session_of(node), RankFailure("wrong"))
-    assert "looks like cuda:2: fails on it alone" in found.headline
+    apart = ", or like code that treats it apart" if "seed" in given else ""
+    assert f"looks like cuda:2{apart}: fails on it alone" in found.headline
 
 
 def test_planted_hardware_is_named(run, pytester):

@@ -49,7 +49,8 @@ class Reruns:
         elsewhere: reruns on other devices, in another order, or in smaller worlds.
         notes: omitted reruns, and the reason.
         settled: no further rerun could rule out a part. Until then no part is named.
-        partial: other devices than those of a rerun may take part, always the same, so the code cannot be named.
+        partial: the example takes its devices by their indices. Others than those of a rerun may take part, so the code
+            cannot be named; and code may treat one index apart, which no rerun shows.
     """
 
     repeats: list[Rerun] = field(default_factory=list)
@@ -164,7 +165,8 @@ class Reruns:
         alone = not more and len(first.devices) == 1 and first.devices in (rerun.devices for rerun in self._failing)
         it, its = ("them", "their") if more else ("it", "its")
         how = f"fails on {it} alone" if alone else f"no rerun without {it} fails"
-        return f"looks like {_and(self.named)}: {how}, and with others in {its} place the example passes"
+        or_code = f", or like code that treats {it} apart" if self.partial else ""
+        return f"looks like {_and(self.named)}{or_code}: {how}, and with others in {its} place the example passes"
 
 
 def _and(causes: Sequence[Cause]) -> str:
