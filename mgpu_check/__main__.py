@@ -11,8 +11,6 @@ from mgpu_check.cli import launched
 from mgpu_check.cli.codes import INTERNAL_ERROR, WRONG_USAGE
 from mgpu_check.version import __version__
 
-__all__ = ["main"]
-
 _COMMANDS = {
     "accept": "accept or reject this node, and name the GPU or the link: accept --gpus=8 --report=node.html",
     "compare": "run a training script on one device and on ranks: compare --gpus=4 -- train.py --args",

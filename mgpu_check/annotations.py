@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["annotation", "wanted"]
-
 
 def wanted(choice: str | None, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether to write annotations.

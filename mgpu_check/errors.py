@@ -9,26 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = [
-    "AgentLost",
-    "AllreduceMismatch",
-    "CheckFailure",
-    "CollectiveMismatch",
-    "DeviceEnumerationError",
-    "DeviceMismatch",
-    "GradientMismatch",
-    "NotCompared",
-    "RankDied",
-    "RankFailure",
-    "RankHang",
-    "RankHangInFixture",
-    "ReplicaMismatch",
-    "ScalingMismatch",
-    "ShardError",
-    "StartupFailure",
-    "UnexpectedError",
-]
-
 
 class CheckFailure(AssertionError):
     """A property does not hold.

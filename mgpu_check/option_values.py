@@ -6,27 +6,6 @@ import math
 import re
 from typing import Literal, get_args
 
-__all__ = [
-    "ACCEPTANCE_SUFFIXES",
-    "LEVELS",
-    "REPORT_SUFFIXES",
-    "Depth",
-    "Level",
-    "acceptance_reports",
-    "annotation_format",
-    "depth_of",
-    "duration",
-    "file",
-    "gpus",
-    "level",
-    "lines",
-    "reports",
-    "seconds",
-    "share",
-    "simulate",
-    "switch",
-]
-
 REPORT_SUFFIXES = (".md",)
 ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml", ".prom")
 """Suffixes of the reports of an acceptance: a page, JSON, Markdown, JUnit, a textfile for Prometheus."""

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["INSTALL", "Bar", "Chart", "Line", "Panel", "render", "require", "svg"]
-
 INSTALL = "pip install 'mgpu-check[report]'"
 
 _WIDTH, _RIGHT = 880, 14

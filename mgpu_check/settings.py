@@ -14,8 +14,6 @@ from typing import Any, Generic, TypeVar
 from mgpu_check import option_values
 from mgpu_check.option_values import Depth, Level
 
-__all__ = ["OPTIONS", "Option", "Settings", "activate", "active", "resolve", "unknown_variables"]
-
 T = TypeVar("T")
 
 PREFIX = "MGPU_CHECK_"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["__version__", "torch_version", "version"]
-
 __version__ = "0.1.0"
 
 

@@ -14,8 +14,6 @@ from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 
-__all__ = ["SLOW_NODE", "AmongNodes", "Outlier", "among_nodes"]
-
 SLOW_NODE = "MGPU-NODE-SLOW"
 """Id of the finding about a node that stands out."""
 

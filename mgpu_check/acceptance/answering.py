@@ -9,8 +9,6 @@ from mgpu_check.devices.observations import Observation, Subject, Work
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["answers"]
-
 
 def answers(rank: Rank, check: str) -> list[Observation]:
     """Sum numbers on the device of a rank and check the result; a lost device raises, or never returns.

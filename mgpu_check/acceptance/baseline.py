@@ -21,8 +21,6 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
 from mgpu_check.devices.telemetry.fields import Value
 
-__all__ = ["FORM", "SOFTWARE", "Baseline", "Entry", "Recorded", "place_of", "read_baseline"]
-
 SOFTWARE = ("driver", "cuda", "nccl", "torch")
 """Versions that affect speed: kernels come from torch and CUDA, collectives from NCCL, clocks and copies from the
 driver."""

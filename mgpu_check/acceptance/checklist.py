@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CHECKLIST", "CHECKS", "Check"]
-
 
 @dataclass(frozen=True)
 class Check:

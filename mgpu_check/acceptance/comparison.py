@@ -12,21 +12,6 @@ from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, NORMAL, deviat
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import MeasuredKind, Measurement, Outcome
 
-__all__ = [
-    "LEAST_REPEATS",
-    "LEAST_SHORTFALL",
-    "UNUSABLE",
-    "Against",
-    "Comparison",
-    "amount",
-    "beside_peers",
-    "least_shortfall",
-    "models",
-    "same_memory",
-    "useless",
-    "wrong",
-]
-
 LEAST_REPEATS = 3
 """With at least 3 repeats, the median ignores one repeat that was slowed down by something else."""
 

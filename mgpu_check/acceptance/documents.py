@@ -20,8 +20,6 @@ import msgspec
 
 from mgpu_check.devices.observations import Number
 
-__all__ = ["Count", "DocumentType", "Positive", "Text", "Texts", "convert", "read_document", "write_whole"]
-
 Text = Annotated[str, msgspec.Meta(min_length=1, description="a text that is not empty")]
 Texts = Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, description="a list of at least one text")]
 Count = Annotated[int, msgspec.Meta(ge=0, description="an integer of at least 0")]

@@ -19,24 +19,6 @@ from mgpu_check.torch_hooks.table import TRANSFERS
 if TYPE_CHECKING:
     from mgpu_check.simulated.hardware import Defect
 
-__all__ = [
-    "CHOICES",
-    "MEMORY",
-    "MODULES",
-    "PLANTER",
-    "HardwareFault",
-    "Planted",
-    "all_hardware_faults",
-    "gpu",
-    "hardware_fault",
-    "hardware_text",
-    "host",
-    "host_link",
-    "link",
-    "made_by",
-    "planted_from",
-]
-
 PLANTER = "mgpu_check.acceptance.planting:hardware_planted"
 """The function that plants what `hardware_text` returns: ranks import it, because it imports torch."""
 

@@ -16,19 +16,6 @@ from mgpu_check.acceptance.documents import convert
 from mgpu_check.devices.observations import Observation, Ruling, Subject
 from mgpu_check.devices.telemetry.fields import field_of
 
-__all__ = [
-    "KINDS",
-    "SEVERITIES",
-    "Action",
-    "FindingKind",
-    "ReportedFinding",
-    "Severity",
-    "identify",
-    "judged",
-    "listed",
-    "table",
-]
-
 Severity = Literal["warn", "config", "reset", "isolate", "replace"]
 """From the mildest: nothing to do now; change a setting; reset or restart; take out of service and examine; exchange a
 part.

@@ -11,8 +11,6 @@ from mgpu_check.acceptance.run_report import CheckRun, Gpu
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 from mgpu_check.option_values import Depth, Level, depth_of
 
-__all__ = ["check_runs", "floors"]
-
 _SHARE_OF_MEMORY = 0.75
 """Share of the requested memory that must be tested.
 

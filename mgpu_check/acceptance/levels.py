@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from mgpu_check.settings import active
 
-__all__ = ["SEEDS", "drawn", "seconds_for_a_call"]
-
 SEEDS = st.integers(0, 2**16).filter(bool)
 """Seeds of data, except 0.
 

@@ -25,8 +25,6 @@ from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.devices.pcie import TRANSFERS, bytes_per_second
 from mgpu_check.devices.telemetry.fields import names
 
-__all__ = ["Remark", "lint", "lint_baseline", "lint_floors"]
-
 _SCALES: Mapping[str, tuple[float, float]] = {
     "memory bandwidth": (1e11, 3e13),  # from an old laptop's GDDR to three times HBM3e
     "bandwidth": (1e9, 2e12),  # from PCIe Gen3 x1 to NVLink of two generations ahead

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["keep_busy"]
-
 _SIDES = (256, 8192)  # the first, and the largest
 _SHORT = 0.002  # seconds; a faster round doubles the side of the matrix
 _SHARE = 64  # of the free memory

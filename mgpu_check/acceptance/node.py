@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mgpu_check.acceptance.watch import Watch
     from mgpu_check.engine.pool import RankPool
 
-__all__ = ["Boundary", "Node"]
-
 _HURRY = 4
 
 _PROBE = 10.0

@@ -15,8 +15,6 @@ from mgpu_check.devices.observations import Ruling
 from mgpu_check.option_values import Level
 from mgpu_check.settings import OPTIONS, Settings
 
-__all__ = ["DEFAULT_SOAK", "Plan", "soak_of"]
-
 DEFAULT_SOAK = 600.0
 """Seconds of load at the level "long" without ``--for``."""
 

@@ -8,8 +8,6 @@ import functools
 from mgpu_check.acceptance.faults import MEMORY, planted_from
 from mgpu_check.simulated.hardware import Hardware, planted
 
-__all__ = ["hardware_planted"]
-
 
 def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
     """Return a context that gives the simulated node of this process the hardware of a text of

@@ -9,8 +9,6 @@ from pathlib import Path
 from mgpu_check.acceptance.findings import KINDS
 from mgpu_check.devices.observations import Ruling
 
-__all__ = ["read_policy"]
-
 _RULINGS: tuple[Ruling, ...] = ("accept", "warn", "reject")
 _TABLE = "findings"
 _EXAMPLE = 'a table [findings] with lines such as MGPU-PERSISTENCE-MODE = "accept"'

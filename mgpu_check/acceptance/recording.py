@@ -17,8 +17,6 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, median_and_spread
 from mgpu_check.devices.telemetry.fields import Value, names, pair_field
 
-__all__ = ["entries_of", "record", "write"]
-
 
 def entries_of(
     measurements: Sequence[Measurement],

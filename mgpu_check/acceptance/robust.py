@@ -35,8 +35,6 @@ from statistics import median
 
 from mgpu_check.devices.observations import median_and_spread
 
-__all__ = ["DEVIATIONS", "LEAST_PEERS", "NORMAL", "LinkClass", "deviation", "modes", "noise_of_median", "shortfall"]
-
 DEVIATIONS = 8.0
 """A value fails if it is this many standard deviations slower than the median of its peers; see the table above."""
 

@@ -41,8 +41,6 @@ from mgpu_check.version import version
 if TYPE_CHECKING:
     from mgpu_check.plugin.session import GpuSession
 
-__all__ = ["Run"]
-
 _FirstLook = tuple[Inventory, str, str, dict[str, str], dict[tuple[str, int], int] | None, dict[str, Component]]
 
 _INTERVAL, _INTERVAL_SIMULATED = 1.0, 0.1

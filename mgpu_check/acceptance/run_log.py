@@ -10,8 +10,6 @@ from typing import Any
 from mgpu_check.acceptance.findings import judged
 from mgpu_check.devices.observations import Measurement, Observation, SubjectResult
 
-__all__ = ["RepeatableCall", "RunLog", "Section"]
-
 
 @dataclass(frozen=True, eq=False)
 class RepeatableCall:

@@ -11,8 +11,6 @@ from mgpu_check.devices.observations import Measurement, Number, Observation, Ou
 from mgpu_check.devices.telemetry.values import TelemetrySample, Values
 from mgpu_check.option_values import Level
 
-__all__ = ["EXIT_CODES", "INTERRUPTED", "Accusation", "CheckRun", "Gpu", "Host", "RunReport", "Verdict"]
-
 _NONE = Work()
 
 Kind = Literal["ACCEPTED", "REJECTED", "INCONCLUSIVE", "SUSPECT"]

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["Selection"]
-
 
 @dataclass(frozen=True)
 class Selection:

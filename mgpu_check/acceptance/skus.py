@@ -21,8 +21,6 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
 from mgpu_check.devices.telemetry.fields import Value
 
-__all__ = ["FORM", "TABLE", "Floor", "Floors", "Nominal", "Pcie", "Sku", "packaged_floors", "read_floors"]
-
 TABLE = "floors_of_skus.json"
 
 

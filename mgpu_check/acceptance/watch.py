@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["Watch"]
-
 _EVERY = 5.0  # seconds between two visits of a host after tests
 _PATIENCE = 60.0
 _TRIES = 3

@@ -14,8 +14,6 @@ from mgpu_check.numerics.reduction import reduced
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["assert_allreduce_matches", "assert_contributions_kept"]
-
 
 def assert_allreduce_matches(
     results: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],

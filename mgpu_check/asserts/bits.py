@@ -8,8 +8,6 @@ import torch
 
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["as_bytes", "first_difference", "index_of", "same_bits"]
-
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of `tensor` in order, as a uint8 matrix on the CPU, (number of elements, bytes of one)."""

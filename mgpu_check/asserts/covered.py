@@ -13,8 +13,6 @@ from typing import Any
 
 from mgpu_check.asserts.hearing import Hearing
 
-__all__ = ["covered", "heard_by"]
-
 _facts = Hearing[Mapping[str, Any]]()
 
 heard_by = _facts.heard_by

@@ -12,8 +12,6 @@ from mgpu_check.errors import CheckFailure, GradientMismatch
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["Findings", "on_any_rank", "run_all"]
-
 
 class Findings:
     """The errors that a rank finds, kept until the context ends, after the last collective.

@@ -12,8 +12,6 @@ from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
-__all__ = ["assert_gradients_agree", "assert_same", "gradient_or_zeros"]
-
 _SHOWN = 4
 
 

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Hearing"]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from typing import Any
 from mgpu_check.asserts.hearing import Hearing
 from mgpu_check.version import torch_version
 
-__all__ = ["KNOWN_DEFECTS", "KnownDefect", "Met", "is_known", "known_defect", "report", "reported_to"]
-
 
 @dataclass(frozen=True)
 class KnownDefect:

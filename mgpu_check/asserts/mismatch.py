@@ -11,8 +11,6 @@ import torch
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.tensors import indices_of
 
-__all__ = ["devices_named", "raises_device_mismatch", "refusal"]
-
 Device = torch.device | str
 
 _NAMES = re.compile(r"(?<![\w.])(cpu|cuda:\d+)(?![\w:])")

@@ -12,8 +12,6 @@ import torch
 
 from mgpu_check.errors import ShardError
 
-__all__ = ["columns"]
-
 
 def columns(batch: Any, shards: Sequence[Any], where: str = "batch") -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield each tensor or other leaf of `batch`: its name, the leaf, and the leaf at the same place in every shard.

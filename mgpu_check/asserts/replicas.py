@@ -13,8 +13,6 @@ from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, name_of, plain
 
-__all__ = ["assert_replicas_agree", "fingerprint"]
-
 State = Mapping[str, torch.Tensor]
 
 

@@ -12,8 +12,6 @@ from mgpu_check.asserts.nested import columns
 from mgpu_check.errors import ShardError
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["assert_gathered", "assert_leaves_replicated", "assert_shard_sizes", "assert_shards_cover", "chunk_sizes"]
-
 Device = torch.device | str | int
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from mgpu_check.asserts.hearing import Hearing
 
-__all__ = ["Call", "heard_by", "tell"]
-
 Call = tuple[str, str, str]
 """A function, one of its parameters, and a class of a value; the parameter "" has the class "called"."""
 

@@ -18,8 +18,6 @@ from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus,
 from mgpu_check.engine.remote import current
 from mgpu_check.settings import OPTIONS
 
-__all__ = ["in_pytests_words", "main"]
-
 _OWN = {
     "--for": "2h",
     "--memory": "0.9",

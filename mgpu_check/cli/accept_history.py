@@ -11,8 +11,6 @@ from mgpu_check.acceptance.report.history import history, lines
 from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, Parser
 
-__all__ = ["main"]
-
 _EPILOG = """\
 exit codes: 0 no GPU got worse; 1 a GPU got worse: it became slower and the others of its model did not, an error
 counter grew faster than allowed, or the last report accuses it and the one before does not; 2 undecided: a file could

@@ -16,8 +16,6 @@ from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.codes import INTERNAL_ERROR, Parser
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
-__all__ = ["main"]
-
 _EPILOG = """\
 exit codes: the worst verdict counts: 1 a node is REJECTED; 5 a node is SUSPECT: slower than at least two others with
 the same GPU model and software, which agree; 2 a node is INCONCLUSIVE; 0 all nodes are ACCEPTED; 3 internal error;

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-__all__ = ["INTERNAL_ERROR", "INTERRUPTED", "RIGHT", "UNDECIDED", "WRONG", "WRONG_USAGE", "Parser"]
-
 # The same as pytest's exit codes, where pytest has one.
 RIGHT = 0
 WRONG = 1

@@ -25,8 +25,6 @@ from mgpu_check.compare import comparison
 from mgpu_check.compare.arguments import accepted
 from mgpu_check.compare.comparison import ComparisonPlan
 
-__all__ = ["main"]
-
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
     "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] -- script.py [args...]\n"

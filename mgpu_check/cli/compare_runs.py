@@ -22,8 +22,6 @@ from mgpu_check.compare.traces.run import RecordedRun
 from mgpu_check.compare.traces.values import VALUES_OF_COMPARISON, installed
 from mgpu_check.compare.verdict import ComparisonVerdict, Kind
 
-__all__ = ["are_files", "of_files", "of_runs", "write_recorded"]
-
 
 def are_files(words: Sequence[str]) -> bool:
     """Return whether the words are names of traces, not a script with its arguments."""

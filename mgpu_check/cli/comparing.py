@@ -20,17 +20,6 @@ from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 
-__all__ = [
-    "add_run_options",
-    "conclude",
-    "counted",
-    "interruptible",
-    "plan_of",
-    "script_command",
-    "tell",
-    "writable",
-]
-
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun", "jsrun")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from mgpu_check.cli.codes import Parser
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str]) -> int:
     """Print the visible devices, and the variable that selects them.

@@ -22,8 +22,6 @@ from mgpu_check.settings import resolve
 if TYPE_CHECKING:
     from mgpu_check import Rank
 
-__all__ = ["main"]
-
 _SIMULATED = 4
 """Number of simulated GPUs to plan for, on a machine without GPUs."""
 

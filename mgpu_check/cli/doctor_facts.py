@@ -16,8 +16,6 @@ from pathlib import Path
 from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.processes.limits import available_memory, limit_of_group
 
-__all__ = ["PACKAGES", "GpuFacts", "HostFacts", "of_devices", "of_host"]
-
 PACKAGES = ("mgpu-check", "torch", "pytest", "pytest-xdist", "hypothesis")
 
 

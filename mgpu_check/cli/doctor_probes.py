@@ -8,8 +8,6 @@ from typing import Literal
 
 from mgpu_check.cli.doctor_facts import PACKAGES, GpuFacts, HostFacts
 
-__all__ = ["PROBES", "Judgement", "examine"]
-
 _GIB, _MIB = 2**30, 2**20
 _LEAST_TORCH = (2, 11)
 _MEMORY_OF_RANK = (

@@ -15,8 +15,6 @@ from pathlib import Path
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, Parser
 from mgpu_check.cli.init_survey import ScriptArgument, Survey, TrainingScript, survey
 
-__all__ = ["main"]
-
 _USAGE = "mgpu-check init [--gpus=N] [--output=FILE] [--no-run] [-- script.py [args...]]"
 _SAMPLES = 8  # of all ranks together: 1, 2, 4 and 8 ranks divide it
 _DIVIDED = f"{{{_SAMPLES}/W}}"

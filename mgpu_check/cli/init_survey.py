@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["ScriptArgument", "Survey", "TrainingScript", "survey"]
-
 _MOST_FILES = 5000
 _MOST_BYTES = 1 << 20
 _NO_CODE_OF_THE_USER = {"build", "dist", "docs", "node_modules", "site-packages", "third_party", "vendor"}

@@ -27,8 +27,6 @@ from mgpu_check.settings import OPTIONS, Settings, resolve
 if TYPE_CHECKING:
     from mgpu_check.engine.remote.credentials import Key
 
-__all__ = ["run", "settings_of"]
-
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 
 

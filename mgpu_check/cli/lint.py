@@ -11,8 +11,6 @@ from mgpu_check.acceptance.lint import lint, lint_floors
 from mgpu_check.acceptance.skus import TABLE, packaged_floors
 from mgpu_check.cli.codes import RIGHT, WRONG, WRONG_USAGE, Parser
 
-__all__ = ["main"]
-
 _DESCRIPTION = (
     "Find thresholds that no node can miss, or that every node misses: wrong units; floors of zero, for a PCIe "
     "generation below the card's, or far below the data sheet; too few repeats; sizes with low bandwidth; baselines "

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str]) -> int:
     """Run pytest with the arguments `argv`, and return its exit code."""

@@ -15,8 +15,6 @@ from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.compare.traces.recording import RunRecording
 from mgpu_check.compare.traces.values import INSTALL, installed
 
-__all__ = ["main"]
-
 _USAGE = (
     "mgpu-check record --out=FILE.trace [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS]\n"
     "                         [--fresh-directory] [--values=SIZE] [--no-rounding] -- script.py [args...]\n"

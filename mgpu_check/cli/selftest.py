@@ -25,8 +25,6 @@ from mgpu_check.processes.heap import importing
 from mgpu_check.settings import activate, active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
 
-__all__ = ["Selftest", "main"]
-
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
 _SHARE = 5
 """`--quick` plants one fault in five: enough to notice a broken check, in a fraction of the time."""

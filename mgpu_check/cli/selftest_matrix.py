@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from mgpu_check.suite.common.faults.registry import Fault
 
-__all__ = ["ALONE", "CAUGHT", "ERROR", "PASSED", "SKIPPED", "PropertyMatrix", "of_properties"]
-
 CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
 ALONE = "X"
 """In the table, in place of `CAUGHT`: caught by this check and by no other."""

@@ -16,8 +16,6 @@ from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.report.progress import Progress
 from mgpu_check.suite.surface.report import SurfaceRecord, report
 
-__all__ = ["FLAG", "main"]
-
 FLAG = "--surface"
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from mgpu_check.cli.codes import WRONG_USAGE, Parser
 from mgpu_check.processes.launched import simulating
 
-__all__ = ["add_simulate", "environment", "main", "program_command", "split_program"]
-
 _USAGE = (
     "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|PROGRAM [args...]\n"
     "       mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] -m module [args...]"

@@ -27,18 +27,6 @@ from mgpu_check.settings import OPTIONS
 
 _HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
 
-__all__ = [
-    "asks_for_gpus",
-    "at_standard",
-    "command_line",
-    "files",
-    "main",
-    "misuse",
-    "names_a_check",
-    "on_all_gpus",
-    "run",
-]
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the checks of the packaged suite, and return pytest's exit code."""

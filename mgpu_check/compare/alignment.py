@@ -10,8 +10,6 @@ from typing import Literal
 
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes, positions
 
-__all__ = ["Aligned", "Deviation", "Kind", "Samples", "deviation", "of_kind"]
-
 Kind = Literal["before", "gradient", "parameter", "state"]
 """A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of
 the optimizer or a buffer after the step."""

@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-__all__ = ["accepted", "fitted"]
-
 # Other braces, such as those of JSON, belong to the script.
 _EXPRESSION = re.compile(r"\{([\dW.+\-*/%() ]*W[\dW.+\-*/%() ]*)\}")
 _OPERATORS = {

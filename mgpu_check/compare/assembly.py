@@ -25,8 +25,6 @@ from mgpu_check.compare.trace import (
 )
 from mgpu_check.processes.rank_lists import named
 
-__all__ = ["Assembly", "assembled"]
-
 _KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 
 

@@ -12,8 +12,6 @@ from mgpu_check.compare.first_difference import FirstDifference
 from mgpu_check.compare.trace import Trace
 from mgpu_check.processes.rank_lists import named
 
-__all__ = ["Axis", "axes_of", "told_axes"]
-
 _NEAR = 1e-2
 """Relative distance at which a factor counts as the size of an axis: summaries and rounding blur the factor by less."""
 

@@ -13,8 +13,6 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules.order import findings_of
 
-__all__ = ["other_samples", "others_from_the_start"]
-
 _FAR = 1e-3
 """Relative deviation of initial values: equal tensors whose sums are added in another order differ by less."""
 _SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"

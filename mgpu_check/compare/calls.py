@@ -6,8 +6,6 @@ from mgpu_check.compare.first_difference import FirstDifference
 from mgpu_check.numerics.factors import common_factor
 from mgpu_check.processes.rank_lists import named
 
-__all__ = ["call_at_fault", "told_slice"]
-
 _NEAR = 1e-3
 """Relative deviation of two norms of the same gradient: sums in another order differ by less."""
 _LEAST = 1e-2

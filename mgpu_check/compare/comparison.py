@@ -37,17 +37,6 @@ from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.record import relative
 
-__all__ = [
-    "SEED",
-    "ComparisonPlan",
-    "ScriptComparison",
-    "compare",
-    "constants_placed",
-    "crashes_at_exit",
-    "run_script",
-    "temporary",
-]
-
 SEED = 1  # any fixed seed of the perturbations, so that a comparison can be repeated
 
 

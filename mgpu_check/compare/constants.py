@@ -23,8 +23,6 @@ from torch.nn.modules.module import (
 from mgpu_check.numerics.placement.distinct import make_distinct
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """Make constant parameters and buffers distinct at registration, and whenever they are filled."""

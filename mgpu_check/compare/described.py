@@ -10,8 +10,6 @@ from torch import nn
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.processes.record import relative
 
-__all__ = ["described", "forward_of"]
-
 
 def described(module: nn.Module) -> dict[str, Any]:
     """Return the class of a model, its wrapper, and its layers that use batch statistics or dropout."""

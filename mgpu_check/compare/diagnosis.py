@@ -13,8 +13,6 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules.order import findings_of
 
-__all__ = ["diagnose"]
-
 
 def diagnose(difference: FirstDifference) -> Diagnosis:
     """Diagnose the first step that differs; `failed` names the parts of the diagnosis that raised an error."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from mgpu_check.processes.scratch import Scratch
 
-__all__ = ["fresh_directory"]
-
 _COPIED = 2**20  # bytes: larger files, such as data sets, are linked, because copies would take long
 _ENTRIES = 1000  # a directory with more entries is probably a data set, and is linked
 

@@ -10,8 +10,6 @@ import os
 import struct
 from collections.abc import Callable
 
-__all__ = ["entered", "install"]
-
 _NUMBER = struct.Struct("=Q")
 
 

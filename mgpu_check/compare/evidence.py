@@ -20,8 +20,6 @@ from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Sampler, Sta
 from mgpu_check.numerics.factors import common_factor
 from mgpu_check.processes.rank_lists import few, grouped, named
 
-__all__ = ["evidence_of", "of_samples", "skipped_steps"]
-
 _SHOWN = 4  # more names or ranks would make a line too long
 _LEFT = 1e-3
 """Relative to the largest number: the rest after division by the factor. Sums over elements of both signs cancel, so an

@@ -17,8 +17,6 @@ import torch
 from mgpu_check.compare.summaries import Cut
 from mgpu_check.numerics.placement.slices import Slice, indexed
 
-__all__ = ["entries", "flat_parts", "statistic"]
-
 
 def entries(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yield each value of an optimizer's state with its name.

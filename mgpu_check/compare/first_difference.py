@@ -10,8 +10,6 @@ from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import TensorSummary
 from mgpu_check.diagnosis.report import Finding, Observable
 
-__all__ = ["KINDS", "Diagnosis", "FirstDifference", "WrongTensor", "first_difference", "ratio_of", "updates"]
-
 KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
 

@@ -19,8 +19,6 @@ from mgpu_check.torch_hooks.forms import FunctionForm
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
-__all__ = ["Flow"]
-
 _REDUCTIONS = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
 _STEPS = 4
 """Number of recorded steps: a wrong factor shows from the first step on."""

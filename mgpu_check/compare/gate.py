@@ -11,8 +11,6 @@ from typing import Protocol
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.errors import NotCompared, ScalingMismatch
 
-__all__ = ["assert_script_scales"]
-
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md"
 
 

@@ -17,8 +17,6 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules.order import findings_of
 
-__all__ = ["epoch_of", "mistakes_of", "remarks_of"]
-
 _LISTED = 2**14
 """Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""
 _WHOLE = 0.8

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["NotJoinedError", "SampleRows", "join", "join_tensors"]
-
 _IGNORED = -100
 """The label that losses of torch ignore by default."""
 

@@ -12,8 +12,6 @@ from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import TensorSummary, Trace
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["account", "left_over", "not_compared", "trained"]
-
 _WIDE = 0.1
 """Relative to the values: a wider tolerance would accept a factor of 2, or a missing rank."""
 _SMALL = 1e-2

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.trace import Parameter, TensorSummary, Trace
 
-__all__ = ["AMBIGUOUS", "beside", "matched", "prefixes"]
-
 AMBIGUOUS = "its initial values match several parameters of one device"
 
 _SAME = 1e-9

@@ -18,8 +18,6 @@ from mgpu_check.compare.watched import Note, rank_and_world
 from mgpu_check.processes.frames import calling_line
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install"]
-
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 Places = Mapping[str, tuple[str, int]]

@@ -12,8 +12,6 @@ from mgpu_check.compare.watched import Note, rank_and_world
 from mgpu_check.numerics.placement.declared import Coordinates
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install"]
-
 
 def install(note: Note) -> Coordinates:
     """Record "mesh" for each mesh with named axes, and "subgroup" for each group with a list of ranks.

@@ -10,8 +10,6 @@ from torch import nn
 
 from mgpu_check.compare.surroundings import Surroundings
 
-__all__ = ["Names", "unwrapped"]
-
 _INNER = {
     "DistributedDataParallel": ("module",),
     "DataParallel": ("module",),

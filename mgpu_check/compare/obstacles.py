@@ -7,21 +7,6 @@ from dataclasses import dataclass
 
 from mgpu_check.compare.trace import Trace
 
-__all__ = [
-    "DROPOUT",
-    "FLOAT32",
-    "LOSS",
-    "NUMBERS",
-    "OTHER_START",
-    "SEEDS",
-    "SNAPSHOT",
-    "Obstacle",
-    "divided",
-    "drawing",
-    "narrow",
-    "standing",
-]
-
 SEEDS = "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits"
 SNAPSHOT = (
     "give each run its own directory with --fresh-directory; or let the script save elsewhere, and remove that file"

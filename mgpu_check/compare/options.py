@@ -9,8 +9,6 @@ from typing import Any
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["UPDATE_RULE", "other_options"]
-
 UPDATE_RULE = (
     "the options of its groups equal those of one device: check its update rule, and whether state such as momentum "
     "was lost or changed"

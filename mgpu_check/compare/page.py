@@ -12,8 +12,6 @@ from mgpu_check.diagnosis.registry import known_mistake
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.version import __version__
 
-__all__ = ["write_page"]
-
 _TEMPLATE = Path(__file__).with_name("page.html")
 _RANKS = 16  # more curves of single ranks would not be readable
 

@@ -14,8 +14,6 @@ from mgpu_check.compare.summaries import Numbers, over, summaries
 from mgpu_check.compare.trace import Writer
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["NumberedPart", "Parameters", "numbers_of", "parameters_of"]
-
 
 class NumberedPart(NamedTuple):
     """A part of a parameter, with its number in the trace."""

@@ -14,8 +14,6 @@ from dataclasses import replace
 from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.trace import HeldSlice, TensorSummary, joined
 
-__all__ = ["is_partial", "together", "why_not_together"]
-
 _NEAR = 1e-2
 """Relative deviation from one device: rounding causes less, and another reduction than the mean almost always more."""
 _SHARE = 1e-6

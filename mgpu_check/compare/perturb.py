@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Perturbation"]
-
 _ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
 
 

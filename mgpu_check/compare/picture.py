@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from mgpu_check import pages
 
-__all__ = ["Curve", "draw"]
-
 _MARKED = 80  # with more steps, marks of points would overlap
 _POINTS = 2000  # longer runs are thinned to about this number: more points would not be visible
 _MARKS = {"one": "circle", "ranks": "cross"}

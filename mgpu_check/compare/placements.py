@@ -16,8 +16,6 @@ import torch
 from mgpu_check.numerics.placement.slices import Slice
 from mgpu_check.torch_hooks.tensors import memory_of
 
-__all__ = ["Files", "read_placements", "write_placement"]
-
 
 class Files(NamedTuple):
     """File descriptors of a run; None for files that it neither reads nor writes.

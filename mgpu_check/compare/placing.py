@@ -24,8 +24,6 @@ from mgpu_check.numerics.placement.neighbours import beside
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["Placing", "TracePart"]
-
 
 @dataclass(frozen=True)
 class TracePart:

@@ -37,8 +37,6 @@ from mgpu_check.processes.record import fewest
 from mgpu_check.processes.signals import STACKS_SIGNAL, held_back
 from mgpu_check.processes.stacks import Location, location_of
 
-__all__ = ["Ended", "ScriptRun", "run"]
-
 _INTERVAL = 0.02  # seconds between two checks of the processes
 _GRACE = 5.0  # seconds for the other ranks after a failure: their own errors may explain it
 _STACKS_TIMEOUT = 1.0

@@ -37,8 +37,6 @@ from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["install"]
-
 _CALLS = 100  # calls of models that are checked for random draws, to bound the time
 _COLUMNS = 2**22  # larger inputs are not hashed along the second dimension, to bound the time
 

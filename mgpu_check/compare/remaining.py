@@ -10,8 +10,6 @@ import time
 from mgpu_check.processes import prctl
 from mgpu_check.processes.leftovers import children
 
-__all__ = ["adopt", "end_orphans"]
-
 _TIMEOUT = 5.0  # seconds; a killed process normally ends at once
 
 

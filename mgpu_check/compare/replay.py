@@ -24,8 +24,6 @@ from mgpu_check.compare.replay_recording import RankRecording
 from mgpu_check.compare.tape import STEPS, Tape, Tapes
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install"]
-
 _LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "cosine_embedding_loss"),

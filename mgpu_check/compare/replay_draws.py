@@ -14,8 +14,6 @@ from mgpu_check.compare.tape import Tape, Tapes, Unstored, in_a_constructor, own
 from mgpu_check.torch_hooks.drawing import draws
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["RecordedDraws", "ReplayedDraws"]
-
 _LARGEST = 2**24  # elements: a larger draw is data or a parameter
 _FUSED = ("attention", "rnn", "lstm", "gru", "rrelu", "_fused_dropout", "alpha_dropout", "flash")
 """Parts of the names of operators whose results are no random numbers, but computed with them."""

@@ -18,8 +18,6 @@ from mgpu_check.processes.frames import calling_line
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["RankReplaying"]
-
 _NEAR = 1e-3
 """Relative to the largest element: rounding in batches of another size changes results by less."""
 

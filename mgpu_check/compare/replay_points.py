@@ -21,8 +21,6 @@ from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.graphs import is_capturing
 
-__all__ = ["Points", "RecordedScript", "tensors_of"]
-
 
 class RecordedScript(Protocol):
     """The part of `mgpu_check.compare.recorder.ScriptRecorder` that is used."""

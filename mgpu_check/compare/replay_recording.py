@@ -14,8 +14,6 @@ from mgpu_check.compare.replay_draws import RecordedDraws
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.tape import Tape, place
 
-__all__ = ["LoaderEnd", "RankRecording"]
-
 
 class LoaderEnd:
     """The end of an iteration over a loader."""

@@ -22,8 +22,6 @@ from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["Replay", "RunOneDevice", "replayed"]
-
 
 class RunOneDevice(Protocol):
     """Runs the script on one device."""

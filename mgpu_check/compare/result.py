@@ -11,8 +11,6 @@ from mgpu_check.compare.alignment import Aligned, Kind, deviation
 from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.version import __version__
 
-__all__ = ["curves", "write_json"]
-
 _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 
 

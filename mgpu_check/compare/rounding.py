@@ -18,8 +18,6 @@ from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind
 from mgpu_check.compare.trace import Parameter, Trace
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["Repeat", "Rounding", "repeatability"]
-
 _WINDOW = 8  # steps: the few numbers of a small tensor may agree by chance at one step, but not at all of these
 _USELESS = 0.5  # a wider tolerance would accept even a factor of two
 

@@ -18,8 +18,6 @@ from typing import Any
 from mgpu_check.compare.trace import Writer
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install"]
-
 # init_process_group calls one of these first. They are replaced instead of it, because the script may have imported it
 # by name.
 _IN_MAKING_A_GROUP = ("rendezvous", "_new_process_group_helper")

@@ -26,8 +26,6 @@ from mgpu_check.compare.trace import Writer, named_state
 from mgpu_check.compare.wholes import write_buffer, write_shape
 from mgpu_check.torch_hooks.tensors import copied, name_of
 
-__all__ = ["States"]
-
 
 class States:
     """The known states and buffers, each recorded in the trace when first seen.

@@ -12,8 +12,6 @@ from mgpu_check.compare.trace import CHUNKS, HeldSlice, chunk_sizes, positions
 from mgpu_check.numerics.placement.slices import Slice
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 
-__all__ = ["Cut", "Numbers", "digests", "inputs_of", "on_host", "over", "shape_of", "summaries", "whole"]
-
 Numbers = list[float | None]
 """The numbers of a summary in the trace; None for elements that a slice does not have."""
 

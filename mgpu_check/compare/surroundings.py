@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-__all__ = ["Surroundings"]
-
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["STEPS", "Tape", "Tapes", "Unstored", "in_a_constructor", "own_draw", "place", "write_joint"]
-
 STEPS = 2
 """Optimizer steps that are replayed unless the user says: the first gradient, and the first after an update."""
 _HEAD = struct.Struct("=QQ")

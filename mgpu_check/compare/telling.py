@@ -14,25 +14,6 @@ from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = [
-    "TENSORS",
-    "differs",
-    "equal",
-    "failed_run",
-    "last_words",
-    "names_apart",
-    "no_steps",
-    "not_repeatable",
-    "not_the_same_samples",
-    "nothing_learned",
-    "nothing_tells",
-    "refusal",
-    "starts_ranks_itself",
-    "starts_without_numbers",
-    "step_counts_apart",
-    "undecided",
-]
-
 TENSORS = {
     "before": "{} before its first update",
     "gradient": "the gradient of {}",

@@ -14,22 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "HeldSlice",
-    "Parameter",
-    "State",
-    "Step",
-    "TensorSummary",
-    "Trace",
-    "TraceError",
-    "Writer",
-    "joined",
-    "named_state",
-    "read",
-]
-
 FORMAT = "mgpu-check trace"
 VERSION = 1
 

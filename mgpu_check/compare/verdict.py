@@ -16,17 +16,6 @@ from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
 
-__all__ = [
-    "ComparisonVerdict",
-    "Kind",
-    "of_failure",
-    "of_inputs",
-    "refused",
-    "starts_its_own",
-    "verdict_of",
-    "without_steps",
-]
-
 Kind = Literal["equal", "differs", "not comparable", "undecided"]
 
 

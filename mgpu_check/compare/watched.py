@@ -20,8 +20,6 @@ from torch.utils.data.distributed import DistributedSampler
 from mgpu_check.compare.summaries import whole
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["generators", "in_a_group", "install", "rank_and_world"]
-
 
 class Note(Protocol):
     def __call__(self, event: str, **what: object) -> None: ...

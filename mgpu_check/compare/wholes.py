@@ -19,8 +19,6 @@ import torch
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
 
-__all__ = ["Kept", "read_wholes", "write_buffer", "write_shape", "write_whole"]
-
 
 class Kept(NamedTuple):
     """The tensors of one device.

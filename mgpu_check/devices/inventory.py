@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-__all__ = ["Device", "Inventory", "take_inventory", "visible_devices"]
-
 
 @dataclass(frozen=True)
 class Device:

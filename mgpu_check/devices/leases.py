@@ -26,8 +26,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-__all__ = ["DeviceLeases", "Lease", "LeaseError", "machine_directory"]
-
 # Seconds between two polls of the locks. A poll costs some 30 microseconds; a wait ends up to one interval late.
 _SHORTEST_POLL, _LONGEST_POLL = 0.001, 0.01
 

@@ -11,23 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-__all__ = [
-    "EXCHANGED",
-    "MeasuredKind",
-    "Measurement",
-    "Number",
-    "Observation",
-    "Outcome",
-    "Part",
-    "Ruling",
-    "Subject",
-    "SubjectKind",
-    "SubjectResult",
-    "Unit",
-    "Work",
-    "median_and_spread",
-]
-
 if TYPE_CHECKING:
     Number = float
 else:

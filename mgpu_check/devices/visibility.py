@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from mgpu_check.devices.placement import Slot
 
-__all__ = ["Mask", "Masks"]
-
 
 @dataclass(frozen=True)
 class Mask:

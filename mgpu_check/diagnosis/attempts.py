@@ -10,8 +10,6 @@ from typing import ParamSpec, TypeVar
 from mgpu_check.errors import RankHang
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["RAISE", "Attempts"]
-
 RAISE = "_MGPU_CHECK_RAISE"
 """Environment variable that lets errors of a diagnosis propagate; set in this project's own tests, which must see
 them."""

@@ -9,8 +9,6 @@ import torch
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.numerics.factors import common_factor, evenly
 
-__all__ = ["CLOSE", "factor_of_change", "has_shapes_of", "largest", "pairs"]
-
 CLOSE = 1e-5
 """Tolerance, as a fraction of the magnitude of a tensor, for values that are computed in the same order."""
 

@@ -15,8 +15,6 @@ from mgpu_check.processes.record import Entered
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["ByRank", "Evidence", "Factor", "HashSeeds", "Restored", "Sampler", "Start", "UnfinishedCall"]
-
 
 @dataclass(frozen=True)
 class ByRank:

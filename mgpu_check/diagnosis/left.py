@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.results import Result
 
-__all__ = ["Left", "is_held", "is_left"]
-
 Left = Mapping[str, Mapping[str, float]]
 """The sum and the norm of each gradient after a backward pass, by the name of the parameter."""
 

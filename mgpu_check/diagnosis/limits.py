@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["shows_a_limit"]
-
 _SAME = 1e-4
 """Largest relative difference between two norms that one limit was applied to."""
 

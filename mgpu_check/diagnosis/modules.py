@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["WrongModule", "first_wrong_module", "module_of_partial_gradients"]
-
 _CLOSE = 1e-3
 """Tolerance, as a fraction of the largest magnitude, for rows that were summed in another order."""
 _MOST_ROWS = 512

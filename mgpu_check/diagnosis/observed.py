@@ -19,26 +19,6 @@ if TYPE_CHECKING:
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
 """Relations between results."""
 
-__all__ = [
-    "AGREE",
-    "FINITE",
-    "PARITY",
-    "REPEATS",
-    "Alternative",
-    "CallEvent",
-    "Change",
-    "Division",
-    "Expected",
-    "HeldPiece",
-    "Hypotheses",
-    "Labels",
-    "ObservedRun",
-    "Other",
-    "RankTrace",
-    "Relations",
-    "Term",
-]
-
 
 @dataclass(frozen=True)
 class HeldPiece:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["Parting", "first_parting", "has_unlike_results"]
-
 _VALUES = 4
 """Largest number of elements of a tensor that a report shows in full."""
 _GIVES_ALL = tuple(

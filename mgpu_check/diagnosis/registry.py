@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.samples import EpochSamples, Loader
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = [
-    "MistakeClass",
-    "Precedence",
-    "RuleList",
-    "RuleOf",
-    "all_mistakes",
-    "known_mistake",
-    "mistake",
-    "on_calls",
-    "on_checkpoint",
-    "on_epoch",
-    "on_evidence",
-    "on_hash_seeds",
-    "on_loader",
-    "on_tensors",
-]
-
 _PAGES = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/classes/"
 _RULES = "mgpu_check.diagnosis.rules"
 

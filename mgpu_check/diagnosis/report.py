@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from mgpu_check.diagnosis.registry import known_mistake
 
-__all__ = ["Finding", "Observable", "Report"]
-
 _SHOWN = 12
 _MARKS = {True: "yes", False: "NO", None: "-"}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["KINDS", "Kind", "Result"]
-
 Kind = Literal["grads", "params", "buffers", "optimizer", "returned", "rng"]
 
 KINDS: tuple[Kind, ...] = ("grads", "params", "buffers", "optimizer", "returned", "rng")

@@ -12,8 +12,6 @@ from functools import cached_property
 
 from mgpu_check.processes.rank_lists import grouped, named
 
-__all__ = ["Accepted", "EpochSamples", "Loader"]
-
 _SHOWN = 4
 _UNKNOWN = 0.5  # above this share of samples that world size 1 does not give, contents are assumed to be random
 

@@ -25,8 +25,6 @@ from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.diagnosis.weights import COMBINED, LOOSE, fitted, spanned
 from mgpu_check.numerics.factors import common_factor
 
-__all__ = ["Tensors"]
-
 _NEAR = 2e-3
 """Relative tolerance of each element for a common factor: each element has its own rounding errors."""
 _TELLING = 1e-2

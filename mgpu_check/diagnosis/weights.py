@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["COMBINED", "LOOSE", "fitted", "spanned"]
-
 COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "own": lambda parts, rank: parts[rank],
     "first": lambda parts, rank: parts[0],

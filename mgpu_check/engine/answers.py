@@ -13,8 +13,6 @@ from mgpu_check.processes import protocol
 from mgpu_check.processes.channel import Channel, Garbled, frame
 from mgpu_check.processes.clock import Clock
 
-__all__ = ["agree", "collect", "send", "send_rest"]
-
 # Seconds that the other ranks get once a rank has raised or died: twice the time that rank took, within these bounds,
 # and more while they compute. This decides only how much the report says about the other ranks, never the outcome.
 _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0

@@ -11,8 +11,6 @@ from mgpu_check.errors import RankFailure
 from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Group, PeerTransfers, TensorRun
 from mgpu_check.processes.record import relative
 
-__all__ = ["Unmatched", "imbalance", "unmatched"]
-
 _MOST_TOLD = 4  # lines of a report: more rarely help
 
 

@@ -16,23 +16,6 @@ from mgpu_check.processes.rank_lists import grouped, intervals, named
 from mgpu_check.processes.record import Entered, Record, fewest, parting
 from mgpu_check.processes.stacks import HALTED, location_of
 
-__all__ = [
-    "NODE",
-    "Account",
-    "Died",
-    "Finished",
-    "Interrupted",
-    "Raised",
-    "Who",
-    "account_of",
-    "alike",
-    "all_returned",
-    "different_collectives",
-    "disagreement",
-    "last_collectives",
-    "raised_at",
-]
-
 _MOST_HEADLINES = 3  # messages of the same error in a report: more rarely help
 _ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")  # of a peer, in errors of gloo: it differs between ranks
 

@@ -13,8 +13,6 @@ from mgpu_check.processes.stacks import HALTED, location_of
 if TYPE_CHECKING:
     from mgpu_check.engine.failures import Interrupted
 
-__all__ = ["RankPlaces"]
-
 
 @dataclass(frozen=True)
 class RankPlaces:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["APART", "FIRST", "SECOND", "VARIABLE", "apart", "given", "of_server"]
-
 VARIABLE = "PYTHONHASHSEED"
 
 APART = {VARIABLE: "random"}

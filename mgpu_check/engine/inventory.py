@@ -6,8 +6,6 @@ from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 
-__all__ = ["look"]
-
 
 def look(pool: RankPool, host: int = 0) -> Inventory:
     """Take the inventory of a host's GPUs in a separate process; a driver that hangs or crashes is noted in the

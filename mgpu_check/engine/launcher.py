@@ -30,8 +30,6 @@ from mgpu_check.processes.record import SIZE
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.stacks import HALTED
 
-__all__ = ["PRELOAD", "Launcher", "LocalLauncher"]
-
 PRELOAD = (
     "torch",
     "torch.distributed",

@@ -9,8 +9,6 @@ from typing import Any
 from mgpu_check.engine.rank_argument import with_rank
 from mgpu_check.engine.rank_side.rank import current_rank
 
-__all__ = ["NamedFunction"]
-
 _FORM = re.compile(r"[\w.]+:\w+")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["OwnEnvironment", "own_environment"]
-
 OwnEnvironment = tuple[tuple[str, str], ...]
 
 _OF_THE_ENGINE = frozenset(

@@ -17,8 +17,6 @@ from mgpu_check.processes.protocol import COLLECTIVE, Group, Paused, Resume
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.processes.record import Record, parting
 
-__all__ = ["CROSSED", "LOOK", "Pauses"]
-
 CROSSED = 1.0
 """Seconds between looks at ranks of which none waits at a pause. Two equal looks show ranks that can never meet."""
 LOOK = 0.2

@@ -21,8 +21,6 @@ from mgpu_check.engine.world import Begun, Function, World
 from mgpu_check.errors import AgentLost, RankHang, StartupFailure
 from mgpu_check.processes import pickling, protocol
 
-__all__ = ["RankPool"]
-
 _LONGEST_GROUP_TIMEOUT = 1e8  # seconds
 _AFTER_A_HANG = 1.0  # seconds for calls beside a hanging one to send their answers: their timeout has passed, too
 

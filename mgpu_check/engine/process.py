@@ -14,8 +14,6 @@ from mgpu_check.processes.record import SIZE, Record, parse
 from mgpu_check.processes.signals import CONNECTION_LOST, held_back
 from mgpu_check.processes.stacks import HALTED, clean
 
-__all__ = ["Process", "describe_exit", "halted"]
-
 STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in milliseconds
 
 

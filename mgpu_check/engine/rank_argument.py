@@ -8,8 +8,6 @@ from typing import Any
 
 from mgpu_check.processes import protocol
 
-__all__ = ["with_rank"]
-
 
 def with_rank(
     fn: Callable[..., Any],

@@ -11,8 +11,6 @@ from mgpu_check.engine.world import Function
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.unpicklable import culprit, culprit_of
 
-__all__ = ["NotPicklable", "call_context", "pickled_arguments", "pickled_function"]
-
 
 class NotPicklable(TypeError):
     """A function or an argument of a call cannot be pickled."""

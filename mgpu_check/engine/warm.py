@@ -12,8 +12,6 @@ from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.own_environment import OwnEnvironment
 from mgpu_check.engine.world import World
 
-__all__ = ["WarmWorlds", "WorldKey"]
-
 # Processes of idle worlds to keep. A property that draws the world size returns to each size all the time.
 _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
 

@@ -29,8 +29,6 @@ from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import Garbled, frame
 from mgpu_check.processes.clock import Clock, ready
 
-__all__ = ["Abandoned", "Begun", "Function", "World"]
-
 _MEET_TIMEOUT = 1.0  # seconds: the ranks have returned, so a barrier takes milliseconds
 _REST_TIMEOUT = 10.0  # for the engine's own requests to idle ranks, unless the timeout of calls is shorter
 

@@ -19,8 +19,6 @@ from mgpu_check.processes.record import Record
 from mgpu_check.processes.signals import STACKS_SIGNAL
 from mgpu_check.processes.stacks import HALTED
 
-__all__ = ["EXIT_TIMEOUT", "WorldProcesses"]
-
 EXIT_TIMEOUT = 1.0  # seconds from the end of a connection to the exit code of its process
 _START_TIMEOUT = 120.0  # seconds: device contexts and NCCL communicators take several seconds each
 _LAST_CHARACTERS = 4000  # of stderr in a report, enough for a traceback

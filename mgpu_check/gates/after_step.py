@@ -8,8 +8,6 @@ from torch import nn
 
 from mgpu_check.engine.rank_side.pausing import pause
 
-__all__ = ["after_step"]
-
 
 def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> None:
     """Wait for all ranks after a step, and compare their calls; see `pause`.

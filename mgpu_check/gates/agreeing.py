@@ -32,8 +32,6 @@ from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.numerics.placement.declared import Placement
 
-__all__ = ["Configuration", "assert_steps_agree"]
-
 _GATE = "assert_steps_agree"
 _EXAMPLES = 12
 _SWITCHED_EXAMPLES = 2

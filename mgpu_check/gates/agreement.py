@@ -16,8 +16,6 @@ from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["Agreement", "Disagreement", "OnOneDevice", "OnSwitch", "WithoutOneDevice"]
-
 _ALLOWANCES: Mapping[str, Allowance] = {"checkpointed": "bits", "bfloat16": "bfloat16"}
 
 Tolerance = float | Mapping[str, float] | None

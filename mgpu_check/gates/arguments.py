@@ -11,8 +11,6 @@ from mgpu_check.gates.program import Program
 from mgpu_check.gates.worlds import check_tolerance
 from mgpu_check.numerics.placement.declared import check_placement
 
-__all__ = ["check_arguments"]
-
 _AS_IN = {
     "step": "step(model, batch, rank)",
     "build": "build() that makes the model",

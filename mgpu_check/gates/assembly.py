@@ -16,8 +16,6 @@ from mgpu_check.numerics.placement.slices import assembled as joined
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.torch_hooks.tensors import digest_of
 
-__all__ = ["assembled", "holders_of"]
-
 _CLOSE = 1e-3
 """Tolerance, as a fraction of the magnitude: replicas of a slice of an optimizer's state differ by rounding only."""
 

@@ -10,8 +10,6 @@ from mgpu_check.gates.failure import Axes
 from mgpu_check.gates.meshes import Mesh, size_of
 from mgpu_check.gates.trial import Trial, Trials
 
-__all__ = ["shrunk_to_axes"]
-
 
 def shrunk_to_axes(trials: Trials, failed: Trial) -> tuple[Trial, Axes | None]:
     """Return the failure on the fewest axes that show it, and those axes.

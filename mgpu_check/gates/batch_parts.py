@@ -26,8 +26,6 @@ from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.threads import one_thread
 
-__all__ = ["run_hypotheses"]
-
 _GROUPS = 8
 """Most groups of biases that are tried one by one, since each costs a run."""
 

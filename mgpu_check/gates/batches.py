@@ -10,14 +10,6 @@ import torch
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.seeds import seed_everything
 
-__all__ = [
-    "changed",
-    "has_padding",
-    "make_batches",
-    "samples_in",
-    "wider",
-]
-
 _REDRAWS = 32
 """Most draws of lengths.
 

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["CapturedSteps"]
-
 _STEPS = "_mgpu_check_steps"  # of a graph, for as long as it is there
 
 

@@ -14,8 +14,6 @@ from mgpu_check.gates.program import modules_of
 from mgpu_check.gates.terms import around_backward
 from mgpu_check.torch_hooks.collectives import recorder
 
-__all__ = ["combining_gradients"]
-
 
 def combining_gradients(
     model: Any, group: dist.ProcessGroup, names: Collection[str], how: str

@@ -12,8 +12,6 @@ from mgpu_check.gates.meshes import Mesh, where_is
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 
-__all__ = ["ParameterCoverage", "check_unjudged"]
-
 _SHOWN = 12
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from mgpu_check.diagnosis.samples import Accepted, EpochSamples
 
-__all__ = ["Coverage", "Epoch", "Visits", "coverage_of", "same_orders", "samples_of"]
-
 ALL_SEEN, ONLY_ONCE, KNOWN, AS_MANY = "all seen", "only once", "known", "as many batches"
 """Relations: each sample is on some rank; no sample is on two ranks; every sample is known at world size 1; all ranks
 have as many batches."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from mgpu_check.processes.record import relative
 
-__all__ = ["definition_of", "innermost"]
-
 
 def definition_of(step: Callable[..., Any]) -> str:
     """Return the line where a function, or the class of an object, is defined: "train.py:12"; "" if it is unknown."""

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mgpu_check.torch_hooks.drawing import draws
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["DrawsOfFloat32", "Notes", "entered"]
-
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}
 _FILLING = {

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from mgpu_check.gates.evaluation import Compared, Evaluated
 
-__all__ = ["assert_evaluation_agrees"]
-
 _PER_RANK = 4
 _SHOWN = 4
 _LIKELY = 3

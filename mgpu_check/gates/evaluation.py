@@ -26,8 +26,6 @@ from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, name_of, plain_copy
 
-__all__ = ["Compared", "Evaluated", "compare_ranks", "train_and_evaluate"]
-
 _SEED = 7
 _SHOWN_RANKS = 8
 

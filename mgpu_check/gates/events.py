@@ -39,8 +39,6 @@ from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
 
-__all__ = ["traced"]
-
 
 @contextlib.contextmanager
 def traced(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:

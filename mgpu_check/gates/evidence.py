@@ -15,8 +15,6 @@ from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["calls_of", "evidence_of"]
-
 _MAY_DRAW = "the step draws random numbers, and each rank draws those of its own part of the batch"
 _NEAR = 2e-3
 """Relative tolerance of a factor: no element is further from it."""

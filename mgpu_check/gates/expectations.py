@@ -24,8 +24,6 @@ from mgpu_check.numerics.steps import granted_with
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import digest_of
 
-__all__ = ["Effort", "Expectations", "key_of"]
-
 _KEPT = 64
 """Most scenarios whose expected results are kept for other world sizes."""
 _KEPT_ELEMENTS = 100_000_000

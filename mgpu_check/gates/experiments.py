@@ -15,8 +15,6 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
-__all__ = ["changes_tried"]
-
 _Group = tuple[int, tuple[tuple[int, ...], ...]]
 """Index among the groups of a rank, and the ranks of each group with this index."""
 

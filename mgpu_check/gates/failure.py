@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.engine.failures import Account
 
-__all__ = ["Axes", "Failure", "FirstWrong", "Mismatch", "NoReturn"]
-
 
 @dataclass(frozen=True)
 class Axes:

@@ -22,8 +22,6 @@ import torch
 
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["Opaque", "flattened", "own_part"]
-
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 

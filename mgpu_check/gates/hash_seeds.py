@@ -18,8 +18,6 @@ from mgpu_check.gates.sets_used import sets_used
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["with_seeds_apart"]
-
 _SHOWN = 3
 _LONGEST = 300
 

@@ -24,8 +24,6 @@ from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ran
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
 from mgpu_check.torch_hooks.tensors import copied, plain_copy
 
-__all__ = ["Held", "Holdings", "moved_apart", "named_tensors", "parameters_of"]
-
 _Kind = Literal["params", "buffers"]
 
 

@@ -28,8 +28,6 @@ from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.table import COLLECTIVES, OPERATIONS
 
-__all__ = ["Range", "part_of", "run_changed", "run_noting_ranges", "run_noting_terms"]
-
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 _OUTPUTS = tuple(dict.fromkeys(row.taken for row in COLLECTIVES.values() if row.taken and row.taken != row.operand))
 """Parameters that collectives write their results to; collectives without such a parameter overwrite the operand."""

@@ -22,8 +22,6 @@ from mgpu_check.gates.second_look import SecondLook, as_seen
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.numerics.diagnosis import diagnose
 
-__all__ = ["failure_of", "no_return_of"]
-
 _LIKELY = 2
 """Most causes that a report names."""
 

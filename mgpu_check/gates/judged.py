@@ -9,8 +9,6 @@ import torch
 from mgpu_check.diagnosis.observed import PARITY, Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.results import Result
 
-__all__ = ["unjudged"]
-
 _WIDE = 0.1
 """Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank."""
 _SMALL = 1e-2

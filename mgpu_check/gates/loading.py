@@ -20,8 +20,6 @@ from mgpu_check.processes.rank_lists import named
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["assert_loader_covers"]
-
 _EPOCHS_DIFFER = "epochs differ"
 
 

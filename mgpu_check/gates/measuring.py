@@ -27,15 +27,6 @@ from mgpu_check.numerics.steps import MeasuredStep, full_precision, with_roundin
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
 
-__all__ = [
-    "largest_factor",
-    "measure",
-    "measure_in_parts",
-    "measure_provisionally",
-    "measure_slightly_moved",
-    "of_parts",
-]
-
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 
 

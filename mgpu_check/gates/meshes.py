@@ -12,19 +12,6 @@ from mgpu_check.numerics.placement.declared import Coordinates
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Mesh",
-    "Place",
-    "check_meshes",
-    "check_places",
-    "coordinates_of",
-    "described",
-    "mesh_of",
-    "place_in",
-    "size_of",
-    "where_is",
-]
-
 Mesh = tuple[tuple[str, int], ...]
 """Axes in order, the outermost first, with their sizes."""
 

@@ -14,8 +14,6 @@ from mgpu_check.diagnosis.observed import RankTrace
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["noting_outputs"]
-
 _MOST = 1 << 16
 """Most elements of a recorded output: comparing a larger one row by row would take longer than the step."""
 

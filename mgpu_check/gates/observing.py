@@ -32,8 +32,6 @@ from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 
-__all__ = ["Around", "observe"]
-
 Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]
 """Called with the model, and with the batches as the steps get them."""
 

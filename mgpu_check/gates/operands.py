@@ -16,20 +16,6 @@ from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
 
-__all__ = [
-    "Rows",
-    "arrived",
-    "contents",
-    "facts",
-    "in_function",
-    "is_under_test",
-    "layout",
-    "line_of",
-    "site",
-    "sums_of",
-    "upstream",
-]
-
 _KEPT = 64
 """Largest number of elements whose values are kept."""
 _FRAMES = 4

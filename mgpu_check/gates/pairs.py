@@ -26,8 +26,6 @@ from mgpu_check.gates.varying import Variation, run_varied
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with, with_roundings
 
-__all__ = ["Allowance", "OnRanks", "PairTrials"]
-
 Allowance = Literal["bits", "rounding", "bfloat16"]
 """How far two configurations may differ: not at all, by rounding, or also by rounding to bfloat16."""
 

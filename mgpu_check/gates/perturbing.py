@@ -14,8 +14,6 @@ from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 
-__all__ = ["ROUNDOFF", "generator_of", "moved", "perturbed"]
-
 ROUNDOFF = unit_roundoff(torch.float32)
 
 

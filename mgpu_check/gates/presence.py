@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["least_anywhere"]
-
 
 def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """Return for each tensor the smallest count among the ranks of its mesh; without a mesh, its own count.

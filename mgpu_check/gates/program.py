@@ -14,18 +14,6 @@ from mgpu_check.gates.definitions import innermost
 from mgpu_check.gates.switches import Switch
 from mgpu_check.numerics.placement.declared import Placement
 
-__all__ = [
-    "Program",
-    "Unusable",
-    "bound",
-    "bound_reference",
-    "is_class",
-    "modules_of",
-    "name_of",
-    "raise_unusable",
-    "wants_world_size",
-]
-
 
 class Unusable(ValueError):
     """A function or batch of the user does not meet the needs of the gate."""

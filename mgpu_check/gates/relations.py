@@ -13,8 +13,6 @@ from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite
 
-__all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "allowed_for", "close", "relations_of", "repeats"]
-
 RANDOM = Result("rng", "state of the random numbers")
 
 

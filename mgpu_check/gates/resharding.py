@@ -13,8 +13,6 @@ from mgpu_check.gates.relations import close
 from mgpu_check.gates.states import StateEntry, explained_by_rounding, is_real, load_of
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["resharded", "same_training"]
-
 _SHOWN = 3
 
 Parts = list[torch.Tensor]

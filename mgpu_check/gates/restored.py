@@ -16,8 +16,6 @@ from mgpu_check.processes.rank_lists import by_ranks, named
 if TYPE_CHECKING:
     from mgpu_check.gates.states import StateEntry, StateRow
 
-__all__ = ["Entries", "explained"]
-
 _SHOWN = 4
 _LOADED = "loaded as saved"
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
     from mgpu_check.gates.states import StateEntry
 
-__all__ = ["assert_resume_continues"]
-
 _GATE = "assert_resume_continues"
 _SEED, _OTHER_SEED = 20, 2_000_003
 # Size of the added rounding errors in unit roundoffs: among a million random errors, hardly any exceeds 6 standard

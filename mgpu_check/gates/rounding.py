@@ -17,16 +17,6 @@ from mgpu_check.gates.runs import Measured, Provisional, RunPart, Runs, alike, l
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.steps import PAIRS, deviations, errors_seen, granted_at_least
 
-__all__ = [
-    "RUNS",
-    "joined",
-    "measured",
-    "measured_in_part",
-    "measured_provisionally",
-    "rounding_seen",
-    "slightly_moved",
-]
-
 RUNS = (0, 1, -1)
 """The runs of a provisional measurement: unperturbed (0), and perturbed in two opposite directions (1 and -1)."""
 

@@ -18,8 +18,6 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.targets import NotingLabels
 from mgpu_check.numerics.steps import full_precision
 
-__all__ = ["run_step", "run_traced", "run_traced_alone"]
-
 _SMALL = 100_000
 """Most elements whose values every rank sends; above, only rank 0 does, and the others send checksums."""
 

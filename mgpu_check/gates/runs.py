@@ -23,8 +23,6 @@ from mgpu_check.numerics.steps import MeasuredStep, assess, deviations, granted_
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 
-__all__ = ["LARGE", "Measured", "Provisional", "RunPart", "Runs", "alike", "left_alike", "wide"]
-
 LARGE = 1_000_000
 """Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
 random sign for every intermediate value."""

@@ -16,8 +16,6 @@ from mgpu_check.gates.coverage import Epoch, Visits
 from mgpu_check.torch_hooks.nested import leaves
 from mgpu_check.torch_hooks.tensors import as_real, bytes_of, plain
 
-__all__ = ["Key", "MakeLoader", "visit"]
-
 Key = Callable[[Any], Iterable[Hashable]]
 MakeLoader = Callable[[Rank], Any]
 

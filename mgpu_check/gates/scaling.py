@@ -25,8 +25,6 @@ from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture, world_sizes_of
 from mgpu_check.numerics.placement.declared import Placement
 
-__all__ = ["assert_metric_scales", "assert_step_scales"]
-
 _EXAMPLES = 24
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from mgpu_check.gates.meshes import Mesh, described
 
-__all__ = ["CHANGES", "Scenario"]
-
 CHANGES = ("scaled", "ragged", "sorted", "duplicated", "permuted")
 """The ways to change a batch; see `mgpu_check.gates.batches`."""
 

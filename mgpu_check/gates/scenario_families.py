@@ -13,8 +13,6 @@ from mgpu_check.gates.batches import samples_in
 from mgpu_check.gates.meshes import Mesh
 from mgpu_check.gates.scenario import CHANGES, Scenario
 
-__all__ = ["SEVERAL_STEPS", "Family", "Sizes", "families"]
-
 Sizes = st.SearchStrategy[int] | int | Iterable[int] | str | Callable[[int], "st.SearchStrategy[int]"] | None
 """Batch sizes to try, as a user specifies them."""
 

@@ -13,8 +13,6 @@ from hypothesis.reporting import with_reporter
 from mgpu_check.errors import RankHang
 from mgpu_check.gates.scenario import Scenario
 
-__all__ = ["smallest_failure"]
-
 _MOST_SHRINKS = 40
 """Most cases that are run after a failure to find a smaller failing case."""
 

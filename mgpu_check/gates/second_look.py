@@ -21,8 +21,6 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.numerics.compare import difference
 
-__all__ = ["SecondLook", "as_seen"]
-
 _SMALL = 2.0**-10
 _FURTHER = 2
 _LARGE = 1_000_000

@@ -14,8 +14,6 @@ import torch
 from mgpu_check.diagnosis.observed import CallEvent
 from mgpu_check.gates.operands import is_under_test, line_of, site
 
-__all__ = ["generator_seeded", "noting_seeds"]
-
 _SEED = inspect.unwrap(torch.manual_seed).__code__
 
 

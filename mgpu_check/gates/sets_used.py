@@ -17,8 +17,6 @@ from typing import Any
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
 
-__all__ = ["sets_used"]
-
 _INSTRUCTIONS = frozenset({"BUILD_SET", "SET_ADD", "SET_UPDATE"})
 _NAMES = frozenset({"set", "frozenset", "hash", "__hash__"})
 _VIEWS = frozenset({"keys", "items"})

@@ -27,22 +27,6 @@ from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, digest_of
 
-__all__ = [
-    "StateEntry",
-    "StateRow",
-    "Train",
-    "TrainingPart",
-    "compare",
-    "digest_of_value",
-    "epochs_of",
-    "explained_by_rounding",
-    "is_real",
-    "kept",
-    "load",
-    "load_of",
-    "train_and_keep",
-]
-
 Train = Callable[[Rank, Path, int, int], Any]
 
 _ENTRIES, _GENERATORS, _EPOCHS = "entries", "generators", "epochs"

@@ -22,8 +22,6 @@ from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
 
-__all__ = ["Nudge", "StepRecorder", "put"]
-
 Nudge = Callable[[int, Result, torch.Tensor], None]
 
 

@@ -7,8 +7,6 @@ from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import RanksFixture
 
-__all__ = ["try_seeds"]
-
 
 def try_seeds(trials: Trials) -> None:
     """Try the first case that passed on several ranks; see `with_seeds_apart`."""

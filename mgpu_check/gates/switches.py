@@ -20,8 +20,6 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["AXES", "Switch", "switched"]
-
 _Count = Callable[[], None]
 _Turn = Callable[[_Count, Mapping[str, nn.Module], str], contextlib.AbstractContextManager[None]]
 

@@ -13,8 +13,6 @@ from mgpu_check.diagnosis.observed import Labels
 from mgpu_check.gates.operands import site
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["NotingLabels"]
-
 _MOST = 4096
 """Most labels of one call that are kept, to bound memory."""
 _MOST_CALLS = 64

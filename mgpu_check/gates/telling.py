@@ -14,8 +14,6 @@ from mgpu_check.engine.failures import Account
 from mgpu_check.gates.failure import Axes, Failure, Mismatch, NoReturn
 from mgpu_check.processes.rank_lists import few, grouped, named
 
-__all__ = ["report_of"]
-
 _SHOWN = 8
 """Most ranks, or groups of ranks, whose values a report shows."""
 

@@ -19,8 +19,6 @@ from mgpu_check.processes.frames import is_file_under_test
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["Paths", "around_backward", "noting_terms", "scaling_term"]
-
 _MOST = 6
 """Most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs."""
 _MOST_NODES = 1000

@@ -26,8 +26,6 @@ from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.numerics.placement.slices import Unplaced
 from mgpu_check.torch_hooks.threads import some_threads
 
-__all__ = ["Trial", "Trials"]
-
 _PATIENCE = 2
 """Provisional measurements are given up when inconclusive ones outnumber conclusive ones by this many."""
 

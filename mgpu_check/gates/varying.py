@@ -22,8 +22,6 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.steps import full_precision, granted_at_least, with_roundings
 from mgpu_check.torch_hooks.tensors import plain_copy
 
-__all__ = ["Variation", "run_varied"]
-
 _Gradients = dict[tuple[int, Result], torch.Tensor]
 """The gradients of a rank by optimizer step and name: slices, where ranks hold slices."""
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 from mgpu_check.errors import RankFailure, RankHang
 
-__all__ = ["RanksFixture", "check_count", "check_tolerance", "is_count", "noting", "sizes_of", "world_sizes_of"]
-
 
 class RanksFixture(Protocol):
     """The part of the fixture `ranks` that a gate needs."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["gamma", "product_bound", "significand_bits", "sum_bound", "unit_roundoff"]
-
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of one rounding to nearest.

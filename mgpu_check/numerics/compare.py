@@ -9,8 +9,6 @@ import torch
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 
-__all__ = ["Difference", "difference", "flipped_bits", "show"]
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -16,8 +16,6 @@ from mgpu_check.numerics.compare import flipped_bits, show
 from mgpu_check.numerics.factors import common_factor, evenly
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
-__all__ = ["diagnose"]
-
 _ROUNDINGS = 4
 """Two right results may differ by this many roundoffs: each is rounded a few times, in its own order."""
 _MANY = 4

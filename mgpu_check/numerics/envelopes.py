@@ -9,8 +9,6 @@ import torch
 
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["envelopes", "estimate", "farthest", "root_mean_square"]
-
 Key = TypeVar("Key", bound=Hashable)
 
 

@@ -14,8 +14,6 @@ import torch
 
 from mgpu_check.numerics.bounds import significand_bits
 
-__all__ = ["exact_factors", "exact_parts", "lowest_bits", "random_parts", "sums_exactly"]
-
 _SCALES = 8  # powers of two that elements are scaled by: 2^-4 … 2^3, so that sums stay finite and normal in float16
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["common_factor", "evenly"]
-
 _MOST = 100_000
 """Numbers that are fitted at most: Python handles them one by one."""
 

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.bounds import unit_roundoff
 
-__all__ = ["Perturbed", "unfused"]
-
 _FEW = 4096
 """Elements up to which every element gets its own random sign; larger tensors use a table, since drawing is slow."""
 _AT_ONCE = 1 << 15

@@ -11,8 +11,6 @@ from mgpu_check.numerics.bounds import gamma, product_bound, sum_bound, unit_rou
 from mgpu_check.numerics.exact import lowest_bits, sums_exactly
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["OPERATIONS", "Reduced", "compensated_sum", "reduced"]
-
 OPERATIONS = ("sum", "avg", "product", "min", "max")
 
 

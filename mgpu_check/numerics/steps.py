@@ -33,21 +33,6 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = [
-    "PAIRS",
-    "MeasuredStep",
-    "Step",
-    "assess",
-    "deviations",
-    "errors_seen",
-    "full_precision",
-    "granted_at_least",
-    "granted_with",
-    "measure_step",
-    "measure_step_provisionally",
-    "with_roundings",
-]
-
 Key = TypeVar("Key", bound=Hashable)
 """Identifies a result: a name, or an object with a name."""
 

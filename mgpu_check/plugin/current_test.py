@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from mgpu_check.plugin.report.suspects import Reruns
     from mgpu_check.plugin.second_look import Failed
 
-__all__ = ["CurrentTest"]
-
 
 @dataclass
 class CurrentTest:

@@ -29,8 +29,6 @@ from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["Absent", "modules_of", "running"]
-
 BOUND_TO_PYTEST = frozenset(
     {"request", "monkeypatch", "capsys", "capfd", "capsysbinary", "capfdbinary", "caplog", "recwarn", "pytester"}
     | {"record_property", "record_testsuite_property", "record_xml_attribute", "ranks", "subtests"}

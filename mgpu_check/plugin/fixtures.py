@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from mgpu_check.plugin.execution import Absent
     from mgpu_check.plugin.ranks import Ranks
 
-__all__ = ["gpus", "rank", "ranks"]
-
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:

@@ -20,8 +20,6 @@ from mgpu_check.asserts import covered, known_defects, surface
 from mgpu_check.processes.frames import calling_line, is_engine
 from mgpu_check.processes.rank_lists import grouped
 
-__all__ = ["Collector", "deliver", "keep_steps", "steps_to"]
-
 _flat = itertools.chain.from_iterable
 _STEPS = "_mgpu_check_steps"
 _MOST_WARNINGS = 1000  # per test and rank: bounds the memory of a loop that issues a new text each time

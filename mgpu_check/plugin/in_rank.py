@@ -34,8 +34,6 @@ from mgpu_check.plugin.replacements import replaced
 from mgpu_check.processes.frames import is_engine
 from mgpu_check.processes.raised import EXPLAIN, without_engine
 
-__all__ = ["call"]
-
 _LINES, _CHARACTERS = 12, 1200
 
 

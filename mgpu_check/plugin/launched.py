@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
 
-__all__ = ["Misfit", "describe", "is_launched", "launcher_of_this_run", "over", "take_seats", "wrong_launch"]
-
 
 class Misfit(Exception):
     """The launched ranks do not match the options of the run."""

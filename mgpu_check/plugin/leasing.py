@@ -18,8 +18,6 @@ from mgpu_check.settings import Settings
 if TYPE_CHECKING:
     from mgpu_check.devices.leases import DeviceLeases, Lease
 
-__all__ = ["Leasing", "RunDirectory", "keys_of", "tokens_of", "told"]
-
 _CUDA = "CUDA_VISIBLE_DEVICES"
 
 _WORTH_TELLING = 1.0  # seconds of waiting in total: less does not explain a slow run

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from mgpu_check.devices.inventory import Inventory
 from mgpu_check.settings import Settings
 
-__all__ = ["TooFewDevices", "lack", "too_few"]
-
 
 class TooFewDevices(Exception):
     """The machine has fewer devices than the run asks for."""

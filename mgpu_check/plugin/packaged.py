@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["SUITE", "command_of", "modules_of_ranks", "package_of", "used_by_ranks"]
-
 SUITE = "mgpu_check.suite"
 
 _COMMANDS = {SUITE: (), "mgpu_check.acceptance": ("accept",)}

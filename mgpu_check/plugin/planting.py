@@ -6,8 +6,6 @@ import pkgutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-__all__ = ["Planting"]
-
 
 @dataclass(frozen=True)
 class Planting:

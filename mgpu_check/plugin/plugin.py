@@ -140,8 +140,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not gpu_session.settings.asked or session.config.option.collectonly:
         return
     from mgpu_check.devices.leases import LeaseError
+    from mgpu_check.plugin.missing_devices import TooFewDevices
     from mgpu_check.plugin.report import summary
-    from mgpu_check.plugin.session import TooFewDevices
 
     if wrong := wrong_launch(os.environ):
         raise pytest.UsageError(f"mgpu-check: {wrong}")

@@ -14,8 +14,6 @@ from mgpu_check.errors import RankHang, RankHangInFixture
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.launched import simulating
 
-__all__ = ["Ranks", "abandoning"]
-
 
 class Ranks:
     """The fixture `ranks`: runs functions on the ranks of a test from the pytest process."""

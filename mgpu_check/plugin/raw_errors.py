@@ -9,8 +9,6 @@ from mgpu_check.errors import UnexpectedError
 from mgpu_check.plugin.packaged import SUITE
 from mgpu_check.processes.frames import is_engine
 
-__all__ = ["as_finding"]
-
 _FOLDER = f"/{SUITE.replace('.', '/')}/"
 _LONGEST = 160
 _KINDS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)

@@ -26,8 +26,6 @@ import pytest
 
 from mgpu_check.processes import pickling
 
-__all__ = ["Replacements", "replaced"]
-
 _MISSING = "_mgpu_check_missing"  # a marker that can be pickled and is not a user's value
 _OWN = ("_pytest", "pytest", "mgpu_check", "pluggy", "hypothesis")
 _STREAMS = ("stdout", "stderr")

@@ -16,17 +16,6 @@ from _pytest.unittest import TestCaseFunction
 
 from mgpu_check.devices.placement import WorldSize, spread
 
-__all__ = [
-    "HOST_PARAMETER",
-    "NEEDS",
-    "SIZE_PARAMETER",
-    "Needs",
-    "in_one_process",
-    "needs_of",
-    "placements",
-    "sizes_of",
-]
-
 OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
 
 SIZE_PARAMETER = "world_size_of_ranks"

@@ -22,8 +22,6 @@ from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes import protocol
 
-__all__ = ["Failed", "is_packaged", "look_again"]
-
 _REPEATS = 20
 _REPEATS_FIRST = 3
 _REPEATS_RELIABLE = 6

@@ -15,9 +15,6 @@ import cloudpickle
 
 from mgpu_check.plugin.planting import Planting
 
-__all__ = ["Shipped", "bare", "by_value", "warning_filters"]
-
-
 Filter = tuple[str, str, type[Warning], str, int]
 """Arguments of `warnings.filterwarnings`: action, message, category, module, line."""
 

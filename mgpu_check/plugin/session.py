@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
 
-__all__ = ["PRELOAD", "FirstFailure", "GpuSession", "TooFewDevices"]
-
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
 PRELOAD = ("mgpu_check.plugin.in_rank",)
 

@@ -10,8 +10,6 @@ from mgpu_check.plugin.requirements import NEEDS, Needs
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import activate
 
-__all__ = ["adopt", "begin"]
-
 
 def begin(item: pytest.Item, needs: Needs, session: GpuSession) -> None:
     """Lease the devices of `item`, and start its account in the session."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from mgpu_check.plugin.report.replay import Invocation
     from mgpu_check.plugin.session import GpuSession
 
-__all__ = ["FAILED", "INVOCATION", "MISUSE", "SESSION", "TOLD"]
-
 SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
 MISUSE: pytest.StashKey[str] = pytest.StashKey()
 FAILED: pytest.StashKey[bool] = pytest.StashKey()

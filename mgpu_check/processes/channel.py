@@ -19,8 +19,6 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["Channel", "Garbled", "RankEnd", "frame"]
-
 _MAGIC, _BUFFER, _FILE = b"MGPU", b"MGPB", b"MGPF"
 _HEADER = struct.Struct("!4sQ")
 _LENGTH = struct.Struct("!Q")  # of each buffer in a file

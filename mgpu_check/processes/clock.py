@@ -11,8 +11,6 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["Clock", "ready"]
-
 _LONGEST = 1e6  # seconds: poll takes its milliseconds as a 32-bit integer
 
 

@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping
 from mgpu_check.processes.matching import members
 from mgpu_check.processes.record import Entered, Record
 
-__all__ = ["deadlocked"]
-
 _ROOT = re.compile(r"\b(src|dst)=(\d+)")
 
 

@@ -8,8 +8,6 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 
-__all__ = ["calling_line", "is_engine", "is_file_under_test", "is_installed", "line_under_test"]
-
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(
     r"/mgpu_check/((processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|compare)/\w+"

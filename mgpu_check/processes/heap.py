@@ -7,8 +7,6 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
-__all__ = ["importing", "keep_freed_memory"]
-
 # Constants of <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT, _LARGEST = 256 << 20, 32 << 20

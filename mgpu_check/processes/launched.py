@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from mgpu_check.processes.python_path import with_startup
 
-__all__ = ["OF_LAUNCHERS", "simulating", "without_launcher"]
-
 OF_LAUNCHERS = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)"
     r"|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID)"

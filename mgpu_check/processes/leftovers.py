@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["MARK", "children", "children_but_managers", "clear", "file_of_names", "remove_all_names", "remove_names"]
-
 MARK = "_MGPU_CHECK_RANKS"
 """Environment variable of ranks and their children: the directory of their run."""
 

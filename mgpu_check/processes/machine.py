@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["boot_id", "distinct_names"]
-
 _SHOWN = 8
 """Characters of a boot id that are shown: enough to distinguish the machines of a run."""
 

@@ -10,8 +10,6 @@ from mgpu_check.processes.protocol import Group
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.processes.record import Entered, Record
 
-__all__ = ["Uneven", "ahead", "members", "uneven"]
-
 Counts = Mapping[Group, int]
 """Group -> number of collectives that one rank has entered there."""
 

@@ -13,8 +13,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["by_name"]
-
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 """The result of a reducer for `pickle`: a function and its arguments."""
 

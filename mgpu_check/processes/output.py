@@ -10,8 +10,6 @@ import ctypes
 import os
 import sys
 
-__all__ = ["LOOK", "MOST_OUTPUT", "kept", "thin_out"]
-
 MOST_OUTPUT = 64 * 1024
 """Maximum bytes of each stream of a rank in a report."""
 

@@ -15,8 +15,6 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from mgpu_check.processes.named import by_name
 
-__all__ = ["ORIGINAL", "Pickled", "Pickler", "dumps", "dumps_apart", "loads", "loads_apart"]
-
 ORIGINAL = "_mgpu_check_original"
 """Attribute of a function that replaces a test's body in the pytest process: the body."""
 

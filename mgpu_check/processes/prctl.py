@@ -6,8 +6,6 @@ import ctypes
 import signal
 import sys
 
-__all__ = ["adopt_orphans", "end_with_parent"]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

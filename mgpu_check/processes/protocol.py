@@ -12,30 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from mgpu_check.processes.pickling import Pickled
 
-__all__ = [
-    "ANY",
-    "COLLECTIVE",
-    "MANY",
-    "SEED",
-    "Call",
-    "CallContext",
-    "EndTest",
-    "Explain",
-    "Group",
-    "Meet",
-    "Outcome",
-    "Paused",
-    "PeerTransfers",
-    "Placeholder",
-    "RaisedInRank",
-    "RankSpec",
-    "Ready",
-    "Rested",
-    "Resume",
-    "Settle",
-    "TensorRun",
-]
-
 SEED = 0
 """The random seed of every call on every rank, so that failures repeat and no example depends on earlier ones."""
 

@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["with_startup", "with_this_package"]
-
 _STARTUP = str(Path(__file__).parents[1] / "cli" / "startup")
 _HOME = str(Path(__file__).parents[2])
 

@@ -11,8 +11,6 @@ from typing import Any
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.frames import is_engine
 
-__all__ = ["EXPLAIN", "clipped", "failure_of", "shortened", "without_engine"]
-
 EXPLAIN = "_mgpu_check_explain"
 """Attribute of an exception: a function that renders a fuller traceback, set by a wrapper around the call."""
 

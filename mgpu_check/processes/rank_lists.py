@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["by_ranks", "few", "grouped", "intervals", "named"]
-
 Key = TypeVar("Key")
 Member = TypeVar("Member")
 

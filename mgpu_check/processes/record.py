@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["HEADER", "KEPT", "SIZE", "SLOT", "Entered", "Record", "pack_entry", "parse"]
-
 KEPT = 32
 """Number of collectives in a record, which holds the last ones."""
 

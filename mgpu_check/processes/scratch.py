@@ -20,8 +20,6 @@ from typing import Literal, get_args
 from mgpu_check.processes.leftovers import clear
 from mgpu_check.processes.machine import boot_id
 
-__all__ = ["Scratch", "sweep"]
-
 _NAME = "mgpu-check-{kind}-{machine}-"
 Kind = Literal["compare", "evaluate", "leases", "ranks", "resume", "suite"]
 _LOCKED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -15,8 +15,6 @@ from typing import Any
 
 from mgpu_check.processes.pickling import Pickler
 
-__all__ = ["give_by_value"]
-
 
 def give_by_value() -> None:
     """Make `multiprocessing` in this process pickle functions and classes of test modules by value."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from mgpu_check.processes.frames import is_engine, line_under_test
 from mgpu_check.processes.record import relative
 
-__all__ = ["HALTED", "Location", "clean", "location_of"]
-
 HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
 """In place of the stacks of a halted process."""
 

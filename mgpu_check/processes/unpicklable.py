@@ -8,8 +8,6 @@ from typing import Any
 
 from mgpu_check.processes import pickling
 
-__all__ = ["culprit", "culprit_of"]
-
 
 def culprit_of(function: Callable[..., Any]) -> str | None:
     """Describe the first variable of `function` that cannot be pickled; None if there is no such variable."""

@@ -40,8 +40,6 @@ from mgpu_check.simulated.typed import install_typed
 from mgpu_check.simulated.wrappers import install_wrappers
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["prepare", "simulated_device_count", "simulated_node"]
-
 _entering = threading.Lock()
 _prepared: Patches | None = None
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import bisect
 
-__all__ = ["Addresses"]
-
 
 class Addresses:
     """The memory of one device, as offsets from 0. The caller must hold the lock of `memory`."""

@@ -12,8 +12,6 @@ from mgpu_check.simulated.memory import BLOCK, Block, DeviceMemory, Pool
 from mgpu_check.simulated.pinned import empty_host_cache, host_stats, reset_accumulated, reset_peak
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
 
-__all__ = ["allocator_functions", "device_memory", "empty_cache", "memory_info"]
-
 Counts = dict[str, int]
 
 

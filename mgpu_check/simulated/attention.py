@@ -21,8 +21,6 @@ from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_attention"]
-
 _aten = torch.ops.aten
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _FLASH_ROWS = 8  # elements of a head that a flash kernel loads at once

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mgpu_check.simulated.tensor import SimulatedTensor
 
-__all__ = ["SINCE_2_14", "Params", "choice_functions", "chosen_kernel", "on_device"]
-
 SINCE_2_14 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 """Since torch 2.14 all kernels accept one head of keys and values for all queries, and unbatched operands."""
 

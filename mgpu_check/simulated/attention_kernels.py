@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mgpu_check.simulated.tensor import raw
 
-__all__ = ["ATTENTION_KERNELS"]
-
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_ROWS = 8  # the flash kernels load this many elements of a row at once
 _LOGSUMEXP_ROWS = 32  # the memory-efficient kernels pad their logsumexp to a multiple of this many rows

@@ -16,8 +16,6 @@ import torch
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["KNOWN", "install_autocast"]
-
 _LOWER = [
     *("_convolution.deprecated", "_convolution", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d"),
     *("conv3d.padding", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),

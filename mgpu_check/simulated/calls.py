@@ -16,25 +16,6 @@ import torch.distributed as dist
 
 from mgpu_check.simulated.late import Staging
 
-__all__ = [
-    "TransferCall",
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-    "send",
-    "without_self",
-]
-
 Tensors = list[torch.Tensor]
 Started = tuple[list[dist.Work], Callable[[], None] | None]
 

@@ -12,8 +12,6 @@ from typing import NoReturn
 
 from mgpu_check.simulated.state import cuda_error
 
-__all__ = ["Capture", "Recording", "abandon", "refuse_in_thread"]
-
 _MODES = ("global", "thread_local", "relaxed")
 _UNSUPPORTED = 900, "operation not permitted when stream is capturing"
 _INVALIDATED = 901, "operation failed due to a previous error during capture"

@@ -27,8 +27,6 @@ from mgpu_check.simulated.tensor import SimulatedTensor, tensors_in
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.table import METHODS
 
-__all__ = ["install_collectives", "record"]
-
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
 """ProcessGroupNCCL views complex tensors as real ones in these.
 

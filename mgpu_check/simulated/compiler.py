@@ -15,8 +15,6 @@ import torch
 
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_compiler"]
-
 _said: set[int] = set()
 
 

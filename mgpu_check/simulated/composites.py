@@ -14,8 +14,6 @@ import torch
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_composites"]
-
 Function = Callable[..., torch.Tensor]
 
 

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from mgpu_check.simulated.allocator import memory_info
 from mgpu_check.simulated.pinned import register, unregister
 
-__all__ = ["runtime"]
-
 # The errors that torch's own code and tests name, with the messages of cudaGetErrorString.
 _ERRORS = {
     0: ("success", "no error"),

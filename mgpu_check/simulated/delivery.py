@@ -10,8 +10,6 @@ import torch
 
 from mgpu_check.simulated.capturing import Recording, refuse_in_thread
 
-__all__ = ["Late", "Waiting", "WorkClock", "clock", "poison", "use_clock"]
-
 
 class WorkClock:
     """The clock of streams and events: wall time in seconds."""

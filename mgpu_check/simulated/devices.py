@@ -6,8 +6,6 @@ import torch
 
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_device_type"]
-
 _real: type = type(torch.device("cpu"))
 
 

@@ -12,8 +12,6 @@ from mgpu_check.simulated.generators import device_of, drawing, owner_of
 from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in
 
-__all__ = ["on_sync", "run"]
-
 _no_dispatch = torch._C._DisableTorchDispatch
 _plain: type = torch.Tensor
 _SYNCING = frozenset(

@@ -9,8 +9,6 @@ import torch
 from mgpu_check.simulated.state import device_index
 from mgpu_check.simulated.streams import Stream, external
 
-__all__ = ["ExternalStream", "external_stream"]
-
 
 class ExternalStream(Stream):
     """A stream of another library; it holds only work that this process queues through torch."""

@@ -21,8 +21,6 @@ from mgpu_check.simulated.unwritten import EMPTY, never_written, require
 from mgpu_check.simulated.wrappers import convert_local, is_distributed
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_factories"]
-
 Maker = Callable[..., torch.Tensor]
 
 # By name, because no version of torch has all of them.

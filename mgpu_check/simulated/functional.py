@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as public
 
-__all__ = ["OPERATORS", "group_of", "install_functional", "wait_pending"]
-
 _WORK = "_mgpu_check_work"
 _c10d = torch._C._distributed_c10d
 _OPS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX"}

@@ -17,8 +17,6 @@ from mgpu_check.simulated.streams import as_on, chosen_streams
 from mgpu_check.simulated.tensor import SimulatedTensor, tag
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_functions"]
-
 _DEVICES = "_mgpu_check_devices"
 _STREAMS = "_mgpu_check_streams"
 _plain: type = torch.Tensor

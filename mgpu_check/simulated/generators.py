@@ -17,8 +17,6 @@ import torch
 
 from mgpu_check.simulated.streams import is_capturing
 
-__all__ = ["DeviceGenerator", "Draws", "device_of", "drawing", "made_on", "owner_of"]
-
 _base = torch._C.Generator
 _STATE = struct.Struct("<QQ")  # seed and offset, in the layout of CUDA's state
 _STEP = 4  # offsets are multiples of 4: Philox draws four numbers at a time

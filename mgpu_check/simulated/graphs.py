@@ -15,8 +15,6 @@ from mgpu_check.simulated.state import cuda_error
 from mgpu_check.simulated.streams import Stream, as_on, chosen_streams, current_stream, is_capturing
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["graph_functions", "install_graphs"]
-
 _Pool = tuple[int, int]
 _numbers = itertools.count(1)
 _ILLEGAL_STATE = 401, "the operation cannot be performed in the present state"

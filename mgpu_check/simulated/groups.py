@@ -21,8 +21,6 @@ from mgpu_check.simulated.tensor import to_real
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.tensors import bytes_of
 
-__all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nccl_of"]
-
 NO_CPU = "No backend type associated with device type cpu"
 _CHANGING_PLACES = timedelta(seconds=10)
 _BEING_MADE = timedelta(seconds=10)

@@ -31,8 +31,6 @@ from mgpu_check.simulated.streams import Stream, current_stream, go_by
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["Copy", "Defect", "EndedCollective", "Hardware", "Operation", "cells", "planted", "present"]
-
 _HOST = torch.device("cpu")
 
 

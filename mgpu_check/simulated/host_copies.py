@@ -7,8 +7,6 @@ import torch
 from mgpu_check.simulated.delivery import Late, poison
 from mgpu_check.simulated.streams import current_stream, hold_on_current, host_waits
 
-__all__ = ["deliver_queued", "late_host_copy"]
-
 _LATE = "_mgpu_check_late"
 
 

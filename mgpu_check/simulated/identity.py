@@ -15,8 +15,6 @@ import torch
 from mgpu_check.simulated.lazy import TARGET
 from mgpu_check.simulated.tensor import CLASS, SimulatedTensor, raw
 
-__all__ = ["become", "compatible", "is_elsewhere", "put_grad"]
-
 _base: Any = torch._C.TensorBase
 _plain: type = torch.Tensor
 _ELSEWHERE = "_mgpu_check_elsewhere"  # marks a gradient that stayed on its device when its tensor moved

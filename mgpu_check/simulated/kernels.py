@@ -16,8 +16,6 @@ from mgpu_check.simulated.attention_choice import Params, chosen_kernel
 from mgpu_check.simulated.attention_kernels import ATTENTION_KERNELS
 from mgpu_check.simulated.state import active_node
 
-__all__ = ["KERNELS"]
-
 
 def _channels(x: Tensor) -> tuple[list[int], list[int]]:
     """Return the axes to reduce over (all but the channel's, axis 1) and the shape that broadcasts a channel vector."""

@@ -14,8 +14,6 @@ from mgpu_check.simulated.delivery import Late, poison
 from mgpu_check.simulated.streams import hold_outstanding
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 
-__all__ = ["LateFuture", "LateWork", "Staging", "is_channels_last"]
-
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

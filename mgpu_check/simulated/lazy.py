@@ -10,8 +10,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["LAZY", "TARGET", "install_lazy", "uninitialized_on"]
-
 TARGET = "_mgpu_check_target"
 LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which torch does not export by type
 

@@ -13,8 +13,6 @@ from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.simulated.transfer import move
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_libraries", "library_functions"]
-
 _CUDNN = 91400  # 9.14.0
 _NCCL = (2, 28, 9)
 _WORKSPACE = 32 << 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["uuid_of", "visible"]
-
 
 def uuid_of(physical: int) -> str:
     """Return the UUID of a device of the machine, without NVML's prefix "GPU-"."""

@@ -13,8 +13,6 @@ import torch
 
 from mgpu_check.simulated.addresses import Addresses
 
-__all__ = ["BLOCK", "Block", "DeviceMemory", "Pool", "block_of"]
-
 BLOCK = "_mgpu_check_block"
 _ROUND = 512  # the caching allocator of CUDA hands out multiples of this many bytes
 _SEGMENT = 2 << 20  # and takes memory from the driver in multiples of this many

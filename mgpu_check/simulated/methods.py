@@ -18,8 +18,6 @@ from mgpu_check.simulated.transfer import captured_to_host, move
 from mgpu_check.simulated.wrappers import convert_local, distributed_to_host, is_distributed
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_methods"]
-
 _base = torch._C.TensorBase
 _dtype: type = torch.dtype
 Method = Callable[..., object]

@@ -17,8 +17,6 @@ import torch
 
 from mgpu_check.simulated.tensor import SimulatedTensor, type_name
 
-__all__ = ["Decompose", "allows_scalars", "calibrate", "check"]
-
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overrideable"})
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 _MASKED_FILL = frozenset({"masked_fill", "masked_fill_"})

@@ -13,8 +13,6 @@ from mgpu_check.simulated.state import untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_modules"]
-
 Groups = dict[tuple[torch.device, torch.dtype | None], tuple[list[list[torch.Tensor | None]], list[int]]]
 
 

@@ -21,8 +21,6 @@ from mgpu_check.simulated.refusals import refused, refused_class
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["HARMLESS", "REFUSED", "concerns_devices", "install_native", "simulated_names"]
-
 _SWITCHES = re.compile(
     r"cudnn|cublas|_sdp_|SDP|flash|_attention$|[bB]las.*ackend|inalg.*ackend|rocm|ROCm|fp32_precision|float32_matmul"
     r"|onednn_allow"

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["UNTYPED", "NcclOptions", "ProcessGroupNCCL", "check_types", "on_construction"]
-
 UNTYPED = {
     torch.int16: "Short",
     torch.uint16: "UInt16",

@@ -19,8 +19,6 @@ from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.simulated.transfer import move
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_parallel"]
-
 
 def _device(index: int) -> torch.device:
     if index < 0:

@@ -13,8 +13,6 @@ from mgpu_check.simulated import calls
 from mgpu_check.simulated.calls import TransferCall
 from mgpu_check.torch_hooks.table import METHODS
 
-__all__ = ["PARSERS", "parser_of"]
-
 Tensors = list[torch.Tensor]
 _Op = dist.ReduceOp
 

@@ -7,18 +7,6 @@ import threading
 
 import torch
 
-__all__ = [
-    "empty_host_cache",
-    "forget_pinned",
-    "host_stats",
-    "is_pinned",
-    "pin",
-    "register",
-    "reset_accumulated",
-    "reset_peak",
-    "unregister",
-]
-
 _PINNED = "_mgpu_check_pinned"
 _lock = threading.RLock()
 _registered: dict[int, int] = {}  # address -> end

@@ -12,8 +12,6 @@ from torch._C._profiler import ProfilerActivity, ProfilerState
 
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_profiling"]
-
 
 def _host_only(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)

@@ -10,8 +10,6 @@ from mgpu_check.simulated.generators import made_on
 from mgpu_check.simulated.state import active_node, current_index, device_index, simulated_device, untraced_device
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["ambient_generator", "device_generators", "install_random"]
-
 _base = torch._C.Generator
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Rates"]
-
 _FLOPS = {
     torch.float64: 3e13,
     torch.float32: 6e13,

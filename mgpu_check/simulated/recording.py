@@ -27,8 +27,6 @@ from mgpu_check.simulated.streams import current_stream, is_capturing
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
 from mgpu_check.simulated.unwritten import EMPTY, bytes_of, never_written
 
-__all__ = ["GraphNode", "GraphRecorder", "abandon", "recorder_of"]
-
 # Operators whose schemas do not declare all written arguments: the running statistics.
 _WRITES_UNDECLARED = frozenset(
     ["native_batch_norm", "cudnn_batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"]

@@ -20,8 +20,6 @@ from mgpu_check.simulated.late import LateFuture, LateWork
 from mgpu_check.simulated.tensor import SimulatedTensor, tag
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_reducer"]
-
 _c10d = torch._C._distributed_c10d
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["refused", "refused_class"]
-
 
 def refused(name: str) -> Callable[..., NoReturn]:
     """Return a function that raises RuntimeError because ``name`` is not available."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from mgpu_check.torch_hooks.table import TRANSFERS, Transfer
 
-__all__ = ["Hop", "hops_to", "share_of_link"]
-
 
 @dataclass(frozen=True)
 class Hop:

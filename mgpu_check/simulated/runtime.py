@@ -24,8 +24,6 @@ from mgpu_check.simulated.state import (
 )
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["StreamContext", "install_runtime", "native_names"]
-
 _CAPABILITY = (9, 0)
 
 

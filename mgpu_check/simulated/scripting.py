@@ -6,8 +6,6 @@ import torch.jit._builtins
 
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_scripting"]
-
 
 def install_scripting(patches: Patches) -> None:
     """Allow scripts to call the replacements of torch's functions; install this after all replacements."""

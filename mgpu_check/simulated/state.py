@@ -13,20 +13,6 @@ import torch
 from mgpu_check.simulated.masks import visible
 from mgpu_check.simulated.memory import DeviceMemory
 
-__all__ = [
-    "SimulatedNode",
-    "active_node",
-    "cuda_error",
-    "current_index",
-    "device_index",
-    "enter_node",
-    "invalid_ordinal",
-    "leave_node",
-    "set_current_index",
-    "simulated_device",
-    "untraced_device",
-]
-
 # The C type, kept because `torch.device` itself is replaced while a simulation is active.
 _DEVICE_TYPE: type = type(torch.device("cpu"))
 

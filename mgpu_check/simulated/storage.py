@@ -12,8 +12,6 @@ from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.unwritten import never_written_bytes
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_storage"]
-
 _storage = torch.UntypedStorage
 _base = torch._C.StorageBase
 

@@ -31,30 +31,6 @@ from mgpu_check.simulated.state import (
     set_current_index,
 )
 
-__all__ = [
-    "Event",
-    "Stream",
-    "as_on",
-    "chosen_streams",
-    "current_stream",
-    "default_stream",
-    "external",
-    "forget_streams",
-    "get_sync_debug_mode",
-    "go_by",
-    "hold_on_current",
-    "hold_outstanding",
-    "host_waits",
-    "is_capturing",
-    "reset_streams",
-    "set_stream",
-    "set_sync_debug_mode",
-    "stream_by_id",
-    "synchronize",
-    "wait_until_idle",
-]
-
-
 _LONGEST_SLEEP = 1e6  # seconds; `time.sleep` raises OverflowError for much longer times
 _PRIORITIES = (0, -3)  # the lowest and the highest that torch supports
 _ids = itertools.count(1)

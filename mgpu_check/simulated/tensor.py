@@ -19,19 +19,6 @@ from mgpu_check.simulated.state import active_node
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "CLASS",
-    "TYPE_NAMES",
-    "SimulatedTensor",
-    "is_simulated",
-    "raw",
-    "set_runner",
-    "tag",
-    "tensors_in",
-    "to_real",
-    "type_name",
-]
-
 CLASS = "_mgpu_check_class"  # the user's class of a tensor on the host
 _no_dispatch = torch._C._DisableTorchDispatch
 _strided = torch.strided

@@ -15,8 +15,6 @@ from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.streams import host_waits
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 
-__all__ = ["captured_to_host", "move", "on_host_copy"]
-
 _to = torch._C.TensorBase.to
 _host_copy: Callable[[torch.Tensor, torch.device, bool], object] | None = None
 

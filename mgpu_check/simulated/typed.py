@@ -12,8 +12,6 @@ from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_typed"]
-
 
 class _Typed(type):
     """Metaclass of ``torch.cuda.FloatTensor``: a call makes a tensor, and device tensors of its dtype are instances."""

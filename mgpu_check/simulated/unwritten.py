@@ -16,8 +16,6 @@ from mgpu_check.simulated.delivery import poison
 from mgpu_check.simulated.memory import block_of
 from mgpu_check.simulated.state import active_node
 
-__all__ = ["EMPTY", "bytes_of", "never_written", "never_written_bytes", "operator", "refuse_oversized", "require"]
-
 # Functions and methods of torch that return uninitialized memory.
 EMPTY = frozenset(["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"])
 _HUGE = 1 << 28  # bytes; larger memory is filled at its ends only: the host may have less memory than the device

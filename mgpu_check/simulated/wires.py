@@ -15,8 +15,6 @@ from mgpu_check.simulated.routes import Hop, hops_to, share_of_link
 from mgpu_check.simulated.streams import current_stream
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 
-__all__ = ["sent"]
-
 
 def sent(below: Hardware, group: NcclGroup | None, asked: list[TransferCall]) -> Callable[[], None] | None:
     """Prepare calls of a group, and return the function to call after them; None if they involve no device."""

@@ -18,8 +18,6 @@ from torch.distributed import device_mesh
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["convert_local", "distributed_to_host", "install_wrappers", "is_distributed"]
-
 _DTENSOR = "torch.distributed.tensor"
 _FAKE = "_rebuild_tensor_from_dtensor_meta"
 

@@ -14,8 +14,6 @@ from mgpu_check.torch_hooks.flows import size_of
 from mgpu_check.torch_hooks.table import OPERATIONS
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["compared", "group_of", "option", "own_groups", "shown"]
-
 _SHOWN = 4  # tensors of a list
 
 

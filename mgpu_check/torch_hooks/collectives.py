@@ -29,8 +29,6 @@ from mgpu_check.torch_hooks.forms import Form, FunctionForm, MethodForm
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS
 
-__all__ = ["Agreement", "Recorder", "install", "recorded_method", "recorded_wait", "recorder"]
-
 Agreement = tuple[tuple[Group, int, int], ...]
 """For each group whose collectives a rank has entered: their number, and a checksum of their properties."""
 

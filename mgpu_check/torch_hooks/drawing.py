@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["draws"]
-
 _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
 """Arguments of operators that turn off the draw when they are 0 or False."""
 

@@ -17,8 +17,6 @@ from mgpu_check.processes.protocol import ANY, MANY, Group, PeerTransfers, Tenso
 from mgpu_check.torch_hooks.table import COLLECTIVES, Collective, Transfer
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["FLOWS", "Flows", "size_of"]
-
 _MOST_RUNS = 64  # per flow, to bound the size of an answer; later tensors are only counted
 
 Get = Callable[[str], Any]

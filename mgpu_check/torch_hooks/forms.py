@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS, OPERATIONS, ROOTS, is_list
 
-__all__ = ["Form", "FunctionForm", "MethodForm"]
-
 _SINGLE = ("tensor", "output", "input")
 # Names of the options as arguments of methods, and as attributes of the options objects that some methods take.
 _KEYWORDS = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_capturing"]
-
 
 def is_capturing() -> bool:
     """Return whether the current stream captures. No device is initialized to find out."""

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Modes"]
-
 _DEVICE_TYPES = ("cpu", "cuda")
 _core: Any = torch._C  # most of it is not in the stubs
 _SMALLEST = sys.float_info.min

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["entries", "leaves", "tensors_of", "with_tensors"]
-
 
 def entries(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the parts of a value, each with its key, name or index; None for a leaf."""

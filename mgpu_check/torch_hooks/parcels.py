@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Parcel"]
-
 
 class Parcel:
     """A dict with tensors, in a form for pickling. It is unpickled as a plain dict.

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Patches", "replaced"]
-
 _ABSENT = object()
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Precision", "exact", "kept", "put_back", "repeatable"]
-
 _ABOVE = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _OPERATORS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
 _REDUCTIONS = (

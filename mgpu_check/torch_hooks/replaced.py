@@ -23,8 +23,6 @@ from torch.nn.modules import module as modules
 
 from mgpu_check.processes.frames import is_installed
 
-__all__ = ["Replaceable"]
-
 _OWNERS: tuple[Any, ...] = (
     *(torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.cuda),
     *(dist, c10d, dist.ProcessGroup, dist.Work, torch.optim.Optimizer),

@@ -7,8 +7,6 @@ import sys
 
 import torch
 
-__all__ = ["seed_everything"]
-
 
 def seed_everything(seed: int) -> None:
     """Seed the generators of torch (CPU and GPUs), of Python, and of NumPy if it is imported."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["COLLECTIVES", "METHODS", "OPERATIONS", "ROOTS", "TRANSFERS", "Collective", "Method", "Transfer", "is_list"]
-
 Members = Literal["all", "root"]
 Sizes = Literal["equal", "paired", ""]
 

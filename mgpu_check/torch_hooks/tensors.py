@@ -12,21 +12,6 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = [
-    "INTEGER_OF_SIZE",
-    "all_finite",
-    "as_bits",
-    "as_real",
-    "bytes_of",
-    "copied",
-    "digest_of",
-    "indices_of",
-    "memory_of",
-    "name_of",
-    "plain",
-    "plain_copy",
-]
-
 INTEGER_OF_SIZE: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )

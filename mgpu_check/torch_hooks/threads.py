@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["one_thread", "some_threads"]
-
 _MOST = 16
 
 

@@ -9,8 +9,9 @@ import torch
 
 from mgpu_check.errors import DeviceMismatch, ShardError
 from mgpu_check.simulated import simulated_node
-from mgpu_check.suite.common.agreement import Case, Kind, Window, assert_devices_agree, difference
+from mgpu_check.suite.common.agreement import Case, Window, assert_devices_agree, difference
 from mgpu_check.suite.common.faults.registry import planted
+from mgpu_check.suite.common.operators import Kind
 from mgpu_check.suite.devices.operators.autocasting import assert_autocast_as_documented
 from mgpu_check.suite.devices.operators.drawn import assert_drawn_by_weight
 from mgpu_check.suite.devices.operators.large import LEAST, MANY, large_cases

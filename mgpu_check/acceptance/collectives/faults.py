@@ -5,8 +5,6 @@ from __future__ import annotations
 from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, made_by
 from mgpu_check.simulated.defects.parameters import Parameters
 
-__all__: list[str] = []
-
 
 def _fault(name: str, summary: str, defaults: Parameters, level: str = "quick", pattern: str = "bits") -> None:
     parameters = {"device": 2, "operation": "any", "seed": 0, **defaults}

@@ -24,8 +24,6 @@ from mgpu_check.suite.collectives.runner import runner
 from mgpu_check.suite.common.timing import measured, seconds_of
 from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = ["LATENCY_BYTES", "measure_collectives", "time_collectives"]
-
 LATENCY_BYTES = 64
 """A collective of this size or less is measured by its time."""
 

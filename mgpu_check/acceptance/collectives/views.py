@@ -13,8 +13,6 @@ from mgpu_check.processes.rank_lists import named
 from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, View, views_of
 from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = ["examine_collectives", "observations_of_views"]
-
 _CHECK = "collectives"
 
 

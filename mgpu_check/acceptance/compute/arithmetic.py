@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["compute", "measure_launches"]
-
 _EXAMINE, _ELEMENTS = (
     NamedFunction(f"mgpu_check.suite.devices.computing.examine:{name}")
     for name in ("examine_arithmetic", "elements_of_piece")

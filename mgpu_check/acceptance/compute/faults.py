@@ -7,8 +7,6 @@ from typing import Any
 from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, made_by
 from mgpu_check.simulated.defects.parameters import UNITS, Parameters
 
-__all__: list[str] = []
-
 
 def _fault(name: str, summary: str, unit: str, defaults: Parameters, level: str = "quick", **given: Any) -> None:
     defect = made_by("compute", "Unit", operations=UNITS[unit], **given)

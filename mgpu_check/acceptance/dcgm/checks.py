@@ -8,8 +8,6 @@ from mgpu_check.acceptance.dcgm.diagnostic import Diagnostic, DiagnosticResult
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 
-__all__ = ["examine_diagnostic"]
-
 _CHECK = "dcgm"
 _OUTCOMES: Mapping[str, Outcome] = {"Pass": "passed", "Fail": "failed", "Warn": "failed", "Skip": "skipped"}
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from mgpu_check.acceptance.documents import read_document
 
-__all__ = ["Diagnostic", "DiagnosticResult", "read_diagnostic"]
-
 _NAMES = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _STATES = ("Pass", "Fail", "Warn", "Skip")
 _GPU = 1

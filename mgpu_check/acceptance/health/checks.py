@@ -20,8 +20,6 @@ from mgpu_check.devices.pcie import TRANSFERS
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, peer_of
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
-__all__ = ["THROTTLED", "allowed_growth", "examine_growth", "examine_health", "examine_troubles"]
-
 _CHECK = "health"
 
 _COOLING = "look at fans, air flow, inlet temperature and heat sinks; compare with the other GPUs"

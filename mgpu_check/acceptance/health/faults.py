@@ -13,8 +13,6 @@ from mgpu_check.simulated.defects.parameters import Parameters, Value
 if TYPE_CHECKING:
     from mgpu_check.simulated.hardware import Defect
 
-__all__: list[str] = []
-
 _DOWN: dict[str, Value] = {"nvlinks": 17, "nvlinks_down": "4"}
 
 _GROWING = {

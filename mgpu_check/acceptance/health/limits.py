@@ -16,8 +16,6 @@ from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.devices.telemetry.fields import Value, field_of
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Values
 
-__all__ = ["SHARE", "examine_limits"]
-
 _CHECK = "health"
 _CASE = "limits under load"
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from mgpu_check.devices.observations import Observation, Subject, Work
 
-__all__ = ["CONSEQUENCES", "advice_on", "examine_past_xids", "meaning_of"]
-
 CONSEQUENCES = frozenset((43, 45, 154))
 """Xids that follow from a killed process or from another Xid, and so accuse no GPU."""
 

@@ -17,8 +17,6 @@ from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, pair_field
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample
 
-__all__ = ["Reference", "examine_inventory", "examine_pcie", "is_under_load"]
-
 _CHECK = "inventory"
 
 _MORE_IS_BETTER = (

@@ -8,8 +8,6 @@ from mgpu_check.acceptance.faults import HardwareFault, hardware_fault, host
 from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.simulated.defects.parameters import Parameters, Value
 
-__all__: list[str] = []
-
 _MOST = 16  # GPUs of a node
 
 _EVERYWHERE: dict[str, tuple[str, dict[str, Value]]] = {

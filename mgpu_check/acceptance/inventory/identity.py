@@ -8,8 +8,6 @@ from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.devices.telemetry.fields import field_of
 from mgpu_check.devices.telemetry.values import Snapshot
 
-__all__ = ["examine_identity"]
-
 _CHECK = "inventory"
 _CASE = "identity"
 

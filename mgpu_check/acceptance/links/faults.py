@@ -7,8 +7,6 @@ from typing import Any
 from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, host_link, link, made_by
 from mgpu_check.simulated.defects.parameters import Parameters
 
-__all__: list[str] = []
-
 
 def _link(name: str, summary: str, defaults: Parameters, cls: str = "Link", level: str = "quick", **given: Any) -> None:
     parameters = {"device": 0, "peer": 2, "above": 0, **defaults}

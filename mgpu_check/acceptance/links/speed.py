@@ -12,8 +12,6 @@ import torch
 from mgpu_check.devices.observations import Subject, SubjectResult, Unit
 from mgpu_check.suite.common.timing import measured, seconds_of
 
-__all__ = ["measure_copies"]
-
 _LATENCY_BYTES = 16
 
 

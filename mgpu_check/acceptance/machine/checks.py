@@ -12,8 +12,6 @@ from mgpu_check.acceptance.machine.kernel import Component, KernelFacts
 from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 
-__all__ = ["examine_kernel", "of_host"]
-
 _KINDS = {"infiniband": "InfiniBand port", "ethernet": "Ethernet interface", "memory": "memory controller (EDAC)"}
 
 

@@ -17,8 +17,6 @@ from mgpu_check.devices.observations import Observation, Work
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["vote_of_cores"]
-
 _SEEDS = range(4)
 _SIDE = 96
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from mgpu_check.acceptance.faults import HardwareFault, hardware_fault, host
 
-__all__: list[str] = []
-
 _PORT = "sys/class/infiniband/mlx5_1/ports/1"
 _NET = "sys/class/net/eth0"
 _SLOT = "sys/devices/pci0000:00/0000:f0:21.0"

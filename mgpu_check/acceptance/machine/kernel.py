@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["PORT_COUNTERS", "Component", "KernelFacts", "read_kernel"]
-
 _PORT = ("state", "rate", "link_layer")
 PORT_COUNTERS = (
     *("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors"),

@@ -12,8 +12,6 @@ from mgpu_check.processes.limits import available_memory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHUNK", "WordPattern", "examine_memory"]
-
 CHUNK = 1 << 20
 """Words that are written or compared at once: 8 MiB."""
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mgpu_check.acceptance.machine.kernel import PORT_COUNTERS
 
-__all__ = ["SimulatedHost", "log_of_nccl", "write_tree"]
-
 _CARDS = 4
 _GPUS = 4
 _AER = {"correctable": "COR", "nonfatal": "NONFATAL", "fatal": "FATAL"}

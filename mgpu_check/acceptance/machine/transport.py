@@ -17,8 +17,6 @@ from mgpu_check.devices.observations import Observation, Work
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["environment", "examine_paths", "paths_in", "paths_of_rank"]
-
 _VARIABLE = "NCCL_DEBUG_FILE"
 _PATH = re.compile(r"NCCL INFO Channel \S+ : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[\w+\] )?via (\S+)")
 _ELEMENTS = 1 << 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PATTERNS", "MemoryCase"]
-
 PATTERNS = ("address", "inversions", "walking ones", "walking zeros", "checkerboard", "random")
 """The patterns to write; see `mgpu_check.acceptance.memory.patterns`."""
 

@@ -16,8 +16,6 @@ from mgpu_check.devices.observations import Measurement, Observation, Subject, S
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.timing import Stopwatch, measured
 
-__all__ = ["examine_memory", "examine_region"]
-
 _COPIES = 5
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from mgpu_check.acceptance.memory.region import Region, WrongWord
 from mgpu_check.suite.common.counters import MASK
 
-__all__ = ["bits_of", "evidence_of", "kind_of", "named"]
-
 _DIAGNOSED = 4
 _TRIES = 4
 

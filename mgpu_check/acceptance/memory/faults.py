@@ -5,8 +5,6 @@ from __future__ import annotations
 from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, made_by
 from mgpu_check.simulated.defects.parameters import Parameters
 
-__all__: list[str] = []
-
 _ADDRESS = 5_000_003
 """Within the first third of the memory of a simulated GPU, and odd, so that it is aligned to nothing."""
 

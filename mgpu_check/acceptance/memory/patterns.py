@@ -15,8 +15,6 @@ import torch
 from mgpu_check.acceptance.memory.cases import MemoryCase
 from mgpu_check.suite.common.counters import MASK, mix_, mixed, position_of, signed
 
-__all__ = ["PERIOD", "Address", "Pattern", "Put", "Random", "Repeated", "rounds_of"]
-
 PERIOD = 64
 """Period of repeating patterns, in words; the size of each chunk of memory is a multiple."""
 

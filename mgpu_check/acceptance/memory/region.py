@@ -12,8 +12,6 @@ from mgpu_check.acceptance.memory.patterns import PERIOD, Pattern, Put
 from mgpu_check.suite.common.counters import MASK, signed
 from mgpu_check.suite.common.timing import Stopwatch
 
-__all__ = ["Region", "WrongRegion", "WrongWord", "take_region"]
-
 _LARGEST_CHUNK = 512 << 20
 _SMALLEST_CHUNK = 8 * PERIOD
 _LISTED = 64

@@ -21,8 +21,6 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
 
-__all__ = ["CHECK", "judge", "unmeasured"]
-
 CHECK = "performance"
 
 _OWN_LOSS = 0.25

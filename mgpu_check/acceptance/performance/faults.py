@@ -8,8 +8,6 @@ from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, hos
 from mgpu_check.devices.observations import Part
 from mgpu_check.simulated.defects.parameters import Parameters
 
-__all__: list[str] = []
-
 _SPEED = ("performance",)
 _ALL = ("inventory", "memory", "compute", "links", "collectives", "training")
 

@@ -14,8 +14,6 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.devices.telemetry.fields import pair_field
 
-__all__ = ["Group", "among_peers", "gpus_of", "link_classes"]
-
 Group = Mapping[int, Measurement]
 """Measurements that are compared with each other, by their places among all."""
 

@@ -14,8 +14,6 @@ from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.devices.telemetry.fields import FIELDS, Value
 from mgpu_check.devices.telemetry.values import TelemetrySample
 
-__all__ = ["brief"]
-
 _WHOLE = 8
 """Observations of a check, a subject and an outcome other than passed that are kept unchanged."""
 _SAMPLES = 48

@@ -8,8 +8,6 @@ from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.run_report import RunReport
 
-__all__ = ["detected", "rates", "slowness"]
-
 _MISSED = 0.05
 """Probability that a rare fault is missed."""
 

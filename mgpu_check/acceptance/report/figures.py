@@ -13,8 +13,6 @@ from mgpu_check.acceptance.run_report import CheckRun
 from mgpu_check.devices.observations import Outcome
 from mgpu_check.devices.telemetry.values import TelemetrySample
 
-__all__ = ["PANELS", "Cell", "Grid", "Scale", "over_time", "reasons"]
-
 _DARKEST = 45
 """Percent of colour in the darkest cell: the text of the page is readable on it, on light and on dark ground."""
 _POINTS = 1200  # most points of a curve; longer curves are thinned out

@@ -13,9 +13,6 @@ from mgpu_check.acceptance.report.brief import brief
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
-__all__ = ["check_paths", "check_place", "clear", "shortened", "write"]
-
-
 _WRITERS: Mapping[str, tuple[str, str]] = dict(
     zip(
         ACCEPTANCE_SUFFIXES,

@@ -11,8 +11,6 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
 from mgpu_check.devices.telemetry.values import TelemetrySample
 
-__all__ = ["facts_of", "health_of"]
-
 _RANGES = ("temperature", "memory_temperature", "power", "sm_clock", "memory_clock")
 _UNITS: Mapping[str, str] = {"degrees Celsius": "°C"}
 

@@ -19,8 +19,6 @@ from mgpu_check.acceptance.run_report import Kind, RunReport
 from mgpu_check.devices.observations import MeasuredKind, Measurement
 from mgpu_check.devices.telemetry.fields import FIELDS, names
 
-__all__ = ["FleetHistory", "GpuChange", "GpuHistory", "Point", "history", "lines"]
-
 _OF_CHIPS = 0.5
 """Share of `least_shortfall` that counts here: a GPU is compared with itself, so chips do not differ."""
 

@@ -16,8 +16,6 @@ from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.acceptance.run_report import CheckRun, RunReport
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 
-__all__ = ["render"]
-
 _MOST = 200
 """Most observations to list for one subject."""
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -16,8 +16,6 @@ from mgpu_check.acceptance.report.view import seconds_text, what
 from mgpu_check.devices.observations import Observation, SubjectResult
 from mgpu_check.plugin.report.progress import LiveLine
 
-__all__ = ["Live"]
-
 _LEAST = 3
 """Finished tests before the time left is estimated; a quarter of the tests if that is fewer."""
 _APART = 60.0

@@ -12,8 +12,6 @@ from mgpu_check.devices.observations import Observation
 from mgpu_check.plugin.report.markdown import Page
 from mgpu_check.plugin.report.markup import code, fenced, text
 
-__all__ = ["render"]
-
 _EVIDENCE = 20
 """Most observations to show for an accusation."""
 

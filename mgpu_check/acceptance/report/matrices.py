@@ -13,9 +13,6 @@ from mgpu_check.acceptance.report.figures import Grid, Scale
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Part, Subject
 
-__all__ = ["Matrix", "heat_maps", "others"]
-
-
 Key = tuple[str, str, int]
 """Quantity, unit and size of comparable measurements."""
 

@@ -15,8 +15,6 @@ from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.option_values import LEVELS
 from mgpu_check.processes.machine import distinct_names
 
-__all__ = ["merge"]
-
 _WORST: tuple[Kind, ...] = ("REJECTED", "SUSPECT", "INCONCLUSIVE", "ACCEPTED")
 
 

@@ -21,8 +21,6 @@ from mgpu_check.acceptance.run_report import Gpu, RunReport
 from mgpu_check.devices.observations import Observation, Outcome, Part
 from mgpu_check.version import __version__
 
-__all__ = ["render"]
-
 _TEMPLATE = Path(__file__).with_name("page.html")
 _EVIDENCE = 20
 """Most observations to show for an accusation."""

@@ -11,8 +11,6 @@ from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport
 from mgpu_check.devices.observations import Part, PartKind, Subject, SubjectKind
 
-__all__ = ["Box", "Picture", "Wire", "pictures", "states"]
-
 State = Literal["none", "good", "open", "bad"]
 """Not checked; checked and not accused; suspected; accused. From the weakest; also a class of the style sheet."""
 _STATES: tuple[State, ...] = ("none", "good", "open", "bad")

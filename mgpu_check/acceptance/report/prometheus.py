@@ -10,8 +10,6 @@ from statistics import median
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.run_report import EXIT_CODES, Gpu, RunReport
 
-__all__ = ["render"]
-
 Labels = Mapping[str, object]
 Row = tuple[Labels, float]
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport
 
-__all__ = ["Sighting", "same_host", "sightings"]
-
 
 @dataclass(frozen=True)
 class Sighting:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.run_report import EXIT_CODES, INTERRUPTED, Kind, RunReport
 
-__all__ = ["line", "send"]
-
 _PRIORITIES: Mapping[Kind, int] = {
     "ACCEPTED": syslog.LOG_NOTICE,
     "INCONCLUSIVE": syslog.LOG_WARNING,

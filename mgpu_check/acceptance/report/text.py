@@ -9,8 +9,6 @@ from mgpu_check.acceptance.report.detected import detected
 from mgpu_check.acceptance.run_report import EXIT_CODES, INTERRUPTED, Accusation, RunReport
 from mgpu_check.devices.observations import Observation
 
-__all__ = ["lines", "verdict_lines"]
-
 _MOST = 8
 """Most lines of one kind; the rest is only counted."""
 _TEXTS = 2

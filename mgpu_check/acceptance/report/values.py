@@ -16,8 +16,6 @@ from typing import Any
 from mgpu_check.acceptance.documents import DocumentType, read_document
 from mgpu_check.acceptance.run_report import RunReport
 
-__all__ = ["FORM", "SCHEMA", "encoded", "read", "schema", "to_json"]
-
 _VERSION = 1
 """Rises when a reader of the previous version would misread a file. Within a version, fields may be added."""
 FORM = DocumentType(

@@ -15,42 +15,6 @@ from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Ru
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 from mgpu_check.processes.machine import distinct_names
 
-__all__ = [
-    "MATRIX",
-    "SIMULATED",
-    "Tally",
-    "accused_gpus",
-    "among_hosts",
-    "bytes_text",
-    "check_names",
-    "checks_by_name",
-    "counts_of_checks",
-    "describe_gpu",
-    "describe_part",
-    "evidence_of",
-    "failed_of",
-    "finding_text",
-    "gpus_of",
-    "headline",
-    "host_name",
-    "identity",
-    "in_detail",
-    "in_order",
-    "is_suspect",
-    "name_of",
-    "prefix",
-    "repeat",
-    "rivals_of",
-    "ruled",
-    "seconds_text",
-    "tallies",
-    "unexplained_by",
-    "warning_text",
-    "warnings",
-    "what",
-    "work_text",
-]
-
 MATRIX = 32
 """Most GPUs in one matrix."""
 _HOSTS = 16

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 
-__all__ = ["Loaded", "SoakCase"]
-
 
 @dataclass(frozen=True)
 class SoakCase:

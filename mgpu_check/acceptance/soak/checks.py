@@ -29,8 +29,6 @@ from mgpu_check.suite.common.counters import counted, integers
 from mgpu_check.suite.common.digests import digests
 from mgpu_check.suite.common.timing import Stopwatch
 
-__all__ = ["examine_load"]
-
 _RANGE = 1 << 10
 _FAILED = 8
 """Most failed observations of one kind per round; a limit, because an error under load repeats."""

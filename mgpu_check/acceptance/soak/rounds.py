@@ -29,8 +29,6 @@ from mgpu_check.engine.named_function import NamedFunction
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
 
-__all__ = ["Rate", "Soak", "slower"]
-
 _LOAD = NamedFunction("mgpu_check.acceptance.soak.checks:examine_load")
 _ROUNDS = 40
 _SHORTEST, _LONGEST = 0.5, 30.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Trained", "TransformerCase"]
-
 PRECISIONS = ("float32", "tf32", "bfloat16", "autocast")
 """float32: TF32 is disabled. tf32: float32 with TF32 allowed in products. bfloat16: all in bfloat16, parameters
 included.

@@ -19,8 +19,6 @@ from mgpu_check.engine.named_function import NamedFunction
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
 
-__all__ = ["DETERMINISTIC", "largest", "sized", "train_alike"]
-
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """cuBLAS gives the same bits each time only if this variable is set before its first call."""
 

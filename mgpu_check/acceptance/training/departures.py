@@ -10,8 +10,6 @@ from mgpu_check.acceptance.training.cases import Trained
 from mgpu_check.acceptance.verdict.voting import vote
 from mgpu_check.devices.observations import Observation, Subject, Work
 
-__all__ = ["Departure", "Divided", "departures", "elements_that_differ", "judge", "passed", "work_of"]
-
 Bits = Callable[[int, int, str], bytes | None]
 """Function of GPU, step and name: train once more and return the bytes of `name` after `step`; None without an
 answer."""

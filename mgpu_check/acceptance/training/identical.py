@@ -19,8 +19,6 @@ from mgpu_check.suite.common.timing import Stopwatch
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.tensors import bytes_of, plain
 
-__all__ = ["Training", "arithmetic", "bytes_after", "examine_training", "model_of", "placed", "prepared", "tokens_of"]
-
 _GRAIN = 10
 """Bits of the whole numbers that, times a power of two, are the parameters; so few that float32 holds them exactly."""
 _RATE = {"sgd": 0.05, "adamw": 1e-3}

@@ -16,8 +16,6 @@ from mgpu_check.suite.gradients.checks import (
     assert_distributed_replicas_agree,
 )
 
-__all__ = ["examine_data_parallel", "examine_distributed", "examine_replicas"]
-
 
 def examine_data_parallel(devices: Sequence[torch.device], training: TrainingSpec) -> list[Observation]:
     """Check that `nn.DataParallel` on all devices trains as one of them does; see `assert_data_parallel_agrees`."""

@@ -16,8 +16,6 @@ from mgpu_check.numerics.steps import PAIRS, MeasuredStep, assess, deviations
 from mgpu_check.torch_hooks.tensors import copied
 from mgpu_check.torch_hooks.threads import one_thread
 
-__all__ = ["examine_by_reference", "referenced"]
-
 _ROUNDOFF = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "autocast": 2.0**-8}
 
 

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.training.cases import OPTIMIZERS, PRECISIONS, TransformerCase
 
-__all__ = ["transformers"]
-
 
 @st.composite
 def transformers(draw: st.DrawFn, precision: str) -> TransformerCase:

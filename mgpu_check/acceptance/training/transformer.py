@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Transformer"]
-
 _DROPOUT = 0.1
 
 

@@ -8,8 +8,6 @@ from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.findings import listed
 from mgpu_check.devices.observations import Observation, Part
 
-__all__ = ["advice_for"]
-
 _ADVICE = {
     "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
     "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "

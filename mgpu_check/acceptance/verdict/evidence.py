@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mgpu_check.devices.observations import Observation, Part, Subject
 
-__all__ = ["evidence_lines"]
-
 
 def evidence_lines(
     observations: Sequence[Observation], numbers: Sequence[int], others: Mapping[int, Sequence[Part]]

@@ -15,8 +15,6 @@ from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
 from mgpu_check.devices.observations import Observation, Part
 
-__all__ = ["SECONDS", "Look", "found_about", "look_again"]
-
 SECONDS = {"quick": 60.0, "standard": 300.0, "long": 1800.0}
 """Time for all second looks of a run, by level. A call that is running when it is over ends first."""
 

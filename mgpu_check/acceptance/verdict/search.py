@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["smallest_sets"]
-
 _MOST_STEPS = 100_000
 
 S = TypeVar("S")

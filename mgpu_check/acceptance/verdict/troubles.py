@@ -11,8 +11,6 @@ from mgpu_check.engine.failures import NODE, Account, Who
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.processes.signals import FROM_OUTSIDE
 
-__all__ = ["ErrorObservations", "observations_of"]
-
 _OF_GROUPS = "DistBackendError"
 _OF_DEVICES = ("AcceleratorError", _OF_GROUPS, "DeferredCudaCallError")
 """Errors of torch that report a failed device, or failed communication between devices."""

@@ -30,8 +30,6 @@ from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.verdict.search import smallest_sets
 from mgpu_check.devices.observations import EXCHANGED, Observation, Part, PartKind, Subject
 
-__all__ = ["Explanation", "Suspect", "explain"]
-
 _COST = {"gpu": 1.0, "link": 0.9, "host-link": 0.9, "host": 4.0}
 _BOTH_WAYS = 1.0
 # Cost of a link if the data point at one of its GPUs and no copy over it failed: more than that of the GPU.

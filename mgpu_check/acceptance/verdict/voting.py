@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Vote", "vote"]
-
 
 @dataclass(frozen=True)
 class Vote:

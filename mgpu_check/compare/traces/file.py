@@ -16,8 +16,6 @@ from mgpu_check.compare.traces.run import KINDS, RecordedRun
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.version import __version__
 
-__all__ = ["FORMAT", "VERSION", "is_run", "read_run", "write_run"]
-
 FORMAT = "mgpu-check run"
 VERSION = 1
 _HEAD, _STEPS, _MOVED, _VALUES = "trace.json", "steps.jsonl", "rounding.jsonl", "values.safetensors"

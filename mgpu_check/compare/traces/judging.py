@@ -26,8 +26,6 @@ from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["RunComparison", "compare_runs", "other_environment"]
-
 _UNMEASURED = 1e-11
 """Relative: the numbers of a summary have twelve digits, and sums of slices are added in another order."""
 

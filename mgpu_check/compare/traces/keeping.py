@@ -20,8 +20,6 @@ from mgpu_check.compare.summaries import whole
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
 
-__all__ = ["install"]
-
 _VARIABLES = ("CUBLAS_", "CUDNN_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_")
 """Prefixes of environment variables that may change results."""
 

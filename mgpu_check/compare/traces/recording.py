@@ -27,8 +27,6 @@ from mgpu_check.compare.traces.values import gathered
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["NotRecorded", "RunRecording", "UndividedRun", "is_open", "record"]
-
 _Tell = Callable[[str], None]
 _UNPLACED = (
     "ranks hold different parameters, and no run with whole parameters shows which slices they are: each rank's "

@@ -14,8 +14,6 @@ from mgpu_check.compare.comparison import ComparisonPlan
 from mgpu_check.processes.rank_lists import few
 from mgpu_check.processes.scratch import Scratch
 
-__all__ = ["Revision", "checked_out"]
-
 _GENERATED = ("__pycache__", ".egg-info", ".pyc", ".pyo", ".so")
 """Ends of ignored names that are made from source files, so a commit has others."""
 

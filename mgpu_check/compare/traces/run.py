@@ -12,8 +12,6 @@ from mgpu_check.compare.alignment import Kind, Samples, of_kind
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.trace import Parameter, State, Step, TensorSummary, Trace, named_state
 
-__all__ = ["KINDS", "RecordedRun", "disagreeing", "merged", "renamed", "whole"]
-
 KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 
 

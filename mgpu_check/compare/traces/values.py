@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import IO, Any
 
-__all__ = ["INSTALL", "VALUES_OF_COMPARISON", "described", "gathered", "installed"]
-
 INSTALL = "pip install 'mgpu-check[trace]'"
 VALUES_OF_COMPARISON = 2**26
 """Most bytes of values that a comparison of two runs keeps of each, in memory."""

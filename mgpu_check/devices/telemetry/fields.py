@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FIELDS", "Field", "Kind", "Value", "asked", "field_of", "names", "pair_field", "peer_of"]
-
 Value = str | int | float | bool
 
 Kind = Literal["identity", "fact", "pair", "limit", "state", "gauge", "counter"]

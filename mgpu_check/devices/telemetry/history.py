@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mgpu_check.devices.telemetry.values import TelemetrySample
 
-__all__ = ["MOST", "History"]
-
 MOST = 4096
 """Samples kept per GPU."""
 

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["past_xids", "xids_in"]
-
 _KMSG = Path("/dev/kmsg")
 _FILES = (Path("/var/log/kern.log"), Path("/var/log/messages"))
 _MOST = 16 << 20

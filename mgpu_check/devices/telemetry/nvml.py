@@ -16,8 +16,6 @@ from mgpu_check.devices.telemetry.fields import Value, peer_of
 from mgpu_check.devices.telemetry.nvml_queries import QUERIES, known, pair_query
 from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Unsupported, XidEvent
 
-__all__ = ["NvmlSource"]
-
 _UNSUPPORTED = {
     3: "not supported",
     4: "not permitted",

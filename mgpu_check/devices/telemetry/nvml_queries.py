@@ -12,8 +12,6 @@ from typing import Any
 
 from mgpu_check.devices.telemetry.fields import Value, peer_of
 
-__all__ = ["QUERIES", "known", "pair_query"]
-
 Query = Callable[[Any, Any], Value]
 
 _NOT_SUPPORTED = 3

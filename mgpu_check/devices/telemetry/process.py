@@ -24,8 +24,6 @@ from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, Si
 from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Source, Unsupported
 from mgpu_check.devices.telemetry.turnstile import PATIENCE, Query, Turnstile, watch
 
-__all__ = ["NOTE", "main", "open_source"]
-
 NOTE = 64
 """Bytes per thread to note its current query; the first slot is for calls without a GPU."""
 

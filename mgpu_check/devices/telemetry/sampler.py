@@ -27,8 +27,6 @@ from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.turnstile import PATIENCE
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
-__all__ = ["TelemetrySampler"]
-
 _DEADLINES = (20.0, 2.0)  # seconds for a query to a real driver, which may have to wake a GPU, and to a simulated one
 _END = 1.0  # seconds to wait for the process to end, before and after SIGKILL
 _FACTS: tuple[Kind, ...] = ("identity", "fact", "pair", "limit", "state")

@@ -11,8 +11,6 @@ from typing import Any
 from mgpu_check.devices.telemetry.fields import FIELDS, Value, peer_of
 from mgpu_check.devices.telemetry.source import GpuLost, QueryError, XidEvent
 
-__all__ = ["LAG", "PROFILE", "Override", "SimulatedSource", "SimulatedTelemetry"]
-
 PROFILE: Mapping[str, Value] = {
     "name": "SIMULATED",
     "part_number": "000-00000-0000-000",

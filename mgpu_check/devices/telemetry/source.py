@@ -8,8 +8,6 @@ from typing import Protocol
 
 from mgpu_check.devices.telemetry.fields import Value
 
-__all__ = ["GpuLost", "NoTelemetry", "QueryError", "Source", "Unsupported", "XidEvent"]
-
 
 class NoTelemetry(Exception):
     """No telemetry on this machine: the library or the driver is missing or does not work."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["PATIENCE", "Query", "Turnstile", "watch"]
-
 PATIENCE = 3
 """Factor on the deadline of a call without a GPU: initializing the driver's library may wake all GPUs."""
 

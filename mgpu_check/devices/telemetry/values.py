@@ -9,8 +9,6 @@ from typing import Any, Literal
 from mgpu_check.devices.observations import Number
 from mgpu_check.devices.telemetry.fields import Value
 
-__all__ = ["Snapshot", "TelemetrySample", "Trouble", "TroubleKind", "Values"]
-
 Values = Mapping[str, Value | None]
 """By field name; None where the GPU or its driver does not support the field."""
 

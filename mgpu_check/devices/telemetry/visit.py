@@ -9,8 +9,6 @@ from mgpu_check.devices.telemetry.sampler import TelemetrySampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
-__all__ = ["Visit", "visit"]
-
 _PATIENCE = 60.0
 
 

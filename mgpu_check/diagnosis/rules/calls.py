@@ -12,8 +12,6 @@ from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.processes.record import fewest
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
-__all__ = ["waits_for_its_own_group"]
-
 _LONGEST = 240  # characters of a quoted error: about three lines of a terminal
 _WORDS_OF_TORCH = (
     ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),

@@ -7,8 +7,6 @@ from mgpu_check.diagnosis.registry import mistake, on_checkpoint
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import by_ranks, few
 
-__all__: list[str] = []
-
 _SHOWN = 4
 _UNSAID = "what train does not return (the optimizer, the schedule, the position in the data) was not restored"
 

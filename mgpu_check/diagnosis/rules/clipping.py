@@ -15,9 +15,6 @@ from mgpu_check.processes.rank_lists import few
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["clips_parts"]
-
-
 mistake(
     "clipped-before-synchronization",
     "gradients are clipped by a norm that is not the norm of the whole, averaged gradient",

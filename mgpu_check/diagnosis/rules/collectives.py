@@ -17,8 +17,6 @@ from mgpu_check.torch_hooks.table import COLLECTIVES
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["gradient_cut"]
-
 _WITHOUT_HISTORY = {
     "sync_params_and_buffers",
     *(name for name, known in COLLECTIVES.items() if known.kind == "message"),

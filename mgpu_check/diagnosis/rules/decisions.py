@@ -17,8 +17,6 @@ from mgpu_check.processes.rank_lists import grouped, named
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["right_on_one_rank"]
-
 mistake(
     "different-initialization",
     "ranks start from different parameters",

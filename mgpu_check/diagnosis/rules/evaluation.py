@@ -6,8 +6,6 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence
 from mgpu_check.diagnosis.report import Finding
 
-__all__: list[str] = []
-
 mistake(
     "buffers-drift",
     "buffers differ between ranks",

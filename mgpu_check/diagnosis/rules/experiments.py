@@ -11,8 +11,6 @@ from mgpu_check.processes.rank_lists import few, intervals
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 mistake(
     "loss-term-factor",
     "one term of the loss counts once for each rank, or one over the number of ranks, and the others do not",

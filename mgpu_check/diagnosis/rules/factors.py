@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["off_by_world_size"]
-
 _NEAR = 1e-4
 """Relative tolerance for norms of gradients that were summed in another order."""
 _EXACT = 1e-3

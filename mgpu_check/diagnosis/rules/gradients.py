@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["adds_up_no_parts_of_an_activation", "adds_up_to_the_whole", "stays_as_backward_left_it"]
-
 _CLOSE = 1e-4
 """Tolerance of a sum over ranks, as a fraction of its largest element."""
 _LEAST_ELEMENTS = 4

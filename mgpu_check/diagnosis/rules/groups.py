@@ -11,8 +11,6 @@ from mgpu_check.processes.rank_lists import grouped, named
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 _NEAR = 2e-3
 """Relative tolerance of a ratio: the results and the hypothesis are summed in different orders."""
 

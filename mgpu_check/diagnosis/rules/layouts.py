@@ -11,9 +11,6 @@ from mgpu_check.diagnosis.report import Finding
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
-
 mistake(
     "aliased-gather-list",
     "the list that a collective fills holds one tensor several times",

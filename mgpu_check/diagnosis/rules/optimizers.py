@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.observed import ObservedRun
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["makes_something_else"]
-
 _RATE = "learning rate of group"
 _SHOWN = 4
 """Most ranks whose values a message lists, so that it stays one line."""

@@ -19,16 +19,6 @@ from mgpu_check.diagnosis.registry import (
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.samples import Loader
 
-__all__ = [
-    "RULES",
-    "distinct",
-    "findings_of",
-    "findings_of_calls",
-    "findings_of_checkpoint",
-    "findings_of_hash_seeds",
-    "findings_of_loader",
-]
-
 _Evidence = TypeVar("_Evidence")
 
 RULES = on_evidence.ordered()

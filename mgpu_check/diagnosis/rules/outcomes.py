@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 _EXACT = 1e-4
 """Relative tolerance for sums and norms of values that were themselves summed in another order."""
 _MOST_TOGETHER = 4

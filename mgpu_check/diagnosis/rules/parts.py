@@ -13,9 +13,6 @@ from mgpu_check.processes.rank_lists import few
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
-
 mistake(
     "mean-of-means",
     "a mean over each part's own samples or tokens is averaged over the parts",

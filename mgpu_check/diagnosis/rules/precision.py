@@ -10,8 +10,6 @@ from mgpu_check.diagnosis.report import Finding
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 _NARROW = ("float16", "bfloat16")
 _ROUNDED = 2.0**-4
 """Relative error that rounding in a few sums may cause: bfloat16 has a precision of 8 bits."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 _EQUAL = 1e-5
 """Relative tolerance for counts and rows: ranks sum them in another order than one device."""
 

@@ -7,8 +7,6 @@ from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.samples import EpochSamples, Loader
 from mgpu_check.processes.rank_lists import named
 
-__all__: list[str] = []
-
 
 # One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a
 # rank that reads all samples misses none.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 _SAME = 1e-3
 """Largest relative difference between equal weights, norms or factors; a fit itself is allowed 1e-4."""
 _UNLIKE = 1e-2

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.observed import Labels
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__ = ["labels_shifted_after_split"]
-
 _Rows = list[tuple[int, ...]]
 """Labels, a row for each sample."""
 _BITS = 16.0

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 _SAME = 1e-4
 """Relative tolerance between two computations of one norm."""
 _SEVERAL = 3

@@ -12,8 +12,6 @@ from mgpu_check.diagnosis.report import Finding
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
-__all__: list[str] = []
-
 _LEFT_OUT, _UNLIKE, _ONCE = 1e-3, 1e-2, 1e-3
 """Limits on weights: a smaller weight counts as 0, a larger difference as unequal, a smaller distance from 1 as 1."""
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Measuring", "coverage_here"]
-
 
 def coverage_here() -> str | None:
     """Return the configuration of coverage.py in this process, for `Measuring` in a rank; None if it does not

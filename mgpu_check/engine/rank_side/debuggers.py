@@ -10,8 +10,6 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["refused", "without_debugger"]
-
 _REFUSED = (
     "a debugger has no terminal here: this runs in another process than pytest. Print, and see the output of each "
     "rank in the report; or set PYTHONBREAKPOINT to a debugger that listens on a socket, and give it time with "

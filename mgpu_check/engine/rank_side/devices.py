@@ -15,17 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "DeviceBusy",
-    "DeviceRefused",
-    "Devices",
-    "MaskIgnored",
-    "check_visible",
-    "devices_behind",
-    "has_nccl",
-    "take",
-]
-
 _GRACE = 0.005
 """Seconds for devices to finish the work of a call before the rank answers. Later the pytest process sends `Settle`."""
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["InterpreterState", "files_left_open", "open_files"]
-
 Kept = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 """The name of a setting, its getter, and its setter."""
 

@@ -17,8 +17,6 @@ from mgpu_check.processes.protocol import Paused
 from mgpu_check.torch_hooks.arguments import group_of
 from mgpu_check.torch_hooks.collectives import recorder
 
-__all__ = ["begin", "on_pause", "pause"]
-
 _UNDESCRIBED = ("", "undefined", "default_pg")
 
 _wait: Callable[[Paused], None] | None = None

@@ -14,8 +14,6 @@ from typing import Any
 from mgpu_check.engine.rank_side.interpreter import InterpreterState, files_left_open, open_files
 from mgpu_check.processes.leftovers import children_but_managers
 
-__all__ = ["ProcessState"]
-
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["open_store"]
-
 
 def open_store(address: str, size: int) -> Any:
     """Open the store at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a running store.

@@ -14,8 +14,6 @@ from typing import Any
 
 from mgpu_check.processes.leftovers import file_of_names
 
-__all__ = ["note_names"]
-
 
 def note_names(directory: str) -> None:
     """Note the names that this process and its spawned children make from now on, in a file in `directory`."""

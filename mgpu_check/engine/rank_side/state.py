@@ -22,8 +22,6 @@ from mgpu_check.torch_hooks.modes import Modes
 from mgpu_check.torch_hooks.replaced import Replaceable
 from mgpu_check.torch_hooks.seeds import seed_everything
 
-__all__ = ["FreshState", "Steps", "backends_of", "groups_made", "number_of", "operations"]
-
 
 def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -12,8 +12,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Stray", "listen", "take"]
-
 _MOST = 100  # kept until the next `take`, so that a failing thread in each step does not fill the memory
 
 

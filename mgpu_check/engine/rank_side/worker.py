@@ -32,9 +32,6 @@ from mgpu_check.processes.signals import CONNECTION_LOST, STACKS_SIGNAL
 from mgpu_check.processes.spawned import give_by_value
 from mgpu_check.torch_hooks.collectives import recorder
 
-__all__ = ["at_rest", "main", "tell"]
-
-
 _BACKENDS = "cpu:gloo,cuda:nccl"
 
 _told: list[tuple[str, Any]] = []

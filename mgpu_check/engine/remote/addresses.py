@@ -12,8 +12,6 @@ from pathlib import Path
 
 from mgpu_check.engine.remote.variables import LaunchedProcess
 
-__all__ = ["is_loopback", "listen_at", "listener_for", "rendezvous_of", "words_of_parent"]
-
 _BACKLOG = 1024
 _LOOPBACKS = ("127.0.0.1", "::1")
 _LOCAL_NAMES = re.compile(r"localhost6?(\.localdomain6?)?|.*\.localhost", re.IGNORECASE)

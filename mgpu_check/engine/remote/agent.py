@@ -27,8 +27,6 @@ from mgpu_check.errors import StartupFailure
 from mgpu_check.processes import prctl
 from mgpu_check.processes.machine import boot_id
 
-__all__ = ["MISUSE", "NO_DRIVER", "main"]
-
 NO_DRIVER = 70
 """Exit code of an agent whose driver is missing, or ended without a result."""
 

@@ -22,8 +22,6 @@ from mgpu_check.engine.remote.listener import Listener
 from mgpu_check.engine.remote.members import AgentGone, AgentProcess, Launch, RemoteAgent
 from mgpu_check.errors import StartupFailure
 
-__all__ = ["Connections"]
-
 _SEND_TIMEOUT = 10.0  # seconds: an agent that reads nothing for so long is lost
 _TO_FINISH, _TO_UNWIND = 3.0, 7.0  # seconds for the main thread to finish by itself, and then after an interrupt
 _MOST_WARNINGS = 16  # addresses, so that strangers cannot flood the terminal

@@ -20,8 +20,6 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
-__all__ = ["Key", "Stranger", "WrongKey", "endpoint", "new_secret", "present", "verify"]
-
 _GREETING = b"mgpu-check/2\n"
 _NONCE = 32  # random bytes, enough to never repeat
 _PROOF = hashlib.sha256().digest_size

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mgpu_check.engine.remote.driver import Driver
 
-__all__ = ["become", "driver"]
-
 _driver: Driver | None = None
 
 

@@ -26,8 +26,6 @@ from mgpu_check.engine.remote.variables import LaunchedProcess
 from mgpu_check.engine.remote.versions import versions
 from mgpu_check.processes.launched import OF_LAUNCHERS
 
-__all__ = ["Driver", "is_driver", "start_driver", "take_over"]
-
 _VARIABLE = "_MGPU_CHECK_DRIVER"
 _PATIENCE = 300.0  # seconds without agents, until `Driver.launcher` sets the value of the options
 

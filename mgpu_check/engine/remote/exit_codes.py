@@ -16,8 +16,6 @@ from pathlib import Path
 
 from mgpu_check.engine.remote.variables import LaunchedProcess
 
-__all__ = ["leave", "of_earlier_attempt", "share_of"]
-
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """…/attempt_0/2/error.json: of the first attempt, for local rank 2."""
 

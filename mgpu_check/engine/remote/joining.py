@@ -16,8 +16,6 @@ from mgpu_check.engine.remote.meeting import Announced, End, Meeting
 from mgpu_check.engine.remote.variables import LaunchedProcess
 from mgpu_check.errors import StartupFailure
 
-__all__ = ["JoinedRun", "Refused", "connect"]
-
 _CONNECT_TIMEOUT = 10.0
 _PROOF_TIMEOUT = 60.0
 _RETRY = 0.1  # seconds between two reads of the store

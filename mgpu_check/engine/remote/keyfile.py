@@ -15,8 +15,6 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["REMEDY", "UnusableKey", "default_path", "secret_in"]
-
 REMEDY = (
     "give all processes of the run one file that only their user can read, the same on all hosts, by "
     "--agent-key-file=FILE or MGPU_CHECK_AGENT_KEY_FILE; make it by: (umask 077; openssl rand -hex 32 > FILE). Or, if "

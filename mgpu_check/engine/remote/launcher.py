@@ -19,8 +19,6 @@ from mgpu_check.processes.machine import distinct_names
 from mgpu_check.processes.protocol import CallContext
 from mgpu_check.processes.rank_lists import intervals
 
-__all__ = ["AgentLauncher", "WrongLaunch"]
-
 _START_TIMEOUT = 300.0  # the agent's fork server imports torch first, which may take minutes from a network disk
 
 

@@ -12,8 +12,6 @@ import json
 import socket
 from typing import Any
 
-__all__ = ["LONGEST", "Lines", "line", "shut", "tune"]
-
 LONGEST = 4 << 20
 """Maximum bytes of a line. The stacks and the kept output of a rank are shorter."""
 

@@ -13,8 +13,6 @@ from typing import Any
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, verify
 from mgpu_check.engine.remote.lines import LONGEST, Lines
 
-__all__ = ["Listener"]
-
 _MOST = 64  # pending connections, so that strangers cannot use up the file descriptors
 _TIMEOUT = 20.0  # seconds to authenticate
 

@@ -19,8 +19,6 @@ from mgpu_check.engine.remote.variables import LaunchedProcess
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["PREFIX", "Announced", "End", "Meeting"]
-
 PREFIX = "mgpu-check"
 """Prefix of all keys in the store."""
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from mgpu_check.engine.remote.lines import Lines, line, shut
 
-__all__ = ["AgentGone", "AgentProcess", "Launch", "RemoteAgent"]
-
 
 class AgentGone(Exception):
     """The agent that should have answered is lost."""

@@ -13,8 +13,6 @@ from mgpu_check.engine.remote.members import AgentGone, RemoteAgent
 from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.record import Record, parse
 
-__all__ = ["RemoteProcess"]
-
 _ANSWER_TIMEOUT = 5.0  # seconds: the agent answers from local files
 _NOBODY_KNOWS = 75  # stands for the unknown exit code of a process whose agent was lost
 

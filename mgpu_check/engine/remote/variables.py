@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LaunchedProcess", "first_host", "launched_process_of"]
-
 # A range below Linux's ephemeral ports and above the ports of most services.
 _FIRST_PORT, _PORTS = 15_000, 16_000
 

@@ -7,8 +7,6 @@ import platform
 
 from mgpu_check.version import __version__
 
-__all__ = ["versions"]
-
 
 def versions() -> dict[str, str]:
     """Return name -> version, as seen by this process."""

@@ -10,8 +10,6 @@ from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.numerics.placement.declared import Coordinates
 from mgpu_check.numerics.placement.slices import Slice, indexed
 
-__all__ = ["along_axes"]
-
 
 def along_axes(
     name: str, local: torch.Tensor, wholes: Wholes, coordinates: Coordinates, others: Iterable[tuple[torch.Size, Slice]]

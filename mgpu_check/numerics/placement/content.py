@@ -15,8 +15,6 @@ import torch
 from mgpu_check.numerics.placement.slices import Slice, Unplaced, indexed
 from mgpu_check.torch_hooks.tensors import bytes_of, digest_of
 
-__all__ = ["Wholes"]
-
 _MANY = 256
 """Places of one value above which it is a constant, such as the zeros of a bias."""
 

@@ -10,8 +10,6 @@ import torch
 
 from mgpu_check.numerics.placement.slices import Slice, indexed
 
-__all__ = ["Coordinates", "Placement", "by_attributes", "by_user", "check_placement", "is_of_expert"]
-
 Coordinates = Mapping[str, tuple[int, int]]
 """By mesh axis: index of this rank along it, and size. The world, with the global rank, has the name ""."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["make_distinct"]
-
 _NOISE = 0.02
 """Of the magnitude of a tensor: enough to make its elements distinct, and too little to change how a model trains."""
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Ranges", "flat_ranges", "local_ranges"]
-
 
 class Ranges(NamedTuple):
     """The parameters that a flat parameter is made of.

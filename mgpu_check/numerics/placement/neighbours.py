@@ -9,8 +9,6 @@ import torch
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.numerics.placement.slices import Slice, indexed
 
-__all__ = ["beside"]
-
 
 def beside(
     name: str, local: torch.Tensor, neighbours: Iterable[tuple[torch.Size, Slice]], wholes: Wholes

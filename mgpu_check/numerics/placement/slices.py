@@ -8,8 +8,6 @@ from enum import Enum
 
 import torch
 
-__all__ = ["Assembled", "Slice", "Unplaced", "assembled", "indexed"]
-
 
 class Unplaced(Enum):
     """Why it is not known which slice a tensor is."""

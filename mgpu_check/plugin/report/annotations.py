@@ -8,8 +8,6 @@ from mgpu_check.annotations import annotation
 from mgpu_check.diagnosis.registry import all_mistakes
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
 
-__all__ = ["Annotations"]
-
 
 class Annotations:
     """A pytest plugin that prints an annotation for each failure of a test that used ranks or GPUs.

@@ -12,8 +12,6 @@ import pytest
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.plugin.report.replay import parts_of
 
-__all__ = ["REFUSED_TRACE", "PostMortem"]
-
 REFUSED_TRACE = (
     "--trace steps through tests in the pytest process, but this one runs in another, which has no terminal; "
     "call the code under test from a test with the fixture 'ranks', or leave --trace out"

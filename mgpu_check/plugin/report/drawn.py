@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Drawn"]
-
 _SHOWN = 3
 """Words of one kind that are named, so that the line stays short; for more words, the count follows."""
 _LONGEST = 24

@@ -13,8 +13,6 @@ import pytest
 from mgpu_check.plugin.report.replay import FLAG
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["apply", "blob_of_this", "check", "draws_on", "is_final", "keeping_steps"]
-
 
 def check(text: str) -> None:
     """Check that `text` is an example of the installed version of Hypothesis.

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["Cause", "RerunEvidence", "worlds"]
-
 _MOST_CAUSES = 2
 """Most parts in one explanation; with more, too many sets explain the same trials."""
 _MOST_WORLDS = 30

@@ -14,8 +14,6 @@ from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
 
-__all__ = ["add_output", "add_replay", "add_second_look", "joined", "replace_traceback"]
-
 _REPLAY = "repeat with"
 _SECOND_LOOK = "second look"
 _LOGGED = re.compile(r"^\[rank\d+\]:\[[A-Z]\d{4} [\d:.]+ ", re.MULTILINE)

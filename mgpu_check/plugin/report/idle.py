@@ -7,8 +7,6 @@ from typing import Literal
 
 import pytest
 
-__all__ = ["add_case"]
-
 _CASE = "mgpu_check::ranks that died while no test used them"
 
 

@@ -15,8 +15,6 @@ from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import OPTIONS
 
-__all__ = ["LARGEST", "Page", "Summary", "render"]
-
 LARGEST = 900_000
 """Bytes. GitHub does not show a step summary above 1 MiB."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["code", "fenced", "table", "text"]
-
 # Characters that start emphasis, links, HTML, cells, formulas, mentions, or references to issues.
 _MARKUP = str.maketrans({character: f"&#{ord(character)};" for character in "\\`*_[]<>&|~#$@"})
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

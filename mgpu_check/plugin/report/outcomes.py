@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Outcomes", "TestOutcome"]
-
 _ORDER = ("failed", "errors", "passed", "skipped", "xfailed", "xpassed")
 _REPLAY = re.compile(r"^-+ repeat with -+$", re.MULTILINE)
 _OURS = re.compile(r"^(?:[\w.]+\.)?(\w+): ")  # mgpu_check.errors.ScalingMismatch: …

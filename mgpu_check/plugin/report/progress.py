@@ -12,8 +12,6 @@ import pytest
 from mgpu_check.plugin.report.table import Row, counted, is_detailed, is_failure, row_of, told_level
 from mgpu_check.plugin.session import GpuSession
 
-__all__ = ["LiveLine", "Progress"]
-
 _INTERVAL = 0.1  # seconds between two updates of the live line
 _SILENCE = 30.0
 """Seconds between lines in a log about a running check: shorter intervals would fill the log."""

@@ -12,8 +12,6 @@ from mgpu_check.plugin.report.suspects import Reruns
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.protocol import SEED
 
-__all__ = ["add_failure", "add_identity", "add_lack", "add_usage", "defects_met", "lacks_devices"]
-
 _LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 
 

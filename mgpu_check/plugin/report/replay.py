@@ -19,8 +19,6 @@ from mgpu_check.engine.remote import current
 from mgpu_check.plugin.packaged import command_of, package_of
 from mgpu_check.settings import OPTIONS
 
-__all__ = ["BLOB", "FLAG", "CommandLine", "Invocation", "lines_for", "parts_of", "take_blobs"]
-
 FLAG = "--gpu-replay"
 
 BLOB = "_mgpu_check_blob"

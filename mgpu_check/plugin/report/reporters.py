@@ -7,8 +7,6 @@ import pytest
 from mgpu_check.annotations import wanted
 from mgpu_check.plugin.session import GpuSession
 
-__all__ = ["register"]
-
 
 def register(config: pytest.Config, session: GpuSession) -> None:
     """Register the summary in Markdown, annotations, and the line that repeats an example.

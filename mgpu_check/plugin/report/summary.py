@@ -13,8 +13,6 @@ from mgpu_check.plugin.report import table
 from mgpu_check.plugin.report.properties import defects_met, lacks_devices
 from mgpu_check.plugin.session import GpuSession
 
-__all__ = ["print_to", "tell"]
-
 
 def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
     """Print the closing table, interrupted and dead ranks, remarks, and tests skipped because of too few devices."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from mgpu_check.plugin.report.explaining import Cause, RerunEvidence
 
-__all__ = ["Rerun", "Reruns"]
-
 _BY_CHANCE = {True: 0.001, False: 0.01}
 """Probability that an example passes all tries of a rerun by chance, below which the rerun counts as passed.
 

@@ -14,18 +14,6 @@ from mgpu_check.asserts.known_defects import KNOWN_DEFECTS
 from mgpu_check.plugin.report.properties import defects_met
 from mgpu_check.version import torch_version
 
-__all__ = [
-    "Row",
-    "counted",
-    "is_detailed",
-    "is_failure",
-    "print_to",
-    "row_of",
-    "told",
-    "told_level",
-    "told_unseen",
-]
-
 _LEAST_TEXT = 40
 _NUMBERS = 25  # width of the columns "examples" and "seconds" and of all gaps
 

@@ -14,8 +14,6 @@ import torch
 from mgpu_check.simulated.defects.parameters import PATTERNS, Parameters
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["SPOIL", "Chance", "Pattern", "dtype_matches"]
-
 _WARP = 32
 _TILE = 16
 

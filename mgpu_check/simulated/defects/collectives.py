@@ -9,8 +9,6 @@ from mgpu_check.simulated.defects.parameters import Parameters
 from mgpu_check.simulated.hardware import Defect, EndedCollective, cells
 from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = ["WrongCollective"]
-
 _ANY = tuple(name for name, transfer in TRANSFERS.items() if transfer.takers == "all" and name != "scatter")
 """Transfers that are wrong by default: those that give each rank a result. A wrong scatter could be an error of its
 root too."""

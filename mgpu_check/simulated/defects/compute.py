@@ -8,9 +8,6 @@ from mgpu_check.simulated.defects.chance import SPOIL, Chance, dtype_matches
 from mgpu_check.simulated.defects.parameters import UNITS, Parameters
 from mgpu_check.simulated.hardware import Defect, Operation, cells
 
-__all__ = ["RepeatingRandom", "Unit"]
-
-
 _SIDES = (("inner", "inputs", -1), ("rows", "outputs", -2), ("columns", "outputs", -1))
 """Parameter, the tensors of an operation, and the dimension of the first of them."""
 

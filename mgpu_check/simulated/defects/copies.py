@@ -11,8 +11,6 @@ from mgpu_check.simulated.defects.chance import SPOIL, Chance
 from mgpu_check.simulated.defects.parameters import Parameters
 from mgpu_check.simulated.hardware import Copy, Defect
 
-__all__ = ["AnotherPeer", "Egress", "HostLink", "Link", "Stale"]
-
 _TAIL = 1000
 
 

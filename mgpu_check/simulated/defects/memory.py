@@ -10,8 +10,6 @@ from mgpu_check.simulated.defects.chance import Chance
 from mgpu_check.simulated.defects.parameters import Parameters
 from mgpu_check.simulated.hardware import Defect
 
-__all__ = ["Aliased", "Coupled", "DeadRow", "LeakyBit", "StuckBit", "WeakBit"]
-
 
 class _Cells(Defect):
     """Some bytes of one device, from the parameter ``address`` on."""

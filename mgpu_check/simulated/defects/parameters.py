@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["PATTERNS", "UNITS", "Parameters", "Value"]
-
 PATTERNS = ("bit", "low-bit", "bits", "lane", "nan", "tile", "swap")
 """Patterns of wrong elements; see `mgpu_check.simulated.defects.chance`."""
 

@@ -10,9 +10,6 @@ from mgpu_check.simulated.defects.parameters import UNITS, Parameters
 from mgpu_check.simulated.hardware import Copy, Defect, EndedCollective, Operation
 from mgpu_check.simulated.state import cuda_error
 
-__all__ = ["Hanging", "Lost", "SlowCollective", "SlowDevice", "SlowHostLink", "SlowLink", "SlowPort"]
-
-
 Event = Operation | Copy | EndedCollective
 
 

@@ -10,8 +10,6 @@ from mgpu_check.suite.common.tensors import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DENSE", "GAPPED", "REDUCIBLE", "Contributions"]
-
 REDUCIBLE = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 """The dtypes that both gloo and NCCL reduce."""
 

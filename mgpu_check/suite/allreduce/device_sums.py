@@ -15,8 +15,6 @@ from mgpu_check.suite.allreduce.cases import Contributions
 from mgpu_check.suite.common.tensors import layouts_for
 from mgpu_check.suite.recipes import allreduce as recipes
 
-__all__ = ["assert_added_up", "assert_added_up_by_hand", "assert_broadcast"]
-
 _SHAPE = (2, 3, 4, 5)
 """A shape of four dimensions, because these support every layout."""
 

@@ -10,8 +10,6 @@ from torch.cuda import nccl
 from mgpu_check.asserts.bits import same_bits
 from mgpu_check.errors import AllreduceMismatch
 
-__all__ = ["assert_nccl_calls"]
-
 _MAX = 2
 """The number of NCCL's operation, which torch does not name."""
 

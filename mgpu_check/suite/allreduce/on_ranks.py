@@ -13,14 +13,6 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.allreduce.cases import Contributions
 from mgpu_check.suite.recipes import allreduce as recipes
 
-__all__ = [
-    "assert_all_reduce_in_a_group_matches",
-    "assert_all_reduce_matches",
-    "assert_recipe_matches",
-    "assert_view_is_reduced",
-    "assert_view_is_reduced_or_refused",
-]
-
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, REDUCIBLE, Contributions
+from mgpu_check.suite.allreduce.cases import REDUCIBLE, Contributions
 from mgpu_check.suite.common.strategies.tensors import shapes, tensors
 from mgpu_check.suite.common.tensors import LAYOUTS
-
-__all__ = ["DENSE", "GAPPED", "REDUCIBLE", "Contributions", "contributions"]
 
 
 @st.composite

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.suite.allreduce.strategies import DENSE, GAPPED, Contributions, contributions
+from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, Contributions
+from mgpu_check.suite.allreduce.strategies import contributions
 from mgpu_check.suite.common.budget import examples
 
 if TYPE_CHECKING:

@@ -27,8 +27,6 @@ from mgpu_check.suite.collectives.runner import runner
 from mgpu_check.torch_hooks.table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["LIMIT", "assert_rounding_is_unbiased", "elements_for", "mean_error", "most_ranks", "terms_of"]
-
 LIMIT = 0.25
 """Limit of the mean error, in units in the last place: midway between rounding to nearest (0) and truncation (1/2)."""
 _PROBABILITY = 1e-9

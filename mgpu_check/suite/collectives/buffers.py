@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CallMemory", "Shape", "shaped"]
-
 _GUARD = 17
 """Elements between tensors; odd, so that tensors begin at addresses of every alignment."""
 _FILLING = 0xA5

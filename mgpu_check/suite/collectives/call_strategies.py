@@ -30,26 +30,6 @@ from mgpu_check.suite.common.strategies.tensors import seeds as tensor_seeds
 from mgpu_check.suite.common.strategies.worlds import world_sizes
 from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = [
-    "OBJECTS",
-    "all_reduces",
-    "asynchronous",
-    "copies",
-    "in_groups",
-    "layouts",
-    "members",
-    "messages",
-    "option_rows",
-    "options",
-    "other_reductions",
-    "partitions",
-    "rounding",
-    "seeds",
-    "sizes",
-    "special",
-    "worlds",
-]
-
 PLACES = ("device", "cpu")
 LARGE = {
     "all_reduce": "float32",

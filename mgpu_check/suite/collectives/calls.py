@@ -27,8 +27,6 @@ from mgpu_check.suite.collectives.values import differing, factor_of, stretched
 from mgpu_check.torch_hooks.table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits, digest_of
 
-__all__ = ["Started", "assert_collectives_match", "operation_of"]
-
 _IN_FLIGHT = 6
 _REFUSALS = ("must be contiguous", "non-overlapping and dense", "ensors must be", "must be dense")
 

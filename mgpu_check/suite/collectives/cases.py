@@ -7,23 +7,6 @@ from dataclasses import dataclass
 
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, Collective
 
-__all__ = [
-    "COALESCED",
-    "COPIED",
-    "COPYING",
-    "FLOATING",
-    "FUNCTIONS",
-    "INTEGERS",
-    "NOT_CALLED",
-    "OPERATIONS",
-    "REDUCED",
-    "REDUCING",
-    "ROOTED",
-    "CollectiveCall",
-    "form_of",
-    "left_out",
-]
-
 FLOATING = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int8", "uint8")
 _COMPLEX = ("complex64", "complex128")

@@ -17,8 +17,6 @@ import torch
 from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
 from mgpu_check.torch_hooks.tensors import as_bits
 
-__all__ = ["Terms"]
-
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
 _MOST_BITS = 50  # of a hash, which float64 has too
 _POWERS = range(-4, 4)

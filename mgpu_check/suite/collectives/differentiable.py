@@ -13,8 +13,6 @@ from torch.distributed.nn import functional as differentiable
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.teams import ROWS, CallTally, Team, judged_by, numbers_of
 
-__all__ = ["assert_differentiable_match"]
-
 _Parts = Sequence[torch.Tensor]
 
 

@@ -16,15 +16,6 @@ from mgpu_check.suite.common.contents import CHUNK, HOST, bytes_of_content, comp
 from mgpu_check.torch_hooks.table import TRANSFERS, Transfer
 from mgpu_check.torch_hooks.tensors import as_bits
 
-__all__ = [
-    "Cases",
-    "RepeatedCollective",
-    "View",
-    "WrongIteration",
-    "groups_of",
-    "views_of",
-]
-
 _WINDOW = 64
 """Range of the shift between iterations, in elements, so that stale data of the previous iteration is wrong."""
 _BURST = 4

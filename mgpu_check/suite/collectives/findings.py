@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["WrongResult", "assert_shared", "raise_findings"]
-
 _SHOWN = 3
 _COMMON = ("function", "dtype", "op", "values", "place", "layout", "elements", "asynchronous", "members", "root")
 

@@ -14,8 +14,6 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.runner import named
 from mgpu_check.suite.collectives.teams import CallTally, Team, judged_by, numbers_of
 
-__all__ = ["assert_coalesced_match", "assert_functional_match"]
-
 _SEVERAL = 6
 """The number of tensors in a coalesced call."""
 _Parts = Sequence[torch.Tensor]

@@ -13,8 +13,6 @@ from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 
-__all__ = ["assert_mesh_matches"]
-
 
 def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
     """Assert that `init_device_mesh` lays the ranks out row by row, and that collectives in its groups reach their

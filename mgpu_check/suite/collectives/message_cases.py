@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from mgpu_check.suite.collectives.cases import COPIED, REDUCED
 
-__all__ = ["Message", "messages_between"]
-
 
 @dataclass(frozen=True)
 class Message:

@@ -17,8 +17,6 @@ from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.values import differing, given_blocks, stretched
 from mgpu_check.torch_hooks.tensors import as_bits
 
-__all__ = ["assert_any_source_tells_the_sender", "assert_messages_arrive"]
-
 
 class _Received:
     """The tensor that receives a message, with guards around it, and its right content."""

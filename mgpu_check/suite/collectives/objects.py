@@ -12,8 +12,6 @@ import torch.distributed as dist
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 
-__all__ = ["assert_barrier_holds", "assert_drawn_objects_travel", "assert_objects_travel", "object_of"]
-
 BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
 _KINDS = 6
 """The number of kinds of objects; as many consecutive numbers give one of each kind."""

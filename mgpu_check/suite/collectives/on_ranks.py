@@ -31,19 +31,6 @@ from mgpu_check.suite.collectives.objects import (
 from mgpu_check.suite.collectives.subgroups import assert_subgroups_divide
 from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = [
-    "assert_barriers_hold",
-    "assert_coalesced_match_in_groups",
-    "assert_differentiable_match_in_groups",
-    "assert_functional_match_in_groups",
-    "assert_groups_match",
-    "assert_meshes_match",
-    "assert_messages_from_any_source_arrive",
-    "assert_messages_of_all_ways_arrive",
-    "assert_objects_travel_on_all_ways",
-    "assert_sums_are_unbiased",
-]
-
 
 def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
     """Return two groups of at least two ranks, or none in a world of one or two.

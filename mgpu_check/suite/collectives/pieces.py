@@ -11,8 +11,6 @@ from mgpu_check.suite.collectives.cases import FUNCTIONS, CollectiveCall
 from mgpu_check.suite.collectives.values import Right, given_blocks, right_block, stretched
 from mgpu_check.torch_hooks.table import TRANSFERS, is_list
 
-__all__ = ["STEP", "Laid", "Piece", "ReducedPiece"]
-
 STEP = 13
 """Distance between the parts of a tensor, in elements of their block."""
 

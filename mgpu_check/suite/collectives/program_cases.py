@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from mgpu_check.torch_hooks.table import TRANSFERS
 
-__all__ = ["BUFFERS", "GROUPS", "LENGTH", "OF_GROUPS", "STEPS", "CollectiveStep"]
-
 BUFFERS = 4
 LENGTH = 5
 """Each rank holds BUFFERS tensors, of LENGTH elements per rank."""

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from mgpu_check.suite.collectives.program_cases import BUFFERS, GROUPS, OF_GROUPS, STEPS, CollectiveStep
 
-__all__ = ["mesh_shapes", "programs"]
-
 
 class _Machine:
     """Draws a program step by step, and tracks the existing groups."""

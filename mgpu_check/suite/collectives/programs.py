@@ -15,8 +15,6 @@ from mgpu_check.suite.collectives.program_cases import BUFFERS, LENGTH, OF_GROUP
 from mgpu_check.suite.collectives.runner import called, parts_of
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
-__all__ = ["assert_program_matches"]
-
 _FORMS = {"all_to_all": "all_to_all_single"}
 """Transfer -> the function to call, where it has another name: older versions of gloo have no `all_to_all` of lists."""
 

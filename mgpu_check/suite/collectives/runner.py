@@ -14,8 +14,6 @@ import torch.distributed as dist
 from mgpu_check.suite.collectives.cases import form_of
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, is_list
 
-__all__ = ["Runner", "called", "named", "parts_of", "runner"]
-
 Tensors = Sequence[torch.Tensor]
 
 

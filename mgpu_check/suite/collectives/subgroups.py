@@ -13,8 +13,6 @@ from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 
-__all__ = ["assert_subgroups_divide"]
-
 
 def assert_subgroups_divide(rank: Rank) -> None:
     """Assert that subgroups divide the world as requested, and that each rank gets its own group and all in order. A

@@ -17,8 +17,6 @@ from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["ROWS", "CallTally", "Team", "judged_by", "numbers_of"]
-
 ROWS, _COLUMNS = 3, 4
 
 

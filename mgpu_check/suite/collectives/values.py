@@ -19,8 +19,6 @@ from mgpu_check.numerics.exact import exact_factors, exact_parts, random_parts
 from mgpu_check.numerics.reduction import reduced
 from mgpu_check.torch_hooks.tensors import as_bits, as_real
 
-__all__ = ["Right", "differing", "factor_of", "given_blocks", "right_block", "stretched"]
-
 _EXACT, _RANDOM, _BITS = 251, 4093, 1021
 """Lengths of blocks: primes, so that different parts begin at different elements of the block."""
 

@@ -16,20 +16,6 @@ from mgpu_check.suite.common.operators import Function, Kind
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, indices_of, name_of, plain
 
-__all__ = [
-    "Case",
-    "Function",
-    "Kind",
-    "Places",
-    "Window",
-    "WrongCase",
-    "assert_devices_agree",
-    "difference",
-    "named_wrong",
-    "shapes_of",
-    "ulps_of",
-]
-
 _LISTED = 6
 _ULPS = 64
 """Units in the last place that "close" allows in float32 and float64.

@@ -10,8 +10,6 @@ from torch import nn
 from mgpu_check.numerics.compare import difference
 from mgpu_check.suite.common.whole_numbers.reference import buffers_of
 
-__all__ = ["STEPS", "averaging", "drawn", "wrong_statistics"]
-
 STEPS = 3
 _CHANNELS = 3
 

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from mgpu_check.settings import active
 
-__all__ = ["DEPTH", "MORE", "at_level", "examples"]
-
 DEPTH = st.builds(lambda: active().depth)
 """The level. Drawn, because the options are known when examples are drawn, but not on ranks."""
 

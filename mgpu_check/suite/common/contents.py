@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHUNK", "HOST", "WrongBytes", "bytes_of_content", "compare", "fill", "tag_of"]
-
 HOST = 63
 """The number of the host in tags; devices have their own numbers."""
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["MASK", "counted", "fractions", "integers", "mix_", "mixed", "position_of", "several", "signed"]
-
 MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _STEP = 0x9E3779B97F4A7C15

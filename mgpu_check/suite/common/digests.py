@@ -13,8 +13,6 @@ import torch
 from mgpu_check.suite.common.counters import MASK, mix_
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["digest", "digests"]
-
 _NARROW = (1 << 32) - 1
 _BLOCK = 1 << 24
 """Elements to mix at once; a limit, because mixing needs many times their memory."""

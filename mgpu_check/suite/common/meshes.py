@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["near_square"]
-
 
 def near_square(ranks: int) -> tuple[int, int]:
     """Return the sides of the mesh of `ranks` ranks that is closest to a square, the smaller side first."""

@@ -12,23 +12,6 @@ from typing import Any, Literal
 
 from mgpu_check.suite.common.torch_later import F, torch
 
-__all__ = [
-    "BINARY",
-    "BOOL",
-    "CALLS",
-    "COMPLEX",
-    "FLOATS",
-    "FUNCTIONS",
-    "INTEGERS",
-    "NUMBERS",
-    "REAL",
-    "UNARY",
-    "BoundedFunction",
-    "ElementwiseOperator",
-    "Function",
-    "Kind",
-]
-
 Function = Callable[..., Any]
 """Takes operands, returns results."""
 

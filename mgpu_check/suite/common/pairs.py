@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["drawn_rows", "in_pairs", "words_of"]
-
 _Row = dict[str, Any]
 _Place = tuple[str, int]
 

@@ -9,18 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "COMPLEX_DTYPES",
-    "DTYPES",
-    "FLOAT_DTYPES",
-    "INTEGER_DTYPES",
-    "LAYOUTS",
-    "PINNED",
-    "VALUES",
-    "TensorSpec",
-    "layouts_for",
-]
-
 FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8")
 COMPLEX_DTYPES = ("complex64", "complex128")

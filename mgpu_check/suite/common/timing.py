@@ -8,8 +8,6 @@ import torch
 
 from mgpu_check.devices.observations import Measurement, Subject, Unit, median_and_spread
 
-__all__ = ["Stopwatch", "measured", "seconds_of"]
-
 _WARM_UP = 2
 
 

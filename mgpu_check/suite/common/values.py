@@ -13,22 +13,6 @@ from mgpu_check.suite.common import operators
 from mgpu_check.suite.common.counters import counted, fractions, integers
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = [
-    "ALL",
-    "BOOL",
-    "COMPLEX",
-    "FLOATS",
-    "INTEGERS",
-    "NUMBERS",
-    "REAL",
-    "anything",
-    "pairs",
-    "shaped",
-    "significands",
-    "small",
-    "whole",
-]
-
 
 def _dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, name) for name in names)

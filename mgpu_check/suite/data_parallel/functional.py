@@ -16,8 +16,6 @@ from mgpu_check.suite.data_parallel.results import (
     told,
 )
 
-__all__ = ["assert_functional_form_agrees"]
-
 
 class _Scaled(nn.Module):
     def __init__(self) -> None:

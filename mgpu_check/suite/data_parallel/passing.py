@@ -25,17 +25,6 @@ from mgpu_check.suite.data_parallel.results import (
 )
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = [
-    "assert_arguments_arrive",
-    "assert_autocast_dtype_kept",
-    "assert_dimension_split",
-    "assert_exceptions_named",
-    "assert_few_rows_use_few_devices",
-    "assert_modes_seen",
-    "assert_outputs_ordered",
-    "assert_scalars_gathered",
-]
-
 _WIDTH = 6
 _LARGE = 9001
 """Columns of one output: thirty rows of it exceed 1 MiB."""

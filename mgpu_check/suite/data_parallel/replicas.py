@@ -14,8 +14,6 @@ from mgpu_check.suite.common.values import significands
 from mgpu_check.suite.data_parallel.results import Devices, both_ways, indices_of
 from mgpu_check.suite.recipes.everything import Everything
 
-__all__ = ["assert_replicas_hold"]
-
 
 def assert_replicas_hold(devices: Devices, seed: int) -> None:
     """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same

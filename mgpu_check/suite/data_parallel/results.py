@@ -11,8 +11,6 @@ import torch
 from mgpu_check.asserts.bits import first_difference, same_bits
 from mgpu_check.errors import GradientMismatch
 
-__all__ = ["Devices", "both_ways", "distinct_rows", "indices_of", "refused_by_mistake", "require_same", "told"]
-
 Devices = Sequence[torch.device]
 
 

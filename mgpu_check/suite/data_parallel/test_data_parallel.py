@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.suite.common.budget import examples
-from mgpu_check.suite.common.whole_numbers.strategies import PLAIN, WholeRun, whole_runs
+from mgpu_check.suite.common.whole_numbers.cases import PLAIN, WholeRun
+from mgpu_check.suite.common.whole_numbers.strategies import whole_runs
 
 if TYPE_CHECKING:
     import torch

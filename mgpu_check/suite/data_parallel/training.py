@@ -29,16 +29,6 @@ from mgpu_check.suite.common.whole_numbers.reference import (
 from mgpu_check.suite.data_parallel.results import Devices, both_ways, indices_of, require_same
 from mgpu_check.suite.recipes.training import weighted
 
-__all__ = [
-    "assert_backward_of_several_calls",
-    "assert_frozen_parameters_kept",
-    "assert_hooks_called",
-    "assert_models_train",
-    "assert_second_gradients",
-    "assert_sparse_gradients_added",
-    "assert_statistics_of_the_first_device",
-]
-
 
 def _wrapped(model: nn.Module, order: Devices) -> nn.Module:
     return DataParallel(model.to(order[0]), device_ids=indices_of(order))

@@ -13,8 +13,6 @@ import torch
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.tensors import indices_of
 
-__all__ = ["assert_cuda_follows", "assert_guards_restore", "assert_threads_apart", "current_device_kept"]
-
 
 class _LeftGuard(Exception):
     """Raised to leave a guard by an exception."""

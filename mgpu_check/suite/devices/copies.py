@@ -12,10 +12,9 @@ from mgpu_check.devices.observations import Observation
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import ALL, anything, significands
-from mgpu_check.suite.devices.links import Copies, examine_copies, examine_host_copies
+from mgpu_check.suite.devices.copy_cases import Copies
+from mgpu_check.suite.devices.links import examine_copies, examine_host_copies
 from mgpu_check.torch_hooks.tensors import name_of
-
-__all__ = ["assert_casts_arrive", "assert_copies_arrive", "assert_copies_whole", "assert_pinned_copies_arrive"]
 
 _HOST = torch.device("cpu")
 _MIDDLE, _ABOVE, _LARGE = (1 << 16) + 1, (1 << 20) + 1, (4 << 20) + 1

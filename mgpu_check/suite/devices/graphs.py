@@ -14,8 +14,6 @@ from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.values import small
 
-__all__ = ["assert_graphs_replay"]
-
 _SHAPE = (5, 6)
 
 

@@ -13,8 +13,6 @@ from mgpu_check.devices.observations import Observation, Subject, SubjectResult,
 from mgpu_check.suite.common.contents import CHUNK, HOST, WrongBytes, bytes_of_content, compare, fill, tag_of
 from mgpu_check.suite.devices.copy_cases import Copies
 
-__all__ = ["Copies", "examine_copies", "examine_host_copies"]
-
 _GUARD = 256
 _SHARE = 0.7
 _CHUNKS = 6

@@ -14,8 +14,6 @@ from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import ALL, anything
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["assert_loads_arrive", "assert_memory_recovers"]
-
 _BLOCK = (4 << 20) + 4096  # bytes: a multiple of 512, because torch rounds its statistics to that
 _LARGE_BLOCK = (16 << 20) + 4096  # bytes: the allocator treats blocks above a few MiB in another way
 

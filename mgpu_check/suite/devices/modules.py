@@ -11,8 +11,6 @@ from torch import nn
 from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import anything, significands
 
-__all__ = ["assert_memory_owned", "assert_modules_move"]
-
 _HOST = torch.device("cpu")
 
 

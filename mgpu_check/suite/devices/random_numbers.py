@@ -18,13 +18,6 @@ from mgpu_check.suite.devices.context import current_device_kept
 from mgpu_check.suite.devices.seeded_ranks import DrawnBy
 from mgpu_check.torch_hooks.tensors import indices_of
 
-__all__ = [
-    "assert_dropout_as_seeded",
-    "assert_generators_apart",
-    "assert_states_return",
-    "drawn_by",
-]
-
 _COUNT = 257
 
 _DRAWS: dict[str, Callable[[torch.device], torch.Tensor]] = {

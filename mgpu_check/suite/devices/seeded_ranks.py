@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from mgpu_check.errors import DeviceMismatch
 
-__all__ = ["DrawnBy", "assert_ranks_draw_as_seeded"]
-
 
 @dataclass(frozen=True)
 class DrawnBy:

@@ -11,8 +11,6 @@ from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import anything, significands
 
-__all__ = ["assert_devices_wait", "assert_events_tell", "assert_host_waits"]
-
 _CYCLES = 2_000_000
 """Cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early."""
 _ELEMENTS = (1 << 16) + 3

@@ -19,13 +19,6 @@ from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import Gradients, Rows, judged
 from mgpu_check.suite.distributed.replica import Replica, under_ddp
 
-__all__ = [
-    "assert_accumulation_exact",
-    "assert_delayed_parameters_reduced",
-    "assert_gradient_hooks_apply",
-    "assert_uneven_inputs_joined",
-]
-
 
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients accumulate over micro-batches: local ones within no_sync, averaged ones after the last.

@@ -27,13 +27,6 @@ from mgpu_check.suite.common.whole_numbers.reference import Gradients, Rows, jud
 from mgpu_check.suite.distributed.options import SMALL_BUCKET, own_group
 from mgpu_check.suite.distributed.replica import Place, Replica, under_ddp
 
-__all__ = [
-    "assert_averaging_hook_exact",
-    "assert_compressed_gradients_rounded",
-    "assert_hooks_keep_to_groups",
-    "assert_low_rank_hook_exact",
-]
-
 Hook = Callable[[Any, Any], Any]
 """A communication hook: it takes a state, such as a process group, and a bucket."""
 

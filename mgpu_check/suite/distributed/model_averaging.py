@@ -15,8 +15,6 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
 
-__all__ = ["assert_averagers_average"]
-
 _STEPS = 6
 
 

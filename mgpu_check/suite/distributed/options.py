@@ -26,17 +26,6 @@ from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import as_it_is, freeze_first, judged
 from mgpu_check.suite.distributed.replica import Place, Replica, train, under_ddp
 
-__all__ = [
-    "assert_buckets_reduced",
-    "assert_frozen_parameters_kept",
-    "assert_groups_apart",
-    "assert_models_train",
-    "assert_options_agree",
-    "assert_static_graph_trains",
-    "assert_unused_parameters_reduced",
-    "own_group",
-]
-
 _LARGE = (1 << 18) + 4099
 """Elements of float32 with more than 1 MiB."""
 

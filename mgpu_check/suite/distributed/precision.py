@@ -15,8 +15,6 @@ from mgpu_check.suite.common.whole_numbers.reference import Gradients, judged, t
 from mgpu_check.suite.distributed.replica import Replica
 from mgpu_check.suite.recipes.training import weighted
 
-__all__ = ["assert_autocast_trains", "assert_clipping_takes_the_whole_norm", "assert_scaler_skips_together"]
-
 _SCALE = 64.0
 
 

@@ -36,8 +36,6 @@ from mgpu_check.suite.common.whole_numbers.reference import (
 )
 from mgpu_check.suite.recipes.training import split, weighted
 
-__all__ = ["Place", "Replica", "train", "under_ddp"]
-
 
 @dataclass(frozen=True)
 class Place:

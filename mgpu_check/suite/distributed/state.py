@@ -33,16 +33,6 @@ from mgpu_check.suite.recipes.everything import Everything
 from mgpu_check.suite.recipes.training import split
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = [
-    "assert_arguments_arrive",
-    "assert_buffers_follow_the_first_rank",
-    "assert_channels_last_trains",
-    "assert_checkpoint_goes_on",
-    "assert_evaluation_leaves_no_trace",
-    "assert_mixed_dtypes_train",
-    "assert_starts_from_the_first_rank",
-]
-
 _STEPS_COUNTED = 4_099
 """Not representable in bfloat16 or float16."""
 

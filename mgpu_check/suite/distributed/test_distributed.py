@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mgpu_check.suite.common.budget import MORE, examples
 from mgpu_check.suite.common.strategies.tensors import seeds
-from mgpu_check.suite.common.whole_numbers.strategies import PLAIN, WholeRun, mostly_all, whole_runs
+from mgpu_check.suite.common.whole_numbers.cases import PLAIN, WholeRun
+from mgpu_check.suite.common.whole_numbers.strategies import mostly_all, whole_runs
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks

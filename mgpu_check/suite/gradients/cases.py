@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["MODELS", "TrainingSpec"]
-
 MODELS = ("mlp", "lenet", "convnet", "resnet18")
 """Without BatchNorm: mlp, lenet. With it: convnet (one convolution), resnet18 (with SiLU in place of ReLU)."""
 

@@ -23,13 +23,6 @@ from mgpu_check.suite.gradients.cases import TrainingSpec
 from mgpu_check.suite.recipes import models, reference
 from mgpu_check.suite.recipes import training as steps
 
-__all__ = [
-    "assert_data_parallel_agrees",
-    "assert_distributed_agrees",
-    "assert_distributed_replicas_agree",
-    "assert_step_by_hand_agrees",
-]
-
 Divide = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
 _PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from mgpu_check.suite.gradients.cases import MODELS, TrainingSpec
-
-__all__ = ["MODELS", "TrainingSpec", "trainings"]
+from mgpu_check.suite.gradients.cases import TrainingSpec
 
 
 @st.composite

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.suite.common.budget import examples
-from mgpu_check.suite.gradients.strategies import TrainingSpec, trainings
+from mgpu_check.suite.gradients.cases import TrainingSpec
+from mgpu_check.suite.gradients.strategies import trainings
 
 if TYPE_CHECKING:
     import torch

@@ -24,20 +24,6 @@ from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
 from mgpu_check.processes.heap import importing
 from mgpu_check.processes.launched import simulating, without_launcher
 
-__all__ = [
-    "SCRIPT",
-    "Launched",
-    "arguments_for",
-    "arguments_for_speed",
-    "assert_rank_is_told",
-    "assert_trained",
-    "assert_trains_under_torchrun",
-    "assert_trains_when_spawned",
-    "launched",
-    "seeing",
-    "speed_of",
-]
-
 SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")
 
 _TOLERANCE = 1e-9

@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.loading.sampling import sampler_over
 
-__all__ = ["assert_samplers_draw"]
-
 _COUNT = (
     26  # samples; two of their 26! orders are equal with probability 2e-27, and 26 draws of 26 with probability 2e-37
 )

@@ -26,8 +26,6 @@ from mgpu_check.suite.loading.loaders import torchs_own_warnings, workers_ending
 from mgpu_check.suite.loading.sampling import batches_of
 from mgpu_check.suite.recipes.loading import SharedStream
 
-__all__ = ["assert_loader_options_agree"]
-
 _SIZE = 3
 _FIRST, _ALL = 8, 17
 """Samples of the first of two chained datasets, and of all."""

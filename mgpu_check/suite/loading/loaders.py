@@ -28,19 +28,6 @@ from mgpu_check.suite.loading.numbered import Numbered, assert_batch, indices_of
 from mgpu_check.suite.loading.sampling import assert_shares, batches_of, sampler_over
 from mgpu_check.suite.recipes import loading
 
-__all__ = [
-    "LARGE",
-    "assert_batches",
-    "assert_last_batches",
-    "assert_partitions",
-    "assert_resumes",
-    "assert_worker_seeds",
-    "assert_workers_in_order",
-    "sent",
-    "torchs_own_warnings",
-    "workers_ending",
-]
-
 LARGE = 300_000
 """Features of a large sample, which takes 1.2 MB in float32."""
 

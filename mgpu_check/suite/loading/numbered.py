@@ -15,8 +15,6 @@ from mgpu_check.asserts.bits import first_difference, same_bits
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.counters import mix_
 
-__all__ = ["Numbered", "assert_batch", "indices_of"]
-
 _FIELDS = {
     "image": torch.float32,
     "half": torch.bfloat16,

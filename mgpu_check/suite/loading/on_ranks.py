@@ -17,8 +17,6 @@ from mgpu_check.suite.loading.numbered import Numbered, indices_of
 from mgpu_check.suite.loading.sampling import assert_shares, batches_of, sampler_over
 from mgpu_check.suite.recipes.loading import SharedStream
 
-__all__ = ["assert_loaders_cover", "assert_samplers_of_ranks", "assert_streams_cover"]
-
 _BATCH = 3
 
 

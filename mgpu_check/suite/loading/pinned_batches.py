@@ -13,8 +13,6 @@ from mgpu_check.suite.loading.loaders import LARGE, assert_batches, sent, torchs
 from mgpu_check.suite.loading.numbered import Numbered, assert_batch
 from mgpu_check.suite.loading.sampling import batches_of
 
-__all__ = ["assert_pinned_batches", "assert_pinned_by_themselves"]
-
 
 @torchs_own_warnings()
 def assert_pinned_batches(devices: Sequence[torch.device]) -> None:

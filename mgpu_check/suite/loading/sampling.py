@@ -17,16 +17,6 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from mgpu_check.errors import ShardError
 
-__all__ = [
-    "assert_batch_sampler_covers",
-    "assert_orders_are_likely",
-    "assert_sampler_covers",
-    "assert_sampler_shuffles",
-    "assert_shares",
-    "batches_of",
-    "sampler_over",
-]
-
 WORLDS = (*range(1, 10), 16)
 LENGTHS = (*range(19), 31, 32, 33)
 LARGE = ((1000, (3, 8)), (4097, (2, 7)))

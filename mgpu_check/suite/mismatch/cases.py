@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from mgpu_check.suite.mismatch.operators import OPERATORS, Rule
 
-__all__ = ["GROUPS", "OPERATORS", "OperatorCase", "OperatorTable", "placement"]
-
 GROUPS = {
     group: tuple(name for name, row in OPERATORS.items() if row.group == group)
     for group in ("modules", "scalars", "copies")

@@ -12,22 +12,12 @@ from torch import nn
 from mgpu_check.asserts.bits import same_bits
 from mgpu_check.asserts.mismatch import raises_device_mismatch, refusal
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import Kind, WrongCase, difference, named_wrong
+from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
+from mgpu_check.suite.common.operators import Kind
 from mgpu_check.suite.common.tensors import DTYPES, TensorSpec
 from mgpu_check.suite.mismatch.cases import OperatorCase
 from mgpu_check.suite.mismatch.operators import OPERATORS, Operands
 from mgpu_check.torch_hooks.tensors import indices_of
-
-__all__ = [
-    "assert_arrives",
-    "assert_copies_keep_bits",
-    "assert_data_parallel_refuses",
-    "assert_each_refused",
-    "assert_each_works",
-    "assert_refused",
-    "assert_right_on_each",
-    "assert_works",
-]
 
 
 def assert_refused(case: OperatorCase) -> None:

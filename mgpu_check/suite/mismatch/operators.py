@@ -29,8 +29,6 @@ from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.common.tensors import TensorSpec
 from mgpu_check.suite.common.torch_later import F, nn, torch
 
-__all__ = ["OPERATORS", "Operands", "OperatorRow", "Rule"]
-
 Call = Callable[[], object]
 Builder = Callable[["Operands"], Call]
 

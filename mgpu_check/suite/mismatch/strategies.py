@@ -8,8 +8,6 @@ from mgpu_check.suite.common.strategies.tensors import seeds
 from mgpu_check.suite.common.strategies.worlds import all_devices
 from mgpu_check.suite.mismatch.cases import OperatorTable
 
-__all__ = ["operator_tables"]
-
 
 @st.composite
 def operator_tables(

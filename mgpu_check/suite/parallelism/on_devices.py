@@ -19,13 +19,6 @@ from mgpu_check.suite.recipes import model_parallel, parameter_server
 from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = [
-    "assert_model_parallel_agrees",
-    "assert_replicas_are_apart",
-    "assert_store_agrees",
-    "assert_training_loop_agrees",
-]
-
 
 def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.device]) -> None:
     """Assert that `recipes.training.replicate` makes independent leaves, each on its device, without shared memory.

@@ -19,13 +19,6 @@ from mgpu_check.suite.recipes import allreduce, parameter_server, pipeline, tens
 from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = [
-    "assert_allreduce_by_hand_matches",
-    "assert_parameter_server_agrees",
-    "assert_pipeline_agrees",
-    "assert_tensor_parallel_agrees",
-]
-
 RECIPES = ("ring_allreduce", "tree_allreduce", "halving_doubling_allreduce", "reduce_broadcast")
 _LARGE = 65_537  # just above 64 Ki, where transports change their method
 _SOME = 4_097

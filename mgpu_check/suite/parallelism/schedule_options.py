@@ -15,8 +15,6 @@ from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.pairs import drawn_rows
 from mgpu_check.suite.parallelism.tensor_pipeline import assert_schedule_agrees
 
-__all__ = ["assert_schedule_options_agree"]
-
 _BY_ROWS = TensorChunkSpec(0)
 _VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 _SINGLE = ("ScheduleGPipe", "Schedule1F1B")

@@ -13,8 +13,6 @@ from mgpu_check.asserts.gradients import assert_gradients_agree
 from mgpu_check.suite.common.exact_training.reference import ADAM_RATE, adam_tolerance
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["assert_clipped_over_devices", "assert_stepped_over_devices"]
-
 _SHAPES = ((2, 3), (5,))
 """Shapes of the parameters on each device."""
 

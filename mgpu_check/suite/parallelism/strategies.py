@@ -8,8 +8,6 @@ from mgpu_check.settings import active
 from mgpu_check.suite.common.strategies.tensors import seeds
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
-__all__ = ["mechanism_cases"]
-
 
 @st.composite
 def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:

@@ -22,14 +22,6 @@ from mgpu_check.suite.parallelism.on_ranks import stage_of
 from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = [
-    "assert_parallelized_agree",
-    "assert_parallelized_embedding_agrees",
-    "assert_parallelized_modules_agree",
-    "assert_schedule_agrees",
-    "assert_schedules_agree",
-]
-
 _LARGE = 1 << 16
 
 _SCHEDULES = {

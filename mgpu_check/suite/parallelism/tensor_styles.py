@@ -17,13 +17,6 @@ from mgpu_check.suite.common.exact_training.reference import gathered, seen
 from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = [
-    "assert_losses_in_parallel_agree",
-    "assert_prepared_modules_agree",
-    "assert_sequence_parallel_agrees",
-    "assert_styles_agree",
-]
-
 _FEATURES = 4
 _ROUNDOFF = 2.0**-24
 

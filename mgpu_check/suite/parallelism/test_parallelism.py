@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.suite.common.budget import MORE, examples
-from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exact_trainings
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.strategies import exact_trainings
 from mgpu_check.suite.parallelism.cases import MechanismCase
 from mgpu_check.suite.parallelism.strategies import mechanism_cases
 

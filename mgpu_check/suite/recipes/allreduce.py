@@ -11,15 +11,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "allreduce",
-    "chunks",
-    "halving_doubling_allreduce",
-    "reduce_broadcast",
-    "ring_allreduce",
-    "tree_allreduce",
-]
-
 
 def allreduce(data: Sequence[torch.Tensor]) -> None:
     """Replace each tensor by the sum of all, in place. They have one shape and dtype, and a device each.

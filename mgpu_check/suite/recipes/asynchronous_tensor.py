@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["gathered_linear", "scattered_linear"]
-
 
 def _group() -> str:
     from torch.distributed import _symmetric_memory  # registers the operators

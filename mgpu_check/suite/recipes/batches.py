@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["chunk_and_load", "collect", "collect_dealt", "deal", "split_and_load", "split_batch"]
-
 
 def split_batch(
     X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]

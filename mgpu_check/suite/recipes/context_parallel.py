@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from mgpu_check.suite.recipes.sequence_parallel import gather_sequence
 
-__all__ = ["gathered_attention", "in_order", "merged", "positions_of", "restored", "ring_attention", "visible"]
-
 Positions = Sequence[torch.Tensor]
 """For each rank the positions of its tokens in the sequence, (own,), int64."""
 

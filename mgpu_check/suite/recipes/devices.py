@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["try_all_gpus", "try_gpu"]
-
 
 def try_gpu(i: int = 0) -> torch.device:
     """Return GPU number `i` if it exists, else the CPU.

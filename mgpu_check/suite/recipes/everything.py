@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Everything"]
-
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 # Without int16, because neither NCCL nor gloo sends it.
 _WHOLE = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32)

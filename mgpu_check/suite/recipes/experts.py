@@ -16,18 +16,6 @@ from torch.nn import functional as F
 from mgpu_check.suite.recipes.allreduce import chunks
 from mgpu_check.suite.recipes.sequence_parallel import sum_gradients
 
-__all__ = [
-    "ExpertParallel",
-    "Experts",
-    "Routing",
-    "balance_loss",
-    "by_expert",
-    "combined",
-    "exchange",
-    "route",
-    "shard",
-]
-
 Group = dist.ProcessGroup | None
 
 

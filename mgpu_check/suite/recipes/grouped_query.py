@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.recipes.tensor_parallel import copy_to_ranks, sum_over_ranks
 
-__all__ = ["FusedHeads", "GroupedQueryAttention", "rows_of", "split"]
-
 
 class FusedHeads(NamedTuple):
     """The heads of an attention.

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-__all__ = ["Partition", "ResumableSampler", "SharedStream", "partitions"]
-
 
 class Partition(Dataset[Any]):
     """The samples of `data` at `indices`, as a dataset."""

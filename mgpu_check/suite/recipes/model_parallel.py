@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["Branched", "Staged"]
-
 
 class Staged(nn.Module):
     """A sequence of modules, each on its own device; activations are copied between the devices."""

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["LENET_SHAPES", "LeNet", "lenet", "lenet_parameters", "mlp", "resnet18", "small_convnet"]
-
 LENET_SHAPES = {
     "W1": (20, 1, 3, 3),
     "b1": (20,),

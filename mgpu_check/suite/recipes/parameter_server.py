@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["KeyValueStore", "push_and_pull"]
-
 Update = Callable[[torch.Tensor, torch.Tensor], None]
 """Updates a value in place: (value, sum of the gradients)."""
 

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["gpipe_step"]
-
 Loss = Callable[[torch.Tensor, int], torch.Tensor]
 """Takes the outputs of a micro-batch and its number, and returns a scalar."""
 

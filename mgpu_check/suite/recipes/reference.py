@@ -9,8 +9,6 @@ from torch import nn
 
 from mgpu_check.suite.recipes import training
 
-__all__ = ["as_inputs", "observed", "on_one_device"]
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 Split = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
 

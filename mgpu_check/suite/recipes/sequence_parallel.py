@@ -16,8 +16,6 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.recipes.allreduce import chunks
 
-__all__ = ["SequenceParallelMlp", "gather_sequence", "scatter_sequence", "sum_gradients"]
-
 
 def _gathered(part: torch.Tensor, dim: int) -> torch.Tensor:
     part = part.movedim(dim, 0).contiguous()

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.recipes.allreduce import chunks
 
-__all__ = ["ColumnLinear", "RowLinear", "copy_to_ranks", "divide_among_ranks", "gather_from_ranks", "sum_over_ranks"]
-
 
 def _own(width: int) -> slice:
     return chunks(width, dist.get_world_size())[dist.get_rank()]

@@ -16,23 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.suite.recipes import allreduce as reducing
 
-__all__ = [
-    "accumulated_step",
-    "clear",
-    "gradients",
-    "replicate",
-    "sgd",
-    "shardwise_step",
-    "split",
-    "summed_loss",
-    "train",
-    "train_batch",
-    "train_step",
-    "unsynchronized",
-    "weight",
-    "weighted",
-]
-
 Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Shard = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["TutorialModel", "inputs_seen"]
-
 
 class TutorialModel(nn.Module):
     """A linear layer that records its inputs; the tutorial prints their sizes."""

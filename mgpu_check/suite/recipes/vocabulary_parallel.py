@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from mgpu_check.suite.recipes.allreduce import chunks
 from mgpu_check.suite.recipes.tensor_parallel import copy_to_ranks, sum_over_ranks
 
-__all__ = ["VocabularyParallel", "class_of", "cross_entropy", "largest"]
-
 
 def class_of(labels: torch.Tensor, own: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row of each label among this rank's classes, 0 for labels of other ranks, and which ones are its

@@ -11,8 +11,6 @@ from mgpu_check.errors import ShardError
 from mgpu_check.suite.recipes import batches
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["assert_split_aligned", "assert_split_by_hand"]
-
 
 def assert_split_aligned(
     inputs: torch.Tensor,

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["KINDS", "BatchSpec", "Leaf", "Nested", "Sample", "Split"]
-
 Sample = namedtuple("Sample", ["inputs", "labels"])
 """The named tuple among the containers."""
 

@@ -15,8 +15,6 @@ from mgpu_check.suite.common.counters import counted
 from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec
 from mgpu_check.suite.scatter.cases import KINDS, Leaf, Nested
 
-__all__ = ["assert_any_bits", "assert_containers", "assert_given_sizes", "assert_large_batches"]
-
 _SIZES = ((1 << 16) - 16, 1 << 16, (1 << 16) + 16, (1 << 20) - 16, 1 << 20, (1 << 20) + 16, (1 << 22) + 16)
 """Bytes of a shard: below, at and above 64 KiB and 1 MiB, where copies and kernels change their method, and above 4
 MiB."""

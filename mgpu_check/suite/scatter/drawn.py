@@ -20,18 +20,6 @@ from mgpu_check.suite.scatter.by_hand import assert_split_aligned, assert_split_
 from mgpu_check.suite.scatter.cases import Split
 from mgpu_check.suite.scatter.gradients import assert_gather_differentiable, assert_scatter_differentiable
 
-__all__ = [
-    "assert_dealt_by_hand",
-    "assert_gather_restores",
-    "assert_gradient_gathered",
-    "assert_gradient_scattered",
-    "assert_labels_aligned",
-    "assert_leaves_everywhere",
-    "assert_scattered",
-    "assert_sizes_of_chunk",
-    "assert_sizes_of_tutorial",
-]
-
 WAYS = ("slices", "chunks", "every n-th row")
 
 

@@ -13,8 +13,6 @@ from mgpu_check.asserts.bits import first_difference, same_bits
 from mgpu_check.asserts.scatter import chunk_sizes
 from mgpu_check.errors import ShardError
 
-__all__ = ["assert_gather_differentiable", "assert_scalars_stacked", "assert_scatter_differentiable"]
-
 
 def assert_scatter_differentiable(
     batch: torch.Tensor,

@@ -11,8 +11,6 @@ from mgpu_check.suite.common.strategies.worlds import all_devices, device_counts
 from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec, layouts_for
 from mgpu_check.suite.scatter.cases import KINDS, BatchSpec, Leaf, Nested, Split
 
-__all__ = ["batch_sizes", "batches", "given_sizes", "sample_tensors", "splits"]
-
 
 def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
     """Draw batch sizes around a number of devices: smaller, multiples of it, and other sizes above it.

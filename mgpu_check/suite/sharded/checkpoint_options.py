@@ -24,8 +24,6 @@ from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.suite.sharded.states import shared_directory
 
-__all__ = ["assert_checkpoint_options_agree"]
-
 _WAYS = (False, True)
 _SAVED: Mapping[str, Sequence[Any]] = {
     "flatten_state_dict": (True, False),

@@ -15,8 +15,6 @@ from mgpu_check.asserts.findings import Findings, on_any_rank
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 
-__all__ = ["by_columns", "chunks_are_right", "fetch_ahead"]
-
 
 def by_columns(parts: int) -> Callable[[nn.Parameter], Shard | None]:
     """Return a placement function: by columns if they divide evenly, as torch requires, else None for the first

@@ -18,8 +18,6 @@ from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.sharded.redistribution import part_of, placed, require_none_wrong, text_of
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["assert_losses_agree", "assert_operators_agree"]
-
 _Unary = Callable[[torch.Tensor], torch.Tensor]
 _Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

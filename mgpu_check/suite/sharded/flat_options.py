@@ -27,8 +27,6 @@ from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.sharded.flat_parameters import PREFIX, Way, quiet, step_of, whole_of
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["assert_flat_options_agree"]
-
 _DOUBLE = torch.float64
 _DTYPES: Mapping[str, dict[str, Any]] = {
     "float32": {},

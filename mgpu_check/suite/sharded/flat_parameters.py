@@ -26,8 +26,6 @@ from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.suite.sharded.states import give_full_state, take_full_state
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["Way", "assert_flat_parameters_agree", "assert_flat_states_agree", "quiet", "step_of", "whole_of"]
-
 PREFIX = "_fsdp_wrapped_module."
 
 

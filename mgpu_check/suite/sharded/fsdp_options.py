@@ -32,8 +32,6 @@ from mgpu_check.suite.sharded.chunks import by_columns, chunks_are_right, fetch_
 from mgpu_check.suite.sharded.fully_sharded import mesh_of, scale_of, sharded
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["assert_options_agree"]
-
 _OFFLOADED: Mapping[str, Callable[[], OffloadPolicy]] = {
     "no": OffloadPolicy,
     "yes": lambda: CPUOffloadPolicy(pin_memory=False),

@@ -26,17 +26,6 @@ from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.suite.sharded.chunks import by_columns, chunks_are_right, fetch_ahead
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = [
-    "add_up",
-    "assert_clipping_agrees",
-    "assert_fully_sharded_agrees",
-    "assert_mixed_precision_agrees",
-    "mesh_of",
-    "scale_of",
-    "sharded",
-]
-
-
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("resharding on", "set_requires_gradient_sync", {"reshard_after_forward": True}),
     ("resharding off, from DTensors", "set_requires_all_reduce", {"reshard_after_forward": False, "dtensors": True}),

@@ -26,8 +26,6 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.sharded.redistribution import compared, part_of, placed, require_none_wrong, text_of
 
-__all__ = ["assert_dtensors_are_made"]
-
 
 def assert_dtensors_are_made(rank: Rank, seed: int) -> None:
     """Assert that DTensors are made with the right parts, and that functions of parts see them. A collective.

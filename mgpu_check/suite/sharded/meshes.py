@@ -13,8 +13,6 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.suite.common.meshes import near_square
 
-__all__ = ["assert_meshes_agree"]
-
 _NAMES = ("pp", "dp", "tp")
 
 

@@ -21,16 +21,6 @@ from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
-__all__ = [
-    "assert_gradients_are_redistributed",
-    "assert_redistribution_agrees",
-    "compared",
-    "part_of",
-    "placed",
-    "require_none_wrong",
-    "text_of",
-]
-
 _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")
 _REDUCED = ("float32", "int64", "bfloat16", "float64", "int32", "float16")
 _FLOATS = ("float32", "float64")

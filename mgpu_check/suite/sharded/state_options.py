@@ -20,8 +20,6 @@ from mgpu_check.suite.sharded.fully_sharded import sharded
 from mgpu_check.suite.sharded.states import step_of
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["assert_state_options_agree"]
-
 _FROZEN = "0.bias"
 _STEPS = 3
 _NONE = torch.zeros(0)

@@ -43,16 +43,6 @@ from mgpu_check.suite.sharded.fully_sharded import scale_of, sharded
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied, name_of, plain
 
-__all__ = [
-    "assert_checkpoint_continues",
-    "assert_state_dict_agrees",
-    "give_full_state",
-    "saved_checkpoint",
-    "shared_directory",
-    "step_of",
-    "take_full_state",
-]
-
 _NUMBER = 12_345
 _MEANWHILE = "meanwhile"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -16,8 +16,6 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision, measure_step
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["assert_sync_batchnorm_agrees"]
-
 _EPS = 1e-3
 _CHANNELS = 3
 _STEPS = (1, 2)

@@ -13,7 +13,8 @@ from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.suite.common.budget import MORE, examples
-from mgpu_check.suite.common.exact_training.strategies import ExactTraining, exact_trainings
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.strategies import exact_trainings
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks

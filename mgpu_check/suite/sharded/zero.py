@@ -24,8 +24,6 @@ from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["assert_zero_agrees", "assert_zero_state_agrees"]
-
 _DECAY = 0.25
 
 

@@ -17,8 +17,6 @@ from mgpu_check.suite.surface.names import SurfaceParameter
 from mgpu_check.torch_hooks.table import ROOTS
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["LAYOUTS", "OPERATIONS", "SIZES", "classes_of", "layout_of", "size_of"]
-
 _BORDERS = (8, 10, 12, 16, 20)
 SIZES = ("size 0", "size 1", "odd size", *(f"to 2^{power}" for power in _BORDERS), "above 2^20")
 """The classes of numbers of elements."""

@@ -13,8 +13,6 @@ from mgpu_check.suite.surface.classes import OPERATIONS, SIZES
 from mgpu_check.suite.surface.names import SurfaceParameter, entries, operators
 from mgpu_check.torch_hooks import table
 
-__all__ = ["CALLED", "DEMANDS", "Demand", "Variant", "demanded", "matches", "values_of"]
-
 CALLED = "called"
 """The class of each call, for the parameter ""."""
 

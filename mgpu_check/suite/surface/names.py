@@ -18,19 +18,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.overrides import get_testing_overrides, resolve_name
 
-__all__ = [
-    "AREAS",
-    "OPERATORS",
-    "Callee",
-    "SurfaceParameter",
-    "TensorFunction",
-    "area_of",
-    "called_by",
-    "entries",
-    "operators",
-    "tagged",
-]
-
 AREAS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
     "torch.distributed": ("", ".nn", ".device_mesh"),
     "torch.distributed._functional_collectives": ("",),

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from mgpu_check.suite.surface.demands import Variant, matches
 
-__all__ = ["LEFT_OUT", "LeftOut", "reason_for"]
-
 
 class LeftOut(NamedTuple):
     """A part of the surface that the suite does not draw on purpose.

@@ -25,8 +25,6 @@ from mgpu_check.suite.surface.demands import CALLED
 from mgpu_check.suite.surface.names import Callee, SurfaceParameter, called_by, entries, operators
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["RECORDING", "bound", "recording"]
-
 RECORDING = f"{__name__}:recording"
 """The function below, by its name: ranks record with it."""
 

@@ -13,8 +13,6 @@ from mgpu_check.suite.surface.demands import CALLED, Variant, demanded
 from mgpu_check.suite.surface.names import AREAS, OPERATORS, area_of, tagged
 from mgpu_check.suite.surface.reasons import reason_for
 
-__all__ = ["RECORD", "Judged", "SurfaceRecord", "judged", "report"]
-
 RECORD = Path(__file__).parent / "drawn.json"
 """The record of runs at the level standard. `mgpu-check selftest --surface=FILE` writes it."""
 

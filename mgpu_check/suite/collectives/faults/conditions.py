@@ -8,8 +8,6 @@ import torch.distributed as dist
 from mgpu_check.suite.common.faults.conditions import is_last
 from mgpu_check.suite.common.faults.when import When
 
-__all__ = ["DEVICE", "GROUPS", "LAST", "LATE", "NAN", "SOME", "above", "dtype", "op"]
-
 LAST = When("one rank", lambda *args, **kwargs: is_last())
 LATE = When("async", lambda seen: seen.late)
 DEVICE = When("device tensors", lambda seen: seen.first.device.type != "cpu")

@@ -19,8 +19,6 @@ from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.table import COLLECTIVES, ROOTS
 from mgpu_check.torch_hooks.tensors import as_bits
 
-__all__ = ["Done", "Seen", "after", "before", "flipped", "instead", "unchanged"]
-
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 

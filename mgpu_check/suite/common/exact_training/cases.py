@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["ExactTraining"]
-
 
 @dataclass(frozen=True)
 class ExactTraining:

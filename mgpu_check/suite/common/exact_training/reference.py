@@ -14,18 +14,6 @@ from mgpu_check.suite.recipes.parameter_server import Update
 from mgpu_check.suite.recipes.training import split, weighted
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = [
-    "ADAM_RATE",
-    "adam_tolerance",
-    "gathered",
-    "one_device",
-    "own_part",
-    "own_results",
-    "seen",
-    "sgd",
-    "update_of",
-]
-
 ADAM_RATE = 0.25
 """The learning rate of Adam: about as large as the parameters, because rounding errors are relative to both."""
 

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 
-__all__ = ["ExactTraining", "exact_trainings"]
-
 
 @st.composite
 def exact_trainings(

@@ -18,20 +18,6 @@ from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.torch_hooks.patches import Patches, replaced
 
-__all__ = [
-    "DDP",
-    "around",
-    "both",
-    "communicated",
-    "communicating",
-    "given",
-    "optimized",
-    "returned",
-    "slices",
-    "upper_bits",
-    "wrapped",
-]
-
 DDP = DistributedDataParallel
 Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor | None]
 

@@ -10,8 +10,6 @@ from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["LAST_RANK", "Count", "above", "counted", "dtype", "is_last", "keyword", "ranks_here"]
-
 
 def is_last() -> bool:
     """Return whether this process is the last of several ranks."""

@@ -22,18 +22,6 @@ from mgpu_check.simulated.hardware import Defect, Hardware, planted
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = [
-    "call",
-    "dtype",
-    "first",
-    "hardware",
-    "last",
-    "narrowed",
-    "on",
-    "one_device",
-    "unit",
-]
-
 _MEMORY = 16 << 30
 
 

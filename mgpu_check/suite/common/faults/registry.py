@@ -11,21 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from mgpu_check.suite.common.faults.when import When
 
-__all__ = [
-    "FAULTS",
-    "PLANTER",
-    "PROPERTIES",
-    "Fault",
-    "FaultRow",
-    "Planter",
-    "all_faults",
-    "caught_by",
-    "entered",
-    "fault",
-    "planted",
-    "register",
-]
-
 PROPERTIES = (
     "fixtures",
     "scatter",

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from mgpu_check.suite.common.tensors import DTYPES, LAYOUTS, TensorSpec, layouts_for
 
-__all__ = ["LAYOUTS", "TensorSpec", "dtypes", "layouts", "seeds", "shapes", "tensors"]
-
 
 def seeds() -> st.SearchStrategy[int]:
     """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable.

@@ -10,18 +10,6 @@ from hypothesis import strategies as st
 from mgpu_check import settings
 from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
 
-__all__ = [
-    "all_devices",
-    "all_pairs",
-    "device_counts",
-    "device_orders",
-    "device_pairs",
-    "large_worlds",
-    "places",
-    "world_pairs",
-    "world_sizes",
-]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["OPTIMIZERS", "PLAIN", "WholeRun"]
-
 PLAIN = ("mlp", "wide", "deep", "lenet", "residual", "embedding", "attention", "tied")
 """Models of `recipes.whole` without extra arguments or state."""
 

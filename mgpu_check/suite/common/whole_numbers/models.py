@@ -15,8 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["BUILDERS", "CLASSES", "FEATURES", "PER_BATCH", "draw", "settle"]
-
 FEATURES = 16
 CLASSES = 4
 _SIDE = 4

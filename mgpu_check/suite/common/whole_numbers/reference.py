@@ -19,29 +19,6 @@ from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.models import CLASSES, PER_BATCH, settle
 from mgpu_check.suite.recipes.training import weighted
 
-__all__ = [
-    "Forward",
-    "Gradients",
-    "OneDevice",
-    "Prepare",
-    "Rows",
-    "as_it_is",
-    "assert_devices_are",
-    "assert_gradients_are",
-    "buffers_of",
-    "counted",
-    "exact_arithmetic",
-    "freeze_first",
-    "judged",
-    "parameters_of",
-    "plainly",
-    "put_buffers",
-    "slack",
-    "state_of",
-    "terms_of",
-    "total",
-]
-
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets of some rows of a batch."""

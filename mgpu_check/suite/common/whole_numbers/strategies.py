@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from mgpu_check.suite.common.strategies.worlds import all_devices, world_sizes
-from mgpu_check.suite.common.whole_numbers.cases import OPTIMIZERS, PLAIN, WholeRun
-
-__all__ = ["PLAIN", "WholeRun", "mostly_all", "whole_runs"]
+from mgpu_check.suite.common.whole_numbers.cases import OPTIMIZERS, WholeRun
 
 
 @st.composite

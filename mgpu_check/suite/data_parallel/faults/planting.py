@@ -16,19 +16,6 @@ from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.suite.common.faults.when import When
 
-__all__ = [
-    "MANY",
-    "ONE_DEVICE",
-    "added",
-    "copied",
-    "copied_together",
-    "data_parallel_module",
-    "gathered",
-    "hooks_of_replicas",
-    "mapped",
-    "replica_parts",
-]
-
 MANY = 1 << 16
 
 ONE_DEVICE = When("one device", lambda *args: True)

@@ -8,8 +8,6 @@ from types import MappingProxyType
 
 from mgpu_check.suite.common.operators import BINARY, FLOATS, FUNCTIONS, INTEGERS, NUMBERS, UNARY
 
-__all__ = ["COMPUTATIONS", "FAMILIES", "OPERATIONS", "TIMED", "Ballot", "Computation", "ComputeCase"]
-
 _CORES = ("float64", "float32", "tf32", "float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _TENSOR_CORES = (*_CORES, *_FLOAT8, "int8")

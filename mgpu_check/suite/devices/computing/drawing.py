@@ -11,8 +11,6 @@ import torch
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.prepared import DTYPES, Judge, Prepared
 
-__all__ = ["normal_numbers", "permutation", "random_bits", "spread"]
-
 _MOST = 1 << 20
 _UNLIKELY = 1e-12
 

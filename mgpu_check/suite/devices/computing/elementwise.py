@@ -18,8 +18,6 @@ from mgpu_check.suite.devices.computing.evidence import evidence_of
 from mgpu_check.suite.devices.computing.prepared import DTYPES, Judge, Prepared, seeded
 from mgpu_check.suite.devices.computing.products import require
 
-__all__ = ["bounded", "conversion", "exact", "within"]
-
 _HOST = torch.device("cpu")
 _MOST = 1 << 20
 """Most elements per operation, because the host computes each of them too."""

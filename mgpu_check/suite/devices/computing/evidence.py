@@ -13,8 +13,6 @@ from mgpu_check.asserts.bits import index_of
 from mgpu_check.suite.common.digests import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["bits", "differing", "digests_of_pieces", "evidence_of", "length_of_piece"]
-
 _LISTED = 16
 _LOOKED_AT = 4096
 _PIECES = 64

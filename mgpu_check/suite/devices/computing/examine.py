@@ -26,8 +26,6 @@ from mgpu_check.suite.devices.computing.operations import OPERATIONS
 from mgpu_check.suite.devices.computing.prepared import CaseUnsupported, Prepared
 from mgpu_check.torch_hooks import precision
 
-__all__ = ["elements_of_piece", "examine_arithmetic", "examine_case", "pieces_of_result"]
-
 _BATCH = 16
 _LEAST_LAPS = 3  # a rate needs as many
 _BATCH_BYTES = 1 << 29

@@ -9,8 +9,6 @@ import torch
 from mgpu_check.suite.common.counters import integers
 from mgpu_check.suite.devices.computing.evidence import evidence_of
 
-__all__ = ["freivalds", "wrong_rows"]
-
 _CHOICES = 1024
 _VECTORS = 2
 _ROWS = 1024

@@ -13,15 +13,6 @@ from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, seeded
 from mgpu_check.suite.devices.computing.products import LARGEST, require
 
-__all__ = [
-    "attention_known_by_algebra",
-    "attention_of_random_numbers",
-    "convolution_known_by_algebra",
-    "convolution_of_random_numbers",
-    "layer_norm",
-    "softmax",
-]
-
 _TAPS = 9
 _HEAD = 64
 

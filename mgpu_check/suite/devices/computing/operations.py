@@ -7,8 +7,6 @@ import importlib
 from mgpu_check.suite.devices.computing.cases import COMPUTATIONS
 from mgpu_check.suite.devices.computing.prepared import Prepare
 
-__all__ = ["OPERATIONS"]
-
 
 def _found(place: str) -> Prepare:
     module, _, name = place.partition(":")

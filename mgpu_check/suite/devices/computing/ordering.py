@@ -9,8 +9,6 @@ from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, seeded
 from mgpu_check.suite.devices.computing.products import require
 
-__all__ = ["gather", "index", "scatter", "search", "sort", "topk", "transpose"]
-
 _LARGEST = {"float16": 2048, "bfloat16": 256, "int16": 2**15 - 1, "int8": 127, "uint8": 255}
 _FACTOR = 0x9E3779B1  # odd, and prime: any length below it is coprime to it
 

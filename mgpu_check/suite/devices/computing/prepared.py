@@ -11,8 +11,6 @@ import torch
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import evidence_of
 
-__all__ = ["DTYPES", "CaseUnsupported", "Judge", "Prepare", "Prepared", "exactly", "seeded"]
-
 DTYPES = {
     "tf32": torch.float32,
     **{

@@ -11,19 +11,6 @@ from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.freivalds import freivalds
 from mgpu_check.suite.devices.computing.prepared import DTYPES, CaseUnsupported, Prepared, exactly, seeded
 
-__all__ = [
-    "LARGEST",
-    "batches_known_by_algebra",
-    "batches_of_random_numbers",
-    "checked_by_freivalds",
-    "factors",
-    "known_by_algebra",
-    "multiplied",
-    "of_random_numbers",
-    "require",
-    "result_dtype",
-]
-
 _TERMS = 4
 LARGEST = {
     "float64": 1 << 16,

@@ -12,8 +12,6 @@ from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, seeded
 from mgpu_check.suite.devices.computing.products import require
 
-__all__ = ["counts", "cumulative_sums", "extremes", "logsumexp", "means", "rows_with_known_sums", "sums"]
-
 _LARGEST = 7
 _TERMS = 8
 

@@ -14,8 +14,6 @@ from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.prepared import DTYPES, Prepared, exactly, seeded
 from mgpu_check.suite.devices.computing.products import LARGEST, factors, multiplied, require, result_dtype
 
-__all__ = ["LAYOUTS", "ProductShape", "known_by_algebra", "shapes_of"]
-
 LAYOUTS = ("nn", "nt", "tn", "tt", "strided", "batched")
 """Memory of both operands: row-major ("n"), column-major ("t"), rows with gaps, or batches in the second dimension."""
 

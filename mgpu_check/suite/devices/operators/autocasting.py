@@ -20,8 +20,6 @@ from mgpu_check.suite.common.values import shaped
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["assert_autocast_as_documented"]
-
 Operation = Callable[..., torch.Tensor]
 
 _ROWS, _COLUMNS, _OUT = 4, 6, 5

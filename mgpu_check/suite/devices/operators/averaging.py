@@ -14,8 +14,6 @@ from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.values import shaped, small
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["averaging_cases"]
-
 _RULES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "mean": dict,
     "mean by parameter": lambda: {"avg_fn": swa_utils.get_swa_avg_fn()},

@@ -10,8 +10,6 @@ import torch
 from mgpu_check.suite.common.agreement import WrongCase, named_wrong
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["assert_drawn_by_weight"]
-
 _ROWS = 1 << 13
 _UNLIKELY = 1e-12
 _WEIGHTS = (4.0, 0.0, 8.0, 1.0, 0.0, 2.0, 1.0)

@@ -12,8 +12,6 @@ from mgpu_check.suite.common.operators import BINARY, COMPLEX, UNARY, Elementwis
 from mgpu_check.suite.common.values import ALL, FLOATS, anything, pairs, significands, whole
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["elementwise_cases"]
-
 _COMPLEX: tuple[ElementwiseOperator, ...] = (
     ElementwiseOperator("add", lambda a, b: torch.add(a, b), COMPLEX, "numbers"),
     ElementwiseOperator("sub", lambda a, b: torch.sub(a, b), COMPLEX, "numbers"),

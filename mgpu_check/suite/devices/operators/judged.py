@@ -12,8 +12,6 @@ from mgpu_check.suite.devices.computing.operations import OPERATIONS
 from mgpu_check.suite.devices.computing.prepared import CaseUnsupported
 from mgpu_check.torch_hooks import precision
 
-__all__ = ["assert_arithmetic_known"]
-
 _SIZE = 32
 
 

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.agreement import Case, Function
-from mgpu_check.suite.common.operators import CALLS
+from mgpu_check.suite.common.agreement import Case
+from mgpu_check.suite.common.operators import CALLS, Function
 from mgpu_check.suite.common.values import anything, significands, small, whole
 from mgpu_check.suite.devices.operators.products import monomial
 from mgpu_check.torch_hooks.tensors import name_of
-
-__all__ = ["LEAST", "MANY", "large_cases"]
 
 LEAST = 4 << 20
 """Bytes that each case of much data reads or writes at least."""

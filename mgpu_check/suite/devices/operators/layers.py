@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.agreement import Case, Function
+from mgpu_check.suite.common.agreement import Case
+from mgpu_check.suite.common.operators import Function
 from mgpu_check.suite.common.values import FLOATS, significands, small, whole
 from mgpu_check.suite.devices.operators.optimizing import optimizer_cases
 from mgpu_check.suite.devices.operators.options import OPTIONS
 from mgpu_check.suite.devices.operators.sequences import RECURRENT, SEQUENCES
 from mgpu_check.suite.devices.operators.spatial import SPATIAL
 from mgpu_check.torch_hooks.tensors import name_of
-
-__all__ = ["layer_cases"]
 
 _ROWS, _COLUMNS = 12, 16
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.agreement import Case, Function, Window
+from mgpu_check.suite.common.agreement import Case, Window
+from mgpu_check.suite.common.operators import Function
 from mgpu_check.suite.common.values import ALL, anything, whole
 from mgpu_check.torch_hooks.tensors import name_of
-
-__all__ = ["move_cases"]
 
 _ROWS, _COLUMNS = 14, 9
 

@@ -15,8 +15,6 @@ from mgpu_check.suite.common.values import small
 from mgpu_check.suite.devices.operators.averaging import averaging_cases
 from mgpu_check.suite.devices.operators.optimizing import FUSED, by_tensors
 
-__all__ = ["option_cases"]
-
 _Options = Mapping[str, Sequence[Any]]
 
 _DECAY, _WAYS = (0.0, 0.25), (False, True)

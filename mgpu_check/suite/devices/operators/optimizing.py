@@ -12,8 +12,6 @@ from mgpu_check.suite.common.agreement import Case
 from mgpu_check.suite.common.values import small
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["FUSED", "by_tensors", "optimizer_cases"]
-
 _OPTIMIZERS: tuple[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]], ...] = (
     ("SGD", torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "weight_decay": 0.25}),
     # The second moment falls with the gradients, and AMSGrad keeps its maximum.

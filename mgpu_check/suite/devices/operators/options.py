@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.agreement import Function
+from mgpu_check.suite.common.operators import Function
 from mgpu_check.suite.common.values import shaped
 from mgpu_check.suite.devices.operators.sequences import attention, with_weights
-
-__all__ = ["OPTIONS", "takes"]
 
 _LAST = torch.channels_last
 

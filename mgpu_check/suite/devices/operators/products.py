@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.agreement import Case, Function, Window
+from mgpu_check.suite.common.agreement import Case, Window
+from mgpu_check.suite.common.operators import Function
 from mgpu_check.suite.common.values import COMPLEX, FLOATS, significands, whole
 from mgpu_check.suite.devices.computing.products import LARGEST
 from mgpu_check.torch_hooks.tensors import name_of
-
-__all__ = ["monomial", "product_cases"]
 
 _M, _K, _N = 19, 33, 18
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mgpu_check.suite.common.agreement import Case, Function, Kind, Window
+from mgpu_check.suite.common.agreement import Case, Window
+from mgpu_check.suite.common.operators import Function, Kind
 from mgpu_check.suite.common.values import FLOATS, INTEGERS, NUMBERS, REAL, anything, significands, whole
 from mgpu_check.torch_hooks.tensors import name_of
-
-__all__ = ["reduction_cases"]
 
 _ROWS, _COLUMNS = 17, 32
 _POWERS = 14

@@ -10,10 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import rnn
 
-from mgpu_check.suite.common.agreement import Function
+from mgpu_check.suite.common.operators import Function
 from mgpu_check.suite.common.values import shaped
-
-__all__ = ["RECURRENT", "SEQUENCES", "attention", "with_weights"]
 
 _COLUMNS = 16
 

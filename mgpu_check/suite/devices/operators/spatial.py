@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.agreement import Function
+from mgpu_check.suite.common.operators import Function
 from mgpu_check.suite.common.values import shaped
-
-__all__ = ["SPATIAL"]
 
 
 def _convolved(image: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

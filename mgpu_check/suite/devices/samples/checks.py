@@ -21,8 +21,6 @@ from mgpu_check.suite.devices.samples.source import SampledOperator, operators
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["SampleCase", "assert_samples_agree", "difference_of"]
-
 _ENOUGH = 100
 """Wrong cases after which a run stops: an operator that is wrong in each dtype has fewer."""
 

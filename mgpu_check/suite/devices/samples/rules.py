@@ -8,18 +8,6 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-__all__ = [
-    "AMOUNTS",
-    "EXACT",
-    "LEFT_OUT",
-    "OWN_LAYOUT",
-    "UNDETERMINED",
-    "Amount",
-    "LeftOutSample",
-    "named",
-    "reason_for",
-]
-
 
 class Amount(NamedTuple):
     """The amount that a level tries.

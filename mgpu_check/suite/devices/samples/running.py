@@ -14,8 +14,6 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.suite.common.agreement import ulps_of
 from mgpu_check.torch_hooks.tensors import as_real, name_of, plain
 
-__all__ = ["LAYOUTS", "allowed", "layout_of_operand", "results", "sizes"]
-
 LAYOUTS = ("", "transposed", "with gaps", "with an offset", "channels_last")
 """The layouts of operands; the first is that of the sample."""
 

@@ -24,8 +24,6 @@ import torch
 from mgpu_check.suite.common.values import ALL
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["SampledOperator", "operators", "table_of"]
-
 _WITH_GRADIENTS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _TABLE = "torch.testing._internal.common_methods_invocations"
 

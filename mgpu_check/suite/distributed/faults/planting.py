@@ -17,19 +17,6 @@ from mgpu_check.suite.common.faults.breaking import DDP, around, communicated, r
 from mgpu_check.suite.common.faults.registry import Planter
 from mgpu_check.suite.common.faults.when import When
 
-__all__ = [
-    "MANY",
-    "changed",
-    "hooked",
-    "is_first",
-    "kept_by",
-    "later",
-    "model_with",
-    "of_model",
-    "received",
-    "slicewise",
-]
-
 MANY = 1 << 16
 
 _kept: WeakKeyDictionary[DistributedDataParallel, dict[int, Any]] = WeakKeyDictionary()

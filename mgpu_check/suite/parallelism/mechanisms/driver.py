@@ -19,8 +19,6 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["DividedStep", "Portion", "Results", "assert_mechanisms_agree", "step_of", "tolerance_of", "total"]
-
 
 class Portion(NamedTuple):
     """A rank's part of a result: the indices `at` of dimension `dim` of the whole."""

@@ -17,8 +17,6 @@ from mgpu_check.suite.recipes import experts as recipe
 from mgpu_check.suite.recipes.allreduce import chunks
 from mgpu_check.suite.recipes.training import weighted
 
-__all__ = ["ExpertsByHand", "ShardedExperts"]
-
 _WIDTH = 4
 _OF_BALANCE = 0.5
 

@@ -14,8 +14,6 @@ from mgpu_check.suite.recipes import asynchronous_tensor, grouped_query, vocabul
 from mgpu_check.suite.recipes.allreduce import chunks
 from mgpu_check.suite.recipes.training import weighted
 
-__all__ = ["AsynchronousLayers", "GroupedQueries", "Vocabulary"]
-
 _FEATURES = 6
 
 

@@ -15,8 +15,6 @@ from mgpu_check.suite.recipes import sequence_parallel as sequence
 from mgpu_check.suite.recipes.allreduce import chunks
 from mgpu_check.suite.recipes.training import weighted
 
-__all__ = ["ContextByHand", "ContextOfTorch", "SequenceByHand"]
-
 _HEADS, _WIDTH = 2, 4
 _FEATURES = _HEADS * _WIDTH
 
