@@ -88,7 +88,7 @@ class TrainingScript:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a repository has: the number of files that were read, and its scripts that train, the likeliest first."""
+    """The number of files that were read, the scripts that train, the likeliest first, and the number of unreadable files."""
 
     files: int
     entries: tuple[TrainingScript, ...]
