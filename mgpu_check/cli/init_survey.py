@@ -71,6 +71,7 @@ class TrainingScript:
         options: its arguments, as far as they are literals in the source.
         divided: names that the code divides by the number of ranks, in lower case.
         parser: what reads the arguments: "argparse", "click", "exec", "HfArgumentParser"; "" if unknown.
+        rank: how likely it is the script that the user means; the highest comes first.
     """
 
     path: Path
@@ -88,7 +89,13 @@ class TrainingScript:
 
 @dataclass(frozen=True)
 class Survey:
-    """The number of files that were read, the scripts that train, the likeliest first, and the number of unreadable files."""
+    """The scripts of a repository that train.
+
+    Attributes:
+        files: number of files that were read.
+        entries: the scripts, the likeliest first.
+        unread: number of files that Python cannot parse.
+    """
 
     files: int
     entries: tuple[TrainingScript, ...]
