@@ -21,7 +21,6 @@ from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.directories import fresh_directory
 from mgpu_check.compare.obstacles import SNAPSHOT, drawing, standing
 from mgpu_check.compare.processes import ScriptRun, run
-from mgpu_check.compare.replayed import replayed
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import (
@@ -109,6 +108,7 @@ def _replay(
     made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int], refusal: ComparisonVerdict
 ) -> ComparisonVerdict:
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
+    from mgpu_check.compare.replayed import replayed  # it imports torch, which a comparison of traces does without
 
     def run(label: str, *, steps: int, moved: bool, files: Mapping[str, int]) -> ScriptRun:
         return run_script(made, tell, label, 1, moved=SEED if moved else None, files=files, until=steps)

@@ -37,7 +37,7 @@ def test_version(command):
 def test_an_unknown_command_is_refused(command):
     text = command("device", code=4)
     assert (
-        "'device' is no command; choose one of accept, compare, devices, doctor, init, pytest, selftest, simulate"
+        "'device' is no command; choose one of accept, compare, devices, doctor, init, pytest, record, selftest, simulate"
         in text
     )
 
