@@ -59,7 +59,7 @@ def worlds(draw: st.DrawFn, least: int = 1) -> int:
     """
     whole = settings.active().gpus or 0
     two = max(least, min(2, whole))
-    return draw(world_sizes(draw(st.sampled_from((max(least, whole), *[two] * 6, least)))))
+    return draw(world_sizes(draw(st.sampled_from((*[max(least, whole)] * 3, *[two] * 4, least)))))
 
 
 seeds = tensor_seeds()
