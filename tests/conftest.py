@@ -126,8 +126,14 @@ _LONGEST = ("matrix", "gates", "compare", "remote", "plugin")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest: at the end, one worker of pytest-xdist would have it, and the others nothing."""
+    """Begin with what takes longest: at the end, one worker of pytest-xdist would have it, and the others nothing.
+
+    A test without a mark gets eight devices, so that other workers have the rest.
+    """
     here = Path(__file__).parent
+    for item in items:
+        if {"ranks", "gpus"} & set(getattr(item, "fixturenames", ())) and not any(item.iter_markers("gpus")):
+            item.add_marker(pytest.mark.gpus(8))
     items.sort(key=lambda item: not any(here / name in item.path.parents for name in _LONGEST))
 
 
@@ -143,10 +149,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Shells start background jobs with SIGINT ignored, which the processes that tests interrupt would inherit.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Tests with the fixture `ranks` have simulated devices, enough for two workers with four each. Not in the ini
-    # file, which holds for the examples, too: those may run on real ones.
+    # Tests with the fixture `ranks` have simulated devices, enough for three workers. Not in the ini file, which holds
+    # for the examples, too: those may run on real ones.
     if config.inipath == INI and config.option.gpus is None:
-        config.option.gpus, config.option.simulate = "8", "cpu"
+        config.option.gpus, config.option.simulate = "16", "cpu"
 
 
 @pytest.hookimpl(trylast=True)

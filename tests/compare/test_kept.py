@@ -15,7 +15,9 @@ def kept(compare, kind, mistake, code):
     return compare(script("kept"), *options, code=code, arguments=[kind, *[mistake] * bool(mistake)], more=more)
 
 
-@pytest.mark.parametrize("kind", ["slices", pytest.param("stages", marks=pytest.mark.slow), "zero"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("slices", "stages")), "zero"]
+)
 def test_a_state_that_is_divided_is_equal(compare, kind):
     outcome = kept(compare, kind, "", 0)
     assert (outcome.json["verdict"], outcome.json["not_compared"]) == ("equal", {})

@@ -54,7 +54,7 @@ def record(tmp_path, python):
     return record
 
 
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.cold)])
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=[pytest.mark.cold, pytest.mark.slow])])
 def test_a_script_finds_what_torchrun_would_give_it(record, forked):
     """And one that is forked finds the same, but for what is imported."""
     run = record(

@@ -36,6 +36,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return lambda *options: pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *options)
 
 
+@pytest.mark.slow
 def test_no_verdict_and_no_mistake_depends_on_a_text(run, pytester):
     shutil.copy(Path(__file__).parent / "programs" / "reworded.py", pytester.path / "test_reworded.py")
     # The tests hold the expected result of each program.
