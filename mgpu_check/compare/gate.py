@@ -51,7 +51,8 @@ def assert_script_scales(
         steps: number of optimizer steps to compare; default all.
         timeout: seconds without progress until a run is ended.
         fresh_directory: start each run in a fresh copy of the current directory, without files of other runs.
-        unjudged: parameters that need not be compared, as pattern -> reason. The summary repeats the reason.
+        unjudged: parameters that need not be compared, as pattern -> reason. The summary repeats the reason,
+            and all other remarks on a comparison that passes.
 
     Raises:
         ScalingMismatch: the ranks train another model, fail, or hang. ``.mistakes`` are the likely classes, and
@@ -83,8 +84,8 @@ def assert_script_scales(
         raise ScalingMismatch(str(report), ranks=verdict.ranks, mistakes=report.mistakes, site=site)
     if verdict.kind != "equal":
         raise NotCompared(f"{verdict.report}\n  see: {_HOW_TO}", names=verdict.not_compared)
-    for pattern, reason in (unjudged or {}).items():
-        ranks._remark(f"{plan.shown}: {pattern} was not compared: {reason}")
+    for line in verdict.report.remarks:  # what was replayed, not compared, or is worth a look
+        ranks._remark(f"{plan.shown}: {line}")
 
 
 def _checked(

@@ -66,13 +66,13 @@ def test_a_wrong_script_fails_a_test(python, tmp_path, by_hand, changed):
 
 
 def test_all_arguments_reach_the_comparison(judged):
-    equal = ComparisonVerdict("equal", Report("equal"))
+    equal = ComparisonVerdict("equal", Report("equal", remarks=["not compared, accepted by --unjudged: head: frozen"]))
     seen = judged(equal, "--batch={8/W}", steps=2, timeout=5, unjudged={"head.*": "frozen"}, fresh_directory=False)
     plan = seen.plan
     assert plan.command[1:] == ["train.py", "--batch={8/W}"] and plan.shown == "train.py '--batch={8/W}'"
     assert (plan.world, plan.steps, plan.timeout, plan.fresh) == (4, 2, 5, False)
     assert (plan.single, plan.several) == ({"GPUS": "1"}, {"GPUS": "4"})
-    assert seen.remarks == ["train.py '--batch={8/W}': head.* was not compared: frozen"]
+    assert seen.remarks == ["train.py '--batch={8/W}': not compared, accepted by --unjudged: head: frozen"]
     assert judged(equal, script="-m package.train", size=2).plan.command[1:] == ["-m", "package.train"]
 
 
