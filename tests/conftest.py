@@ -132,7 +132,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     here = Path(__file__).parent
     for item in items:
-        if {"ranks", "gpus"} & set(getattr(item, "fixturenames", ())) and not any(item.iter_markers("gpus")):
+        ours = here in item.path.parents  # and no check of the packaged suite
+        if ours and {"ranks", "gpus"} & set(getattr(item, "fixturenames", ())) and not any(item.iter_markers("gpus")):
             item.add_marker(pytest.mark.gpus(8))
     items.sort(key=lambda item: not any(here / name in item.path.parents for name in _LONGEST))
 
