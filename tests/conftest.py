@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
+
+from mgpu_check.plugin.requirements import Needs, needs_of
 
 os.environ.pop("GITHUB_ACTIONS", None)  # with it, runs print annotations
 os.environ.pop("PYTHONHASHSEED", None)  # tox sets it, and gates then try no other
+
+settings.register_profile("without deadlines", parent=settings.default, deadline=None)
+settings.load_profile("without deadlines")  # other tests may keep the processors busy
 
 if TYPE_CHECKING:
     from tests.warm import Template
@@ -132,8 +138,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     here = Path(__file__).parent
     for item in items:
-        ours = here in item.path.parents  # and no check of the packaged suite
-        if ours and {"ranks", "gpus"} & set(getattr(item, "fixturenames", ())) and not any(item.iter_markers("gpus")):
+        ours = isinstance(item, pytest.Function) and here in item.path.parents  # and no check of the packaged suite
+        if ours and needs_of(item) in (Needs("parent", 0), Needs("node", 0)):
             item.add_marker(pytest.mark.gpus(8))
     items.sort(key=lambda item: not any(here / name in item.path.parents for name in _LONGEST))
 

@@ -51,7 +51,6 @@ OFTEN = {
     ("fsdp1", ""),
     ("experts-alone", ""),
     ("by-hand", "scaled"),
-    ("pipeline", "scaled"),
 }
 
 

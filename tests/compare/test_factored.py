@@ -235,8 +235,10 @@ def test_a_state_that_only_some_runs_on_one_device_have_is_undecided():
 @pytest.mark.parametrize(
     ("kind", "code", "told"),
     [
-        ("at-use", 0, "equal: 3 steps on 2 ranks train the same 3 parameters"),
-        pytest.param("reduced", 0, "equal: 3 steps on 2 ranks train the same 3 parameters", marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, 0, "equal: 3 steps on 2 ranks train the same 3 parameters", marks=pytest.mark.slow)
+            for kind in ("at-use", "reduced")
+        ),
         pytest.param("sums", 2, "and their mean is not that of one device", marks=pytest.mark.slow),
         pytest.param("adafactor", 1, "from its own slice (dim", marks=pytest.mark.slow),
         pytest.param(

@@ -26,12 +26,12 @@ def test_a_state_that_is_divided_is_equal(compare, kind):
 @pytest.mark.parametrize(
     ("kind", "mistake", "tensor", "step", "named"),
     [
-        ("slices", "state", "state", 3, "optimizer-differs"),
+        pytest.param("slices", "state", "state", 3, "optimizer-differs", marks=pytest.mark.slow),
         pytest.param("slices", "scaled", "gradient", 1, "gradients-not-synchronized", marks=pytest.mark.slow),
         pytest.param("slices", "lost-state", "state", 1, "optimizer-differs", marks=pytest.mark.slow),
         pytest.param("slices", "buffer", "state", 3, "buffers-drift", marks=pytest.mark.slow),
         pytest.param("stages", "state", "state", 3, "optimizer-differs", marks=pytest.mark.slow),
-        pytest.param("zero", "state", "parameter", 3, "optimizer-differs", marks=pytest.mark.slow),
+        ("zero", "state", "parameter", 3, "optimizer-differs"),
         pytest.param("slices", "rate", "parameter", 1, "optimizer-differs", marks=pytest.mark.slow),
     ],
 )

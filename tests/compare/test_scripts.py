@@ -90,6 +90,7 @@ def test_a_checkpoint_that_rank_0_alone_loads(compare, tutorial, changed):
     assert "load_state_dict was called 1 time on rank 0, 0 times on rank 1" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_batch_per_rank_as_large_as_the_global_one(compare, tutorial, changed):
     outcome = compare(changed(tutorial, ("batch_size=8 // world", "batch_size=8")), *SIMULATED, code=0)
     assert outcome.json["verdict"] == "equal" and outcome.json["replayed"]
@@ -97,6 +98,7 @@ def test_a_batch_per_rank_as_large_as_the_global_one(compare, tutorial, changed)
     assert said in outcome.text
 
 
+@pytest.mark.slow
 def test_all_data_on_each_rank(compare, tutorial, changed):
     script = changed(tutorial, ("data, shuffle=True)", "data, 1, 0, shuffle=True)"), ("8 // world", "8"))
     outcome = compare(script, *SIMULATED, "--steps=2", code=1)

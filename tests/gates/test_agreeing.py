@@ -133,7 +133,14 @@ def test_options_that_the_step_uses_are_switched_off(ranks, build, axes):
 @pytest.mark.parametrize(
     ("axis", "build", "step", "match", "mistakes"),
     [
-        ("checkpointed", DroppedAnew, Replicated, "without its activation checkpointing", ()),
+        pytest.param(
+            "checkpointed",
+            DroppedAnew,
+            Replicated,
+            "without its activation checkpointing",
+            (),
+            marks=pytest.mark.slow,
+        ),
         ("bfloat16", OtherInBfloat16, Replicated, "under autocast to bfloat16", ()),
         pytest.param(
             "fused",

@@ -93,7 +93,8 @@ def check(ranks, step, **options):
     assert_step_scales(ranks, step, build=Transformer, batch=batch, **given)
 
 
-@pytest.mark.parametrize("rotate", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rotate", ["alltoall", "allgather"])
 def test_a_right_step_passes(ranks, rotate):
     check(ranks, step_of(rotate=rotate))
 
