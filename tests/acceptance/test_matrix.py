@@ -10,12 +10,9 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "acceptance.py"
 
 FAULTS = [
     "ecc-uncorrected-grows",
-    "nvlink-down",
     "driver-hangs",
-    "ecc-off",
     "copy-zeros:device=2,peer=0",  # on the ring of collectives
     "lost",
-    "core-wrong",
     "transport-shm",
 ]
 """One fault of most themes, seen early. A weekly run plants all of them."""

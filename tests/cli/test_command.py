@@ -236,7 +236,7 @@ def test_selftest_refuses_a_number_of_seeds_that_is_none(command, seeds):
 def test_the_share_that_selftest_takes_does_not_depend_on_other_faults():
     faults = all_faults()
     chosen = Selftest(faults, quick=True).chosen
-    assert len(faults) / 8 < len(chosen) < len(faults) / 3
+    assert len(faults) / 16 < len(chosen) < len(faults) / 6
     some = dict(list(faults.items())[::2])
     assert Selftest(some, quick=True).chosen == chosen & some.keys()
 

@@ -46,7 +46,6 @@ def compared(compare, kind, mistake, code):
 
 
 OFTEN = {
-    ("by-hand", ""),
     ("pipeline", ""),
     ("fsdp1", ""),
     ("experts-alone", ""),

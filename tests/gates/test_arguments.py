@@ -73,6 +73,7 @@ def test_a_step_that_fails_on_one_device(ranks):
         passes(ranks, step)
 
 
+@pytest.mark.slow
 def test_a_granted_tolerance(ranks):
     def step(model, batch, rank):
         right(model, batch, rank)

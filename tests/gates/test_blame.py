@@ -52,7 +52,9 @@ def test_right_uses_pass(ranks):
 
 
 @pytest.mark.parametrize("mistake", ["local", pytest.param("doubled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * bool(number % 3)) for number, name in enumerate(EACH)]
+)
 def test_a_mistake_elsewhere_is_not_blamed_on_a_collective(ranks, name, mistake):
     with pytest.raises(ScalingMismatch) as caught:
         gate(ranks, [name], mistake)

@@ -107,15 +107,9 @@ def test_a_right_step_in_bfloat16_passes(ranks):
     check(ranks, step_of(narrow=True))
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param("labels in order", marks=pytest.mark.slow),
-        pytest.param("positions from zero", marks=pytest.mark.slow),
-        "gradient of a rank",
-    ],
-)
-@pytest.mark.parametrize("reference", [None, pytest.param(whole, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["labels in order", "positions from zero", "gradient of a rank"])
+@pytest.mark.parametrize("reference", [None, whole])
 def test_wrong_twins_are_refuted(ranks, mistake, reference):
     for size in (2, 4):
         with pytest.raises(ScalingMismatch) as caught:

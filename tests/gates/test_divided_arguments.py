@@ -257,6 +257,7 @@ class Unsynchronized(divided.Megatron):
         """Ranks that hold the same slices train them apart."""
 
 
+@pytest.mark.slow
 def test_replicas_of_a_slice_must_agree(ranks):
     with pytest.raises(ScalingMismatch) as caught:
         assert_step_scales(ranks, Unsynchronized, meshes=[{"dp": 2, "tp": 2}], **MLP)

@@ -134,6 +134,7 @@ def test_a_sitecustomize_of_ones_own_still_runs(tmp_path):
     assert done.stdout == "11 False\n", done.stderr
 
 
+@pytest.mark.slow
 def test_processes_that_it_starts(tmp_path):
     script(
         tmp_path,
@@ -168,6 +169,7 @@ def program(path, text):
     path.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_a_launcher_of_the_path_starts_pythons_that_are_simulated(tmp_path, monkeypatch):
     """A directory of its name in the current one does not hide it."""
     script(tmp_path, "job.py", COUNT)
