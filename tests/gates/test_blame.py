@@ -26,7 +26,8 @@ def is_here(name):
 # By function: a use of several names, such as "send" and "recv", is one use.
 HERE = list({USES[name]: name for name in USES if is_here(name)}.values())
 OF_DATA = [f"{name} of data" for name in HERE if "differentiable" not in name]
-EACH = [*HERE, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_DATA)]
+OFTEN = HERE[::3]  # the others, and those of data, run weekly
+EACH = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in (*HERE, *OF_DATA)]
 MISTAKES = {"doubled": "world-size-factor", "local": "gradients-not-synchronized"}
 
 
@@ -52,9 +53,7 @@ def test_right_uses_pass(ranks):
 
 
 @pytest.mark.parametrize("mistake", ["local", pytest.param("doubled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * bool(number % 3)) for number, name in enumerate(EACH)]
-)
+@pytest.mark.parametrize("name", EACH)
 def test_a_mistake_elsewhere_is_not_blamed_on_a_collective(ranks, name, mistake):
     with pytest.raises(ScalingMismatch) as caught:
         gate(ranks, [name], mistake)
