@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn
 
 # The same as pytest's exit codes, where pytest has one.
@@ -32,3 +33,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(None)
         self.exit(WRONG_USAGE, f"{self.prog}: error: {message}\n")
+
+
+def number(least: int, what: str) -> Callable[[str], int]:
+    """Return a type for `argparse`: an integer of at least `least`, which `what` names, as in "number of GPUs"."""
+
+    def parse(text: str) -> int:
+        try:
+            n = int(text)
+        except ValueError:
+            n = least - 1
+        if n < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}; give an integer of at least {least}")
+        return n
+
+    return parse

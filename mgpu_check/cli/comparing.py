@@ -16,7 +16,7 @@ from types import FrameType
 
 from mgpu_check.annotations import annotation, wanted
 from mgpu_check.cli import simulate
-from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG
+from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, number
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 
@@ -26,19 +26,6 @@ _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horov
 _LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
 _PYTHON = re.compile(r"python[\d.]*")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def _number(least: int, what: str) -> type[int]:
-    def parse(text: str) -> int:
-        try:
-            n = int(text)
-        except ValueError:
-            n = least - 1
-        if n < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}; give an integer of at least {least}")
-        return n
-
-    return parse  # type: ignore[return-value]  # argparse accepts any callable as a type
 
 
 def _seconds(text: str) -> float:
@@ -68,9 +55,9 @@ def add_run_options(parser: argparse.ArgumentParser, least: int, steps: str) -> 
         steps: what happens to the steps: "compare".
     """
     add = parser.add_argument
-    add("--gpus", type=_number(least, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
+    add("--gpus", type=number(least, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
     simulate.add_simulate(parser)
-    add("--steps", type=_number(1, "number of steps"), metavar="N", help=f"{steps} N optimizer steps (default: all)")
+    add("--steps", type=number(1, "number of steps"), metavar="N", help=f"{steps} N optimizer steps (default: all)")
     add(
         "--timeout",
         type=_seconds,

@@ -32,8 +32,7 @@ class _Fit:
     unless: str = r"(?!)"
 
     def fits(self, option: ScriptArgument) -> bool:
-        name = option.name.lstrip("-").replace("-", "_").lower()
-        return bool(re.fullmatch(self.name, name)) and not re.search(self.unless, name)
+        return bool(re.fullmatch(self.name, option.variable)) and not re.search(self.unless, option.variable)
 
 
 _BATCH = _Fit(
@@ -53,6 +52,9 @@ _ACCUMULATION = _Fit(
     str(_SAMPLES),
     f"{{}} is divided by the number of ranks: {_SAMPLES} micro-batches",
 )
+_SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)
+"""What sets the size of the global batch."""
+
 _ROWS = (
     _Fit(r"(n_?|num_|max_)?epochs?", "1", "one epoch has two optimizer steps"),
     _Fit(r"(n_?|num_)?(data_?|loader_)?(num_)?workers?|n_?j|dataloader_num_workers", "0", "loading needs no workers"),
@@ -92,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return UNDECIDED
     words, assumed = fitted_arguments(entry, program[1:])
-    _tell(entry, found, words, assumed)
+    _tell(entry, found, assumed)
     if missing := _missing(entry, program[1:]):
         print(f"nothing was written: the script needs {', '.join(missing)}")
         print(f"do: give what it needs, as in mgpu-check init -- {entry.path} {missing[0]}…")
@@ -121,7 +123,7 @@ def _chosen(found: Survey, program: Sequence[str], parser: Parser) -> TrainingSc
     if not path.is_file():
         parser.error(f"there is no script {program[0]} in {Path.cwd()}; give its path, with its arguments")
     same = [entry for entry in found.entries if entry.path == path]
-    return same[0] if same else TrainingScript(path, (), (), frozenset(), "", 0)
+    return same[0] if same else TrainingScript(path, (), (), frozenset(), False, 0)
 
 
 def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -130,23 +132,26 @@ def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[
     Args:
         given: the user's arguments, which are kept.
     """
-    words, assumed = list(given), []
-    named = {word.partition("=")[0] for word in given if word.startswith("-")}
-    for option, row in _fits(entry):
-        if option.name in named or not option.name.startswith("--"):
-            continue
-        words.append(f"{option.name}={row.value}")
-        assumed.append(row.assumes.format(option.name))
-    if entry.parser == "HfArgumentParser" and not any("train_batch" in word for word in words):
+    words, assumed, fits = list(given), [], list(_fits(entry))
+    for option, row in fits:
+        if option.name not in _named(given) and option.name.startswith("--"):
+            words.append(f"{option.name}={row.value}")
+            assumed.append(row.assumes.format(option.name))
+    if entry.training_arguments and not any("train_batch" in word for word in words):
         words += ["--output_dir=out", f"--per_device_train_batch_size={_DIVIDED}"]
         assumed.append(f"TrainingArguments reads the arguments; {_SAMPLES} samples are divided among all ranks")
+    elif not any(row in _SIZES for _, row in fits):
+        assumed.append("the script itself divides a global batch among its ranks")
     return words, assumed
+
+
+def _named(given: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0] for word in given}
 
 
 def _fits(entry: TrainingScript) -> Iterator[tuple[ScriptArgument, _Fit]]:
     """Return the options to set, each with its row. One row sets the size of the global batch."""
-    divided = {name.replace("-", "_") for name in entry.divided}
-    split = [option for option in entry.options if option.name.lstrip("-").replace("-", "_").lower() in divided]
+    split = [option for option in entry.options if option.variable in entry.divided]
     for row, options in (
         (_ACCUMULATION, split),
         (_GLOBAL_BATCH, split),
@@ -162,7 +167,7 @@ def _fits(entry: TrainingScript) -> Iterator[tuple[ScriptArgument, _Fit]]:
             yield option, row
 
 
-def _tell(entry: TrainingScript, found: Survey, words: Sequence[str], assumed: Sequence[str]) -> None:
+def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
     print(f"script: {entry.path}, which uses {', '.join(entry.parallel) or 'one device, as far as its source shows'}")
     others = [str(other.path) for other in found.entries if other.path != entry.path]
     if others:
@@ -170,17 +175,14 @@ def _tell(entry: TrainingScript, found: Survey, words: Sequence[str], assumed: S
         print(f"  not chosen: {', '.join(others[:_NAMED])}{more}; name one after -- to choose it")
     for line in assumed:
         print(f"  assumed: {line}")
-    if not any(_DIVIDED in word or str(_SAMPLES) in word for word in words):
-        print("  assumed: the script itself divides a global batch among its ranks")
     if not entry.options:
         print("  not read: the arguments of the script, which its source does not list; give them after --")
 
 
 def _missing(entry: TrainingScript, given: Sequence[str]) -> list[str]:
     """Return the names of the arguments that the script needs, and that were not given."""
-    named = {word.partition("=")[0] for word in given}
     positional = sum(not word.startswith("-") for word in given)
-    options = [name for name in entry.required if name.startswith("-") and name not in named]
+    options = [name for name in entry.required if name.startswith("-") and name not in _named(given)]
     return options + [name for name in entry.required if not name.startswith("-")][positional:]
 
 

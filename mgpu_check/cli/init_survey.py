@@ -10,14 +10,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 _MOST_FILES = 5000
 _MOST_BYTES = 1 << 20
 _NO_CODE_OF_THE_USER = {"build", "dist", "docs", "node_modules", "site-packages", "third_party", "vendor"}
 _NO_SCRIPTS = re.compile(r"(test_.*|.*_test|conftest|setup|noxfile|__init__)\.py")
-_TRAINERS = {"Trainer": "a Trainer", "SFTTrainer": "a Trainer", "LightningCLI": "Lightning"}
+_TRAINERS = {"Trainer", "SFTTrainer", "LightningCLI"}
 _PARALLEL = {
     "init_process_group": "init_process_group",
     "DistributedDataParallel": "DistributedDataParallel",
@@ -43,6 +42,11 @@ class ScriptArgument:
     name: str
     required: bool = False
 
+    @property
+    def variable(self) -> str:
+        """The variable that it sets, in lower case: "batch_size"."""
+        return self.name.lstrip("-").replace("-", "_").lower()
+
 
 @dataclass
 class _File:
@@ -54,11 +58,10 @@ class _File:
     divided: set[str] = field(default_factory=set)  # names that the code divides by the number of ranks
     guarded: bool = False  # has `if __name__ == "__main__"`
     trains_when_run: bool = False  # calls `backward` outside of functions
-    parser: str = ""
 
     @property
     def trains(self) -> bool:
-        return "backward" in self.calls or any(name in self.calls for name in _TRAINERS)
+        return not self.calls.isdisjoint({"backward", *_TRAINERS})
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class TrainingScript:
         parallel: what it uses on several devices, such as "DistributedDataParallel"; empty for one device.
         options: its arguments, as far as they are literals in the source.
         divided: names that the code divides by the number of ranks, in lower case.
-        parser: what reads the arguments: "argparse", "click", "exec", "HfArgumentParser"; "" if unknown.
+        training_arguments: the `TrainingArguments` of transformers read its arguments.
         rank: how likely it is the script that the user means; the highest comes first.
     """
 
@@ -78,10 +81,10 @@ class TrainingScript:
     parallel: tuple[str, ...]
     options: tuple[ScriptArgument, ...]
     divided: frozenset[str]
-    parser: str
+    training_arguments: bool
     rank: int
 
-    @cached_property
+    @property
     def required(self) -> tuple[str, ...]:
         """The names of arguments without which the script does not start, apart from those of launchers."""
         return tuple(option.name for option in self.options if option.required and "local" not in option.name)
@@ -148,7 +151,7 @@ def _entry(path: Path, files: Mapping[Path, _File], modules: Mapping[str, Path])
         parallel,
         tuple(options.values()),
         frozenset().union(*(file.divided for file in used)),
-        next((file.parser for file in used if file.parser), ""),
+        "HfArgumentParser" in calls,
         rank=4 * bool(parallel) + 2 * own.trains + 2 * bool(_LIKELY_NAME.match(path.stem)) - len(path.parts),
     )
 
@@ -191,7 +194,6 @@ def _facts(tree: ast.Module) -> _File:
             made.guarded = True
     made.imports.discard("")
     if "exec" in made.calls:  # of a file that sets module variables from the command line, as nanoGPT's configurator
-        made.parser = made.parser or "exec"
         made.options += [
             ScriptArgument(f"--{name.id}")
             for node in tree.body
@@ -218,12 +220,9 @@ def _call(node: ast.Call, made: _File, outside: bool) -> None:
     made.calls |= {name, last}
     if last == "backward" and outside:
         made.trains_when_run = True
-    if last == "add_argument" or name in ("click.option", "click.argument"):
-        made.parser = made.parser or ("argparse" if last == "add_argument" else "click")
-        if (option := _option(node, positional=name != "click.option")) is not None:
-            made.options.append(option)
-    elif last == "HfArgumentParser":
-        made.parser = last
+    adds = last == "add_argument" or name in ("click.option", "click.argument")
+    if adds and (option := _option(node, positional=name != "click.option")) is not None:
+        made.options.append(option)
 
 
 def _option(node: ast.Call, positional: bool) -> ScriptArgument | None:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mgpu_check.cli.codes import WRONG_USAGE, Parser
+from mgpu_check.cli.codes import WRONG_USAGE, Parser, number
 from mgpu_check.processes.launched import simulating
 
 _USAGE = (
@@ -30,16 +30,6 @@ _NOT_SIMULATED = (
     "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A "
     "Python is not simulated if it runs with -I or -E, without the environment of its parent, or on another host"
 )
-
-
-def _gpus(text: str) -> int:
-    try:
-        n = int(text)
-    except ValueError:
-        n = 0
-    if n < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give an integer of at least 1")
-    return n
 
 
 def backing_device(text: str) -> str:
@@ -64,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         "A simulated run proves code, never hardware.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=_gpus, default=2, metavar="N", help="number of simulated GPUs (default: 2)")
+    parser.add_argument(
+        "--gpus", type=number(1, "number of GPUs"), default=2, metavar="N", help="number of simulated GPUs (default: 2)"
+    )
     add_simulate(parser, default="cpu")
     return parser
 
