@@ -27,7 +27,7 @@ from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES,
 
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
 _SHARE = 10
-"""`--quick` plants one fault in five: enough to notice a broken check, in a fraction of the time."""
+"""`--quick` plants one fault in ten: enough to notice a broken check, in a fraction of the time."""
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
 _HELP = """\

@@ -153,9 +153,10 @@ class Reruns:
         return [rerun for rerun in (*self.repeats, *self.elsewhere) if rerun.failed]
 
     def _part(self) -> str:
-        if not self.named:
+        causes = self.named
+        if not causes:
             return ""
-        (first, *more) = self.named
+        (first, *more) = causes
         if first.kind == "code":
             least = min(len(rerun.devices) for rerun in self._failing)
             where = "on each device alone" if least == 1 else f"on any {least} devices"
@@ -164,7 +165,7 @@ class Reruns:
         it, its = ("them", "their") if more else ("it", "its")
         how = f"fails on {it} alone" if alone else f"no rerun without {it} fails"
         or_code = f", or like code that treats {it} apart" if self.partial else ""
-        return f"looks like {_and(self.named)}{or_code}: {how}, and with others in {its} place the example passes"
+        return f"looks like {_and(causes)}{or_code}: {how}, and with others in {its} place the example passes"
 
 
 def _and(causes: Sequence[Cause]) -> str:

@@ -229,6 +229,9 @@ def layouts(seed: int) -> list[CollectiveCall]:
     return _right(calls)
 
 
+_VIEWS = ("matrix", "channels_last", "transposed", "gaps")
+
+
 def _shapes(function: str) -> tuple[str, ...]:
     """Return the layouts of a function, apart from "dense" and "scalar"."""
     row = FUNCTIONS[function]
@@ -237,11 +240,10 @@ def _shapes(function: str) -> tuple[str, ...]:
     lists = row.lists and not transfer.root
     shapes: tuple[str, ...] = ("uneven", "uneven") if exchanges or lists else ()
     if row.lists or row.in_place:
-        return (*shapes, "matrix", "channels_last", "transposed", "gaps")
+        return (*shapes, *_VIEWS)
     return shapes if exchanges else ("in place",)
 
 
-_VIEWS = ("matrix", "channels_last", "transposed", "gaps")
 _OPTIONS: Mapping[str, Sequence[Any]] = {
     "function": _FUNCTIONS,
     "dtype": COPIED,

@@ -22,7 +22,7 @@ from mgpu_check.suite.collectives.cases import FUNCTIONS, REDUCING, CollectiveCa
 from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.pieces import STEP, Laid, Piece, ReducedPiece
-from mgpu_check.suite.collectives.runner import called
+from mgpu_check.suite.collectives.runner import called, coalescing
 from mgpu_check.suite.collectives.values import differing, factor_of, stretched
 from mgpu_check.torch_hooks.table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits, digest_of
@@ -162,9 +162,7 @@ class Started(Laid):
         taken = given if self.row.in_place else taken
         if not call.coalesced:
             return called(call.function, given, taken, *self.splits, older=bool(self.digest & 2), **options)
-        # A private name, because there is no public one yet; libraries use it too.
-        manager = dist.distributed_c10d._coalescing_manager(group, self.whole.device, options.pop("async_op"))
-        with manager as managed:
+        with coalescing(group, self.whole.device, asynchronous=options.pop("async_op")) as managed:
             called(call.function, given, taken, **options)
         return managed if call.asynchronous else None
 

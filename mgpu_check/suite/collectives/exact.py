@@ -139,21 +139,23 @@ def views_of(rank: Rank, cases: Sequence[RepeatedCollective]) -> list[View]:
 
 @contextlib.contextmanager
 def groups_of(
-    rank: Rank, wanted: Iterable[tuple[int, ...]]
+    rank: Rank, wanted: Iterable[tuple[int, ...]], *, backend: str | None = None
 ) -> Iterator[dict[tuple[int, ...], dist.ProcessGroup | None]]:
     """Make groups by their members, in the same order on all ranks, and destroy them at the end of the context.
 
-    A group of all ranks, also written as no members, is None. After an error the groups stay, because other ranks may
-    still use them.
+    A group of all ranks, also written as no members, is None if it needs no `backend`. After an error the groups stay,
+    because other ranks may still use them.
     """
     everybody = tuple(range(rank.size))
     groups = {
-        members: None if members in ((), everybody) else dist.new_group(list(members))
+        members: None
+        if members in ((), everybody) and backend is None
+        else dist.new_group(list(members) or None, backend=backend)
         for members in sorted(set(wanted))
     }
     yield groups
     for members, group in groups.items():
-        if group is not None and rank.index in members:
+        if group is not None and rank.index in (members or everybody):
             dist.destroy_process_group(group)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional  # they have no public name yet
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.runner import named
+from mgpu_check.suite.collectives.runner import coalescing, named
 from mgpu_check.suite.collectives.teams import CallTally, Team, judged_by, numbers_of
 
 _SEVERAL = 6
@@ -168,8 +168,7 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
     }
     late = ", async" if asynchronous else ""
     for name, (taken, right, call) in makes.items():
-        # A private name, because there is no public one yet; libraries use it too.
-        with dist.distributed_c10d._coalescing_manager(group, device, async_ops=asynchronous) as manager:
+        with coalescing(group, device, asynchronous=asynchronous) as manager:
             for got, given in zip(taken, mine, strict=True):
                 call(got, given)
         if asynchronous:

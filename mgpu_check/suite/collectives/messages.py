@@ -51,7 +51,7 @@ def _content(message: Message) -> torch.Tensor:
 
 
 def assert_messages_arrive(
-    rank: Rank, messages: Sequence[Message], way: str, place: str, members: tuple[int, ...] = ()
+    rank: Rank, messages: Sequence[Message], way: str, place: str, members: tuple[int, ...] = (), group: Any = None
 ) -> None:
     """Assert that each of `messages` arrives unchanged, and that the memory around it does not change. A collective.
 
@@ -62,6 +62,7 @@ def assert_messages_arrive(
             another order of tags. "batched": all in one `batch_isend_irecv`.
         place: "device" or "cpu".
         members: the ranks of the group that exchanges them; empty for all ranks.
+        group: the group; None for all ranks.
 
     Raises:
         CollectiveMismatch: with all wrong messages of this rank.
@@ -71,35 +72,34 @@ def assert_messages_arrive(
     device = rank.device if place == "device" else "cpu"
     given = {message: _content(message).to(device) for message in mine if message.source == rank.index}
     taken = {message: _Received(rank, message, place) for message in mine if message.target == rank.index}
-    with groups_of(rank, [members]) as groups:
 
-        def to(message: Message, role: str, other: int) -> dict[str, Any]:
-            numbers = members or range(rank.size)
-            end = {f"group_{role}": numbers.index(other)} if message.number % 2 else {role: other}
-            return {**end, "tag": message.tag, "group": groups[members]}
+    def to(message: Message, role: str, other: int) -> dict[str, Any]:
+        numbers = members or range(rank.size)
+        end = {f"group_{role}": numbers.index(other)} if message.number % 2 else {role: other}
+        return {**end, "tag": message.tag, "group": group}
 
-        works: list[Any] = []
-        if way == "blocking":
-            for message in mine:
-                if message.source == rank.index:
-                    dist.send(given[message], **to(message, "dst", message.target))
-                else:
-                    dist.recv(taken[message].tensor, **to(message, "src", message.source))
-        elif way == "flying":
-            works = [dist.isend(tensor, **to(message, "dst", message.target)) for message, tensor in given.items()]
-            # Tags in descending order; messages of the same tag in order.
-            ordered = sorted(taken.items(), key=lambda one: -one[0].tag)
-            works += [dist.irecv(one.tensor, **to(message, "src", message.source)) for message, one in ordered]
-        elif mine:
-            both = []
-            for message in mine:  # a message to itself is in both
-                if message in given:
-                    both.append(dist.P2POp(dist.isend, given[message], **to(message, "peer", message.target)))
-                if message in taken:
-                    both.append(dist.P2POp(dist.irecv, taken[message].tensor, **to(message, "peer", message.source)))
-            works = dist.batch_isend_irecv(both)
-        for work in works:
-            work.wait()
+    works: list[Any] = []
+    if way == "blocking":
+        for message in mine:
+            if message.source == rank.index:
+                dist.send(given[message], **to(message, "dst", message.target))
+            else:
+                dist.recv(taken[message].tensor, **to(message, "src", message.source))
+    elif way == "flying":
+        works = [dist.isend(tensor, **to(message, "dst", message.target)) for message, tensor in given.items()]
+        # Tags in descending order; messages of the same tag in order.
+        ordered = sorted(taken.items(), key=lambda one: -one[0].tag)
+        works += [dist.irecv(one.tensor, **to(message, "src", message.source)) for message, one in ordered]
+    elif mine:
+        both = []
+        for message in mine:  # a message to itself is in both
+            if message in given:
+                both.append(dist.P2POp(dist.isend, given[message], **to(message, "peer", message.target)))
+            if message in taken:
+                both.append(dist.P2POp(dist.irecv, taken[message].tensor, **to(message, "peer", message.source)))
+        works = dist.batch_isend_irecv(both)
+    for work in works:
+        work.wait()
     findings = [finding for one in taken.values() for finding in one.findings()]
     for message, tensor in given.items():
         if not torch.equal(as_bits(tensor.cpu()), as_bits(_content(message))):

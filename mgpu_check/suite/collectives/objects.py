@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 
 BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
@@ -49,13 +50,11 @@ def assert_objects_travel(
         CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
-    group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
-    members = members or tuple(range(rank.size))
-    if rank.index not in members:
-        return
-    findings = list(_traveled(members, members.index(rank.index), root % len(members), seed, group))
-    if group is not None:
-        dist.destroy_process_group(group)
+    with groups_of(rank, [members], backend=backend) as groups:
+        everybody = members or tuple(range(rank.size))
+        if rank.index not in everybody:
+            return
+        findings = list(_traveled(everybody, everybody.index(rank.index), root % len(everybody), seed, groups[members]))
     raise_findings(findings, 6, rank)
 
 

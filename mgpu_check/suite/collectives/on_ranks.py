@@ -15,6 +15,7 @@ from mgpu_check.suite.collectives.biased_rounding import assert_rounding_is_unbi
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.cases import REDUCED, CollectiveCall
 from mgpu_check.suite.collectives.differentiable import assert_differentiable_match
+from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.functional import (
     assert_coalesced_match,
     assert_functional_match,
@@ -82,12 +83,14 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
         (between(seed + 2, "cpu", alike=True), "flying", "cpu"),
         ((large, "blocking", "device"), (large, "flying", "cpu"))[seed % 2],
     ]
-    for some in _some(rank, seed)[:1]:
-        for turn, (way, place) in enumerate((("batched", "device"), ("flying", "cpu"), ("blocking", "device"))):
-            inside = messages_between(len(some), seed, place, tags=place == "cpu")[turn::3]
-            moved = [replace(one, source=some[one.source], target=some[one.target]) for one in inside]
-            cases.append((moved, way, place, some))
-    run_all(partial(assert_messages_arrive, rank, *case) for case in cases)
+    wanted = _some(rank, seed)[:1]
+    with groups_of(rank, wanted) as groups:
+        for some in wanted:
+            for turn, (way, place) in enumerate((("batched", "device"), ("flying", "cpu"), ("blocking", "device"))):
+                inside = messages_between(len(some), seed, place, tags=place == "cpu")[turn::3]
+                moved = [replace(one, source=some[one.source], target=some[one.target]) for one in inside]
+                cases.append((moved, way, place, some, groups[some]))
+        run_all(partial(assert_messages_arrive, rank, *case) for case in cases)
 
 
 def assert_messages_from_any_source_arrive(

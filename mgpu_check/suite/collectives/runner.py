@@ -23,6 +23,12 @@ def named(name: str, *, older: bool = False) -> Callable[..., Any]:
     return found
 
 
+def coalescing(group: Any, device: torch.device, *, asynchronous: bool) -> Any:
+    """Return the context that puts collectives of a device together; it is waited for if it is asynchronous."""
+    # A private name, because there is no public one yet; libraries use it too.
+    return dist.distributed_c10d._coalescing_manager(group, device, async_ops=asynchronous)
+
+
 def called(
     name: str, given: Tensors, taken: Tensors, *splits: list[int] | None, older: bool = False, **options: Any
 ) -> Any:

@@ -70,9 +70,8 @@ def _pairs(options: Mapping[str, Sequence[Any]]) -> Iterator[tuple[_Place, _Plac
 
 def _with(one: _Place, chosen: Mapping[str, int], options: Mapping[str, Sequence[Any]]) -> set[tuple[_Place, _Place]]:
     """Return the pairs of a place with those that are chosen, each in the order of the options."""
-    order = list(options)
-    before = {(old, one) for old in chosen.items() if order.index(old[0]) < order.index(one[0])}
-    return before | {(one, old) for old in chosen.items() if order.index(old[0]) > order.index(one[0])}
+    order = {name: at for at, name in enumerate(options)}
+    return {(old, one) if order[old[0]] < order[one[0]] else (one, old) for old in chosen.items()}
 
 
 def _row_of(options: Mapping[str, Sequence[Any]], places: Sequence[_Place]) -> _Row:

@@ -62,21 +62,22 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
     """
     __tracebackhide__ = True
     expected = one_device(training)
+    model = sharded(training, rank)
+    step_of(training, 1, model, sgd(training, model), rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    for _ in range(_STEPS):
+        optimizer.step()
+    # Copies, because torch may keep the tensors of a state that is set.
+    held = {name: _copies(optimizer.state[value]) for name, value in model.named_parameters()}
+    model.get_parameter(_FROZEN).requires_grad_(False)
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=2):
             what = f"state dict with {words_of(row, _OPTIONS)}, on {rank.device}, rank {rank.index}"
-            model = sharded(training, rank)
-            step_of(training, 1, model, sgd(training, model), rank)
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-            for _ in range(_STEPS):
-                optimizer.step()
-            model.get_parameter(_FROZEN).requires_grad_(False)
             options = StateDictOptions(**row)
             taken: Any = get_state_dict(model, optimizer, options=options)
             parameters, moments = taken
             whole = {name: _whole(value) for name, value in parameters.items()}
-            names = [name for name, _ in model.named_parameters()]
-            kept = [name for name in names if not (row["ignore_frozen_params"] and name == _FROZEN)]
+            kept = [name for name in held if not (row["ignore_frozen_params"] and name == _FROZEN)]
             findings.require([*whole] == kept, f"{what}: has {[*whole]}, expected {kept}", ranks=[rank.index])
             for name, value in whole.items():
                 right = same_bits(expected[f"step 1: {name}"].float(), value)
@@ -98,20 +99,15 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
                     right = same_bits(whole[name], _whole(value))
                     findings.require(right, f"{what}, set again: {name} is another one", ranks=[rank.index])
                 if value.requires_grad:  # torch sets no state of frozen parameters
-                    wrong = _differing(optimizer.state[model.get_parameter(name)], again.state[value])
-                    message = f"{what}, set again: {wrong} of {name} is another one"
+                    state = _copies(again.state[value])
+                    wrong = [key for key, one in held[name].items() if not same_bits(one, state.get(key, _NONE))]
+                    message = f"{what}, set again: {', '.join(wrong)} of {name} is another one"
                     findings.require(not wrong, message, ranks=[rank.index])
 
 
-def _differing(given: Mapping[str, Any], got: Mapping[str, Any]) -> str:
-    """Return the name of the first entry of a parameter's state that differs on this rank; "" if all are equal."""
-    for key, value in given.items():
-        own, other = (
-            copied(one.to_local() if isinstance(one, DTensor) else one) for one in (value, got.get(key, _NONE))
-        )
-        if not same_bits(own, other):
-            return key
-    return ""
+def _copies(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return copies of the state of a parameter on this rank."""
+    return {key: copied(one.to_local() if isinstance(one, DTensor) else one) for key, one in state.items()}
 
 
 def _whole(value: Any) -> torch.Tensor:

@@ -26,8 +26,6 @@ FEW = strategies.large_worlds(most=3)
 """Worlds of at most three ranks, for checks of operators: each rank derives the sharding by itself, so more ranks are
 slow and show nothing more."""
 TRAININGS = exact_trainings()
-WITH_STATE = exact_trainings(momentum=(0.5,))
-"""Training whose optimizer has tensors: torch does not set a full state dict of an optimizer without any."""
 
 
 @examples(4, quick=1)
@@ -198,7 +196,7 @@ def test_options_of_checkpoints(ranks: Ranks, size: int, seed: int, more: bool) 
 
 
 @examples(2, quick=1)
-@given(size=WORLDS, training=WITH_STATE, more=MORE)
+@given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_state_dicts(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """State dicts have the values of one device, and can be set again, with each pair of StateDictOptions."""
     ranks.run("mgpu_check.suite.sharded.state_options:assert_state_options_agree", training, more=more, size=size)

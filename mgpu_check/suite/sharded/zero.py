@@ -104,10 +104,16 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
         ReplicaMismatch: the ranks together do not keep the state of each parameter exactly once.
     """
     __tracebackhide__ = True
-    run_all(partial(_judge_state, training, rank, parameters_as_bucket_view=view) for view in (False, True))
+    single = _with_gradients(training, torch.device("cpu"))
+    reference = torch.optim.AdamW(_groups(single), lr=ADAM_RATE, weight_decay=_DECAY / 4)
+    reference.step()
+    expected = _named(reference.state_dict()["state"])
+    reference.step()
+    expected |= {name: copied(value) for name, value in single.named_parameters()}
+    run_all(partial(_judge_state, training, rank, expected, parameters_as_bucket_view=view) for view in (False, True))
 
 
-def _judge_state(training: ExactTraining, rank: Rank, **view: bool) -> None:
+def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, torch.Tensor], **view: bool) -> None:
     __tracebackhide__ = True
     model = _with_gradients(training, rank.device)
     optimizer = ZeroRedundancyOptimizer(
@@ -130,16 +136,9 @@ def _judge_state(training: ExactTraining, rank: Rank, **view: bool) -> None:
     again = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0, weight_decay=1.0, **view)
     again.load_state_dict(box[0])
     again.step()
-
-    single = _with_gradients(training, torch.device("cpu"))
-    reference = torch.optim.AdamW(_groups(single), lr=ADAM_RATE, weight_decay=_DECAY / 4)
-    reference.step()
-    expected = _named(reference.state_dict()["state"])
-    reference.step()
-    expected |= {name: copied(value) for name, value in single.named_parameters()}
     got |= {name: copied(value) for name, value in model.named_parameters()}
     what = f"ZeroRedundancyOptimizer with AdamW, {words_of(view, _OPTIONS)}, on {rank.device}"
-    wanted = sum(value.numel() for value in single.parameters())
+    wanted = sum(value.numel() for value in model.parameters())
     if int(total) != wanted:
         raise ReplicaMismatch(
             f"{what}: the ranks together keep the state of {int(total)} elements, expected {wanted}, each of them once"

@@ -42,9 +42,10 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         " torch.nn.parallel.DistributedDataParallel.gather torch.nn.parallel.DistributedDataParallel.scatter"
         " torch.nn.parallel.DistributedDataParallel.to_kwargs torch.optim.lr_scheduler.*.recursive_undo"
         " operators.slice_inverse"),
-    LeftOut("a signature of torch names it, but the function refuses it, or accepts the default only",
-        _of("operators.", "elu hash_tensor index_reduce msort nuclear_norm segment_reduce to"),
-        "scale mode include_input descending dtype indices layout"),
+    *(LeftOut("a signature of torch names it, but the function refuses it, or accepts the default only",
+        f"operators.{name}", options) for name, options in (
+            ("elu", "scale"), ("hash_tensor", "mode"), ("index_reduce", "include_input"), ("msort", "descending"),
+            ("nuclear_norm", "dtype"), ("segment_reduce", "indices"), ("to", "layout"))),
     LeftOut("the suite draws it, but torch does not pass it to a mode, which is what records",
         "operators.l1_loss", "weight"),
     LeftOut("it chooses a kernel of CUDA in Python, below the simulated device: the suite draws it on real devices",

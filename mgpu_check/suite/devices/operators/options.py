@@ -95,11 +95,13 @@ def _multiplied(x: torch.Tensor) -> torch.Tensor:
     return torch.ormqr(reflectors, factors, reflectors.triu(), left=True)
 
 
+def _weighted(loss: str) -> Function:
+    """Return the call of a loss with weights, which the annotations of torch lack."""
+    return lambda x: getattr(F, loss)(x, x.flip(0), weight=x.abs())
+
+
 _LATER: tuple[tuple[Any, str, str, Function], ...] = (
-    # The annotations of torch lack the weights of losses.
-    (F, "huber_loss", "weight", lambda x: F.huber_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
-    (F, "l1_loss", "weight", lambda x: F.l1_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
-    (F, "mse_loss", "weight", lambda x: F.mse_loss(x, x.flip(0), weight=x.abs())),  # type: ignore[call-arg]
+    *((F, name, "weight", _weighted(name)) for name in ("huber_loss", "l1_loss", "mse_loss")),
     (F, "linear_cross_entropy", "label_smoothing", lambda x: F.linear_cross_entropy(
         x, x[:5], _numbers(x, 12) % 5, linear_bias=x[5, :5], ignore_index=2, label_smoothing=0.25)),
     (F, "lp_pool3d", "stride", lambda x: F.lp_pool3d(x.view(1, 12, 4, 4), 2, 2, 3, True)),
