@@ -27,7 +27,7 @@ from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Family, Sizes, fam
 from mgpu_check.gates.search import smallest_failure
 from mgpu_check.gates.step_seeds import try_seeds
 from mgpu_check.gates.switches import AXES, Switch
-from mgpu_check.gates.telling import report_of
+from mgpu_check.gates.telling import late_hang, report_of
 from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.numerics.placement.declared import Placement
@@ -128,7 +128,7 @@ def assert_steps_agree(
         raise ValueError(f"{_GATE}: one_device={one_device!r}; give True or False")
     if reference is not None and not one_device:
         raise ValueError(f"{_GATE}: reference and one_device=False are both given; a reference runs on one device")
-    of_batch = None if isinstance(batch, st.SearchStrategy) else batch
+    of_batch, drawn = (None, batch) if isinstance(batch, st.SearchStrategy) else (batch, None)
     programs = {
         name: Program(
             one.step,
@@ -145,7 +145,6 @@ def assert_steps_agree(
         check_arguments(program, observe, tolerance, max_examples)
     places = {name: _place(name, one, ranks.size) for name, one in configurations.items()}
     reasons = {name: check_unjudged(_GATE, one.unjudged) for name, one in configurations.items()}
-    drawn = batch if isinstance(batch, st.SearchStrategy) else None
     if drawn is not None and sizes is not None:
         raise ValueError(f"{_GATE}: sizes and a strategy of batches are both given; batches bring their sizes")
     worlds: list[Place] = [(math.lcm(*(size for size, _ in places.values())), ())]
@@ -191,7 +190,7 @@ def _checked_axes(axes: Iterable[str]) -> list[str]:
 
 
 def _place(name: str, one: Configuration, largest: int) -> Place:
-    (place,) = check_places(_GATE, f"on of {name!r}", largest if one.on is None else one.on, largest)
+    (place,) = check_places(_GATE, f"on of {name!r}", [largest if one.on is None else one.on], largest)
     return place
 
 
@@ -216,10 +215,7 @@ def _search(agreement: Agreement, kinds: Iterable[Family], most_shrinks: int = _
         except RankHang as hang:
             trials = agreement.current
             failure = no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step))
-            report = report_of(replace(failure, verdict=f"{trials.name} does not return"))
-            late = RankHang("\n\n".join([str(report), *failure.stacks]), ranks=hang.ranks)
-            late.mistakes, late.site = report.mistakes, report.site
-            raise late from None  # a new error, because the engine rewrites its own when it is shown
+            raise late_hang(replace(failure, verdict=f"{trials.name} does not return"), hang) from None
         if found is not None:
             raise _error_of(found) from found.failures[0][1].error
 
@@ -235,7 +231,7 @@ def _error_of(found: Disagreement) -> ScalingMismatch:
             more = _findings(found, other, failure_of(other, of_other, []))
             known = {one.mistake for one in findings}
             findings += [one for one in more if one.mistake not in known]
-    failure = replace(failure, findings=findings, verdict=found.verdict, against=trials.against)
+    failure = replace(failure, findings=findings, verdict=found.verdict)
     report = report_of(failure)
     remarks = list(report.remarks)
     if not found.control:

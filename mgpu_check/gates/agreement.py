@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mgpu_check.diagnosis.observed import Expected, ObservedRun
 from mgpu_check.errors import NotCompared, RankFailure
+from mgpu_check.gates.expectations import key_of
 from mgpu_check.gates.meshes import Place
 from mgpu_check.gates.pairs import Allowance, OnRanks, PairTrials
 from mgpu_check.gates.program import Program, raise_unusable
@@ -29,7 +31,7 @@ class Disagreement:
         verdict: which of them disagree, in words.
         failures: the failed comparisons, each with its trials, the most telling first. Without a control there is one
             in each direction.
-        groups: the configurations that agree with each other; empty if only one was compared.
+        groups: the configurations that agree with each other; empty if they were compared with one device.
         control: whether something shows which configuration is wrong.
     """
 
@@ -40,7 +42,7 @@ class Disagreement:
 
 
 @dataclass
-class Agreement:
+class Agreement(abc.ABC):
     """Configurations of one step that run the same cases.
 
     Attributes:
@@ -63,7 +65,7 @@ class Agreement:
             for name, program in self.programs.items()
         }
         self.current = next(iter(self.trials.values()))
-        self._known: dict[Scenario, Disagreement | None] = {}
+        self._known: dict[tuple[object, ...], Disagreement | None] = {}
 
     @property
     def trains(self) -> bool:
@@ -77,18 +79,18 @@ class Agreement:
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
-        return scenario in self._known
+        return key_of(scenario) in self._known
 
     def run(self, scenario: Scenario) -> Disagreement | None:
         """Try a scenario on the ranks of each configuration; None if all agree, or if it does not suit them."""
-        if scenario.batches:
-            return self._run(scenario)  # scenarios of different batches may be equal
-        if scenario not in self._known:
-            self._known[scenario] = self._run(scenario)
-        return self._known[scenario]
+        key = key_of(scenario)
+        if key not in self._known:
+            self._known[key] = self._run(scenario)
+        return self._known[key]
 
+    @abc.abstractmethod
     def _run(self, scenario: Scenario) -> Disagreement | None:
-        raise NotImplementedError
+        """Try a scenario that was not tried before."""
 
     def _placed(self, name: str, scenario: Scenario) -> Scenario:
         world_size, mesh = self.places[name]
@@ -124,7 +126,7 @@ class OnOneDevice(Agreement):
         if right:
             verdict += f"; {few(right)} {'agrees' if len(right) == 1 else 'agree'} with it"
         failures = [(self.trials[name], trial) for name, trial in failed.items()]
-        return Disagreement(verdict, failures, [right] if right else [])
+        return Disagreement(verdict, failures)
 
     def _alone(self, scenario: Scenario) -> Disagreement | None:
         """Compare the configurations with each other on one device, if each of them is its own reference."""
@@ -163,12 +165,9 @@ class WithoutOneDevice(Agreement):
         first, *rest = self.programs
         if (failed := self._unusable(first, scenario)) is not None:
             return None if scenario.change else failed
-        alone = self.pair(first, first)
-        if (trial := self._tried(alone, first, scenario)) is not None:
-            return Disagreement(f"{first} does not agree with itself", [(alone, trial)])
-        wrong = {
-            name: trial for name in rest if (trial := self._tried(self.pair(name, first), name, scenario)) is not None
-        }
+        if (trial := self._compared(first, first, scenario)) is not None:
+            return Disagreement(f"{first} does not agree with itself", [(self.pair(first, first), trial)])
+        wrong = {name: trial for name in rest if (trial := self._compared(name, first, scenario)) is not None}
         if not wrong:
             return None
         for name, trial in wrong.items():
@@ -180,19 +179,18 @@ class WithoutOneDevice(Agreement):
         largest, *others = sorted(groups, key=len, reverse=True)
         odd = [name for group in others for name in group]
         if 2 * len(largest) > len(self.programs):
-            base = largest[0]
-            failures = [
-                (self.pair(name, base), trial)
-                for name in odd
-                if (trial := self._tried(self.pair(name, base), name, scenario)) is not None
-            ]
-            if failures:
-                return Disagreement(f"{_all_of(odd)} from the others, {few(largest)}, which agree", failures, groups)
+            base, verdict = largest[0], f"{_all_of(odd)} from the others, {few(largest)}, which agree"
+            for name in odd:
+                if (trial := self._compared(name, base, scenario)) is not None:
+                    return Disagreement(verdict, [(self.pair(name, base), trial)], groups)
         name = next(iter(wrong))
         failures = [(self.pair(name, first), wrong[name])]
-        if (back := self._tried(self.pair(first, name), first, scenario)) is not None:
+        if (back := self._compared(first, name, scenario)) is not None:
             failures.append((self.pair(first, name), back))
         return Disagreement(f"{name} and {first} differ", failures, groups, control=False)
+
+    def _compared(self, name: str, base: str, scenario: Scenario) -> Trial | None:
+        return self._tried(self.pair(name, base), name, scenario)
 
     def _unusable(self, name: str, scenario: Scenario) -> Disagreement | None:
         """Return a disagreement if a configuration fails on its ranks."""
@@ -208,7 +206,7 @@ class WithoutOneDevice(Agreement):
         groups = [[first, *(name for name in rest if name not in wrong)]]
         for name in wrong:
             for group in groups[1:]:
-                if self._tried(self.pair(name, group[0]), name, scenario) is None:
+                if self._compared(name, group[0], scenario) is None:
                     group.append(name)
                     break
             else:
@@ -223,11 +221,10 @@ class OnSwitch(Agreement):
         super().__post_init__()
         (self.name,) = self.programs
         self._as_is = OnRanks(self.trials[self.name], self.places[self.name])
-        self.switch(Switch(next(iter(AXES))))
 
     @property
     def trains(self) -> bool:
-        return True  # the only family has several steps
+        return True  # so that several steps are tried
 
     @property
     def effects(self) -> int:
@@ -237,7 +234,7 @@ class OnSwitch(Agreement):
     def switch(self, switch: Switch) -> None:
         """Choose the option, for the next scenarios."""
         self._switch, axis = switch, AXES[switch.axis]
-        self._what = f"{self.name} {axis.off if switch.on is False else axis.on}"
+        self._what = self.name if switch.on is None else f"{self.name} {axis.on if switch.on else axis.off}"
         program = replace(self.programs[self.name], switch=switch)
         trials = Trials(self.ranks, program, self.kinds, self.tolerance, self._what)
         pair = OnRanks(trials, self.places[self.name]), self._as_is

@@ -27,10 +27,10 @@ def check_arguments(
 ) -> None:
     """Raise a ValueError that names the argument, if a function or an option of a gate cannot be used."""
     gate = program.gate
-    for name in ("step", "build", "batch", "reference"):
+    for name, example in _AS_IN.items():
         value = getattr(program, name)
         if value is not None and (not callable(value) or isinstance(value, nn.Module)):
-            raise ValueError(f"{gate}: {name}={value!r:.80} is not a function; give a function, as in {_AS_IN[name]}")
+            raise ValueError(f"{gate}: {name}={value!r:.80} is not a function; give a function, as in {example}")
     if isinstance(observe, str) or not isinstance(observe, Collection) or not set(observe) or set(observe) - set(KINDS):
         raise ValueError(f"{gate}: observe={observe!r}; choose some of {', '.join(KINDS)}")
     check_tolerance(gate, tolerance)

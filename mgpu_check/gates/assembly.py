@@ -111,7 +111,9 @@ def _take_returned(
         one.others = {name: text for name, text in one.others.items() if name.kind != "returned"}
         for name, value in values[telling[0]].items():
             if name.kind == "returned":
-                one.values[name], one.digests[name] = value, source.digests[name]
+                one.values[name] = value
+                if name in source.digests:  # a varied run has none
+                    one.digests[name] = source.digests[name]
                 one.own[name] = torch.zeros(value.shape, dtype=torch.bool)
         one.others |= {name: text for name, text in source.others.items() if name.kind == "returned"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import UnfinishedCall
@@ -37,7 +38,8 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     """
     if failed.relations is None:
         assert failed.error is not None
-        return no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
+        lost = no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
+        return replace(lost, against=trials.against)
     attempts = Attempts()
     look = SecondLook(trials, failed, sizes, attempts)
     tensors = attempts.of("the second look at the case", as_seen(failed, failed.relations), look.taken)

@@ -22,6 +22,17 @@ def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def flip_of(value: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return the change that flips the elements whose sign is within what is allowed, and leaves the others alone."""
+    return -value.sign() * allowed * (value.abs() <= allowed)
+
+
+def add_to(gradient: torch.Tensor, change: torch.Tensor | None) -> None:
+    """Add a change to a gradient of the same shape."""
+    if change is not None and change.shape == gradient.shape:
+        gradient.add_(change.to(gradient.device, gradient.dtype))
+
+
 def moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
     """Return the batch with each element of its floating-point tensors moved by `spread` roundoffs, up or down."""
     with Perturbed(spread, generator, ROUNDOFF, counts=True):

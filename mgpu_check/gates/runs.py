@@ -15,7 +15,7 @@ from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.observing import Around, observe
-from mgpu_check.gates.perturbing import ROUNDOFF, generator_of, moved, perturbed
+from mgpu_check.gates.perturbing import ROUNDOFF, add_to, flip_of, generator_of, moved, perturbed
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.step_recorder import Nudge
@@ -166,9 +166,7 @@ class Runs:
         slack = []
         for index, stage in enumerate(self._exact.snapshots):
             granted = self._granted(index)
-            slack.append(
-                {name: -value.sign() * granted[name] * (value.abs() <= granted[name]) for name, value in stage.items()}
-            )
+            slack.append({name: flip_of(value, granted[name]) for name, value in stage.items()})
         return _nudge_by(slack, lambda direction: 1)
 
     def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
@@ -340,8 +338,8 @@ def _nudge_by(
 
     def of_direction(direction: int) -> Nudge:
         def nudge(step: int, name: Result, gradient: torch.Tensor) -> None:
-            if step < len(slack) and name in slack[step] and slack[step][name].shape == gradient.shape:
-                gradient.add_((factor(direction) * slack[step][name]).to(gradient.device, gradient.dtype))
+            if step < len(slack) and name in slack[step]:
+                add_to(gradient, factor(direction) * slack[step][name])
 
         return nudge
 

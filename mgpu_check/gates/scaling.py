@@ -20,7 +20,7 @@ from mgpu_check.gates.program import Program, name_of
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gates.search import smallest_failure
 from mgpu_check.gates.step_seeds import try_seeds
-from mgpu_check.gates.telling import report_of
+from mgpu_check.gates.telling import late_hang, report_of
 from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture, world_sizes_of
 from mgpu_check.numerics.placement.declared import Placement
@@ -174,10 +174,7 @@ def _assert_scales(
             failed = smallest_failure(trials, kind.scenarios, kind.examples)
         except RankHang as hang:
             failure = no_return_of(trials.name, trials.current, hang, definition_of(program.step))
-            report, stacks = report_of(failure), failure.stacks
-            late = RankHang("\n\n".join([str(report), *stacks]), ranks=hang.ranks)
-            late.mistakes, late.site = report.mistakes, report.site
-            raise late from None  # a new error, because the engine rewrites its own when it is shown
+            raise late_hang(failure, hang) from None
         if failed is not None:
             failed, axes = shrunk_to_axes(trials, failed)
             report = report_of(failure_of(trials, failed, [size for size, mesh in worlds if not mesh], axes))

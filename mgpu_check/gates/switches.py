@@ -18,10 +18,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import checkpoint
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, replaced
 
 _Count = Callable[[], None]
-_Turn = Callable[[_Count, Mapping[str, nn.Module], str], contextlib.AbstractContextManager[None]]
+_Modules = Mapping[str, nn.Module]
+_Context = contextlib.AbstractContextManager[None]
+_Turn = Callable[[_Count, _Modules, str, bool | None], _Context]
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,15 @@ class TrainingOption:
     Attributes:
         on, off: clauses for a step that is run with the option, and without an option that it uses itself.
         needs: the part of a step that the option applies to.
-        noting, turned_on, turned_off: contexts around the step. The first counts how often the step uses the option
-            itself; the others count what they change. They get the counter, the modules and the type of the device.
+        turn: returns the context around the step, from the counter, the modules, the type of the device, and whether to
+            turn the option on or off. The counter counts what that changes; with None, how often the step uses the
+            option itself.
     """
 
     on: str
     off: str
     needs: str
-    noting: _Turn
-    turned_on: _Turn
-    turned_off: _Turn
+    turn: _Turn
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,16 @@ class Switch:
 
 
 @contextlib.contextmanager
-def switched(
-    switch: Switch | None, modules: Mapping[str, nn.Module], device: torch.device, count: _Count
-) -> Iterator[None]:
+def switched(switch: Switch | None, modules: _Modules, device: torch.device, count: _Count) -> Iterator[None]:
     """Run the body with an option switched; call `count` whenever the switch has an effect."""
     if switch is None:
         yield
         return
-    axis = AXES[switch.axis]
-    turn = axis.noting if switch.on is None else axis.turned_on if switch.on else axis.turned_off
-    with turn(count, modules, device.type):
+    with AXES[switch.axis].turn(count, modules, device.type, switch.on):
         yield
 
 
-def _blocks(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+def _blocks(modules: _Modules) -> Iterator[nn.Module]:
     """Yield the children of the modules, and those of containers in place of the containers; a leaf yields itself."""
     for module in modules.values():
         yield from _inside(module) if next(module.children(), None) is not None else (module,)
@@ -92,7 +89,7 @@ def _graphs() -> int:
 
 
 @contextlib.contextmanager
-def _noting_compiled(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+def _noting_compiled(count: _Count) -> Iterator[None]:
     _forget_graphs()
     before = _graphs()
     yield
@@ -101,7 +98,7 @@ def _noting_compiled(count: _Count, modules: Mapping[str, nn.Module], device: st
 
 
 @contextlib.contextmanager
-def _compiled(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+def _compiled(count: _Count, modules: _Modules) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # imports of torch warn, and a run may turn warnings into errors
         from torch._dynamo.backends.debugging import aot_eager
@@ -118,14 +115,14 @@ def _compiled(count: _Count, modules: Mapping[str, nn.Module], device: str) -> I
 
 
 @contextlib.contextmanager
-def _eager(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+def _eager(count: _Count) -> Iterator[None]:
     count()
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextlib.contextmanager
-def _around_checkpoints(count: _Count, modules: Mapping[str, nn.Module], device: str, *, keep: bool) -> Iterator[None]:
+def _around_checkpoints(count: _Count, *, keep: bool) -> Iterator[None]:
     """Count the calls that are checkpointed; unless `keep` is set, run them without checkpointing."""
     reentrant, start = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
 
@@ -152,7 +149,7 @@ def _around_checkpoints(count: _Count, modules: Mapping[str, nn.Module], device:
 
 
 @contextlib.contextmanager
-def _checkpointed(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+def _checkpointed(count: _Count, modules: _Modules) -> Iterator[None]:
     def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -165,28 +162,24 @@ def _checkpointed(count: _Count, modules: Mapping[str, nn.Module], device: str) 
 
 
 @contextlib.contextmanager
-def _around_autocasts(count: _Count, modules: Mapping[str, nn.Module], device: str, *, keep: bool) -> Iterator[None]:
+def _around_autocasts(count: _Count, *, keep: bool) -> Iterator[None]:
     """Count the regions that autocast to a narrow dtype; unless `keep` is set, disable autocast in them."""
 
-    def around(enter: Callable[..., Any]) -> Callable[..., Any]:
-        def entered(region: Any) -> Any:
-            if region._enabled and region.fast_dtype.itemsize < 4:
-                count()
-                region._enabled = keep
-            return enter(region)
+    autocast = torch.amp.autocast_mode.autocast
+    enter = autocast.__enter__
 
-        return entered
+    def entered(region: Any) -> Any:
+        if region._enabled and region.fast_dtype.itemsize < 4:
+            count()
+            region._enabled = keep
+        return enter(region)
 
-    patches = Patches()
-    try:
-        patches.wrap(torch.amp.autocast_mode.autocast, "__enter__", around)
+    with replaced(autocast, "__enter__", entered):
         yield
-    finally:
-        patches.undo()
 
 
 @contextlib.contextmanager
-def _narrow(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Iterator[None]:
+def _narrow(count: _Count, device: str) -> Iterator[None]:
     """Autocast each outermost call of a module, and thus no backward pass."""
     depth, stack = 0, contextlib.ExitStack()
 
@@ -213,9 +206,7 @@ def _narrow(count: _Count, modules: Mapping[str, nn.Module], device: str) -> Ite
 
 
 @contextlib.contextmanager
-def _with_option(
-    count: _Count, modules: Mapping[str, nn.Module], device: str, *, option: str, value: bool | None
-) -> Iterator[None]:
+def _with_option(option: str, count: _Count, modules: _Modules, device: str, value: bool | None) -> Iterator[None]:
     """Give new optimizers the option with this value, where it is another one; with None, count those that use it."""
     default = option == "foreach" and device in _get_foreach_kernels_supported_devices()
 
@@ -248,15 +239,16 @@ def _descendants(kind: type) -> set[type]:
     return {kind}.union(*map(_descendants, kind.__subclasses__()))
 
 
-def _of_optimizers(option: str) -> TrainingOption:
-    return TrainingOption(
-        f"with {option} optimizers",
-        f"without its {option} optimizers",
-        f"an optimizer of torch with the option {option}",
-        functools.partial(_with_option, option=option, value=None),
-        functools.partial(_with_option, option=option, value=True),
-        functools.partial(_with_option, option=option, value=False),
-    )
+def _compilation(count: _Count, modules: _Modules, device: str, on: bool | None) -> _Context:
+    return _noting_compiled(count) if on is None else _compiled(count, modules) if on else _eager(count)
+
+
+def _checkpointing(count: _Count, modules: _Modules, device: str, on: bool | None) -> _Context:
+    return _checkpointed(count, modules) if on else _around_checkpoints(count, keep=on is None)
+
+
+def _autocasting(count: _Count, modules: _Modules, device: str, on: bool | None) -> _Context:
+    return _narrow(count, device) if on else _around_autocasts(count, keep=on is None)
 
 
 AXES: dict[str, TrainingOption] = {
@@ -264,27 +256,28 @@ AXES: dict[str, TrainingOption] = {
         'under torch.compile(backend="aot_eager")',
         "without torch.compile",
         "a module of the model on real devices, since torch.compile runs simulated GPUs eagerly",
-        _noting_compiled,
-        _compiled,
-        _eager,
+        _compilation,
     ),
     "checkpointed": TrainingOption(
         "with activation checkpointing",
         "without its activation checkpointing",
         "a module of the model, with gradients",
-        functools.partial(_around_checkpoints, keep=True),
-        _checkpointed,
-        functools.partial(_around_checkpoints, keep=False),
+        _checkpointing,
     ),
     "bfloat16": TrainingOption(
         "under autocast to bfloat16",
         "without its autocast",
         "an operator that autocast narrows, in a module",
-        functools.partial(_around_autocasts, keep=True),
-        _narrow,
-        functools.partial(_around_autocasts, keep=False),
+        _autocasting,
     ),
-    "fused": _of_optimizers("fused"),
-    "foreach": _of_optimizers("foreach"),
+    **{
+        option: TrainingOption(
+            f"with {option} optimizers",
+            f"without its {option} optimizers",
+            f"an optimizer of torch with the option {option}",
+            functools.partial(_with_option, option),
+        )
+        for option in ("fused", "foreach")
+    },
 }
 """The axes by name."""

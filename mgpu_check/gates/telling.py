@@ -11,6 +11,7 @@ from mgpu_check.diagnosis.parting import Parting
 from mgpu_check.diagnosis.report import Observable, Report
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.failures import Account
+from mgpu_check.errors import RankHang
 from mgpu_check.gates.failure import Axes, Failure, Mismatch, NoReturn
 from mgpu_check.processes.rank_lists import few, grouped, named
 
@@ -32,7 +33,8 @@ def _of_no_return(failure: NoReturn) -> Report:
     if failure.hung:
         ends = ["terminates: NO"]
     elif account is None or not account.instead:
-        ends = [f"terminates: NO, though it does on {failure.against}"]
+        though = "" if failure.against == failure.name else f", though it does on {failure.against}"
+        ends = [f"terminates: NO{though}"]
     return Report(
         f"{_verdict(failure)}: {first}",
         failure.case,
@@ -40,6 +42,14 @@ def _of_no_return(failure: NoReturn) -> Report:
         remarks=[*ends, *rest, *failure.incomplete],
         place=_last_call(account) or failure.defined,
     )
+
+
+def late_hang(failure: NoReturn, hang: RankHang) -> RankHang:
+    """Return a new error with the report of a hang, because the engine rewrites its own when it is shown."""
+    report = report_of(failure)
+    late = RankHang("\n\n".join([str(report), *failure.stacks]), ranks=hang.ranks)
+    late.mistakes, late.site = report.mistakes, report.site
+    return late
 
 
 def _verdict(failure: Failure) -> str:

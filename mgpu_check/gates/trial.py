@@ -134,7 +134,7 @@ class Trials:
                 expected = self._suitable(scenario, effort)
             except RankFailure as refused:
                 self._cause = self._cause or refused
-                self._refuse(scenario, f"fails on one device: {str(refused).splitlines()[0]}")
+                self._refuse(scenario, f"fails on {self.against}: {str(refused).splitlines()[0]}")
                 return None
             if expected is None:
                 return None

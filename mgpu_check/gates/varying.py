@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import DrawsOfFloat32
 from mgpu_check.gates.observing import observe
-from mgpu_check.gates.perturbing import ROUNDOFF, generator_of, moved, perturbed
+from mgpu_check.gates.perturbing import ROUNDOFF, add_to, flip_of, generator_of, moved, perturbed
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.steps import full_precision, granted_at_least, with_roundings
@@ -74,14 +73,10 @@ def _run(rank: Rank, program: Program, scenario: Scenario, how: Variation, **opt
                 perturbed, spread=how.spread, generator=generator, coherent=False, copies=False, fused=False
             )
     elif how.double:
-        options["around"] = _drawing_as_in_float32
+        options["around"] = lambda model, batches: DrawsOfFloat32()
     seen = observe(rank, program, scenario, deep=how.deep, double=how.double, digests=False, **options)
     seen.initial = {}
     return seen
-
-
-def _drawing_as_in_float32(model: Any, batches: Any) -> contextlib.AbstractContextManager[Any]:
-    return DrawsOfFloat32()
 
 
 def _keep(into: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> None:
@@ -97,12 +92,9 @@ def _undecided(how: Variation, plain: _Gradients, *others: _Gradients) -> _Gradi
     granted = granted_at_least(common, others, ROUNDOFF, abs(how.spread))
     changes = {}
     for key, value in common.items():
-        allowed = with_roundings(granted[key], value, how.roundoff)
-        changes[key] = -value.sign() * allowed * (value.abs() <= allowed)
+        changes[key] = flip_of(value, with_roundings(granted[key], value, how.roundoff))
     return changes
 
 
 def _flip(changes: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> None:
-    change = changes.get((step, name))
-    if change is not None and change.shape == gradient.shape:
-        gradient.add_(change.to(gradient.device, gradient.dtype))
+    add_to(gradient, changes.get((step, name)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from tests.gates.agreed import (
     OtherDecay,
     OtherInBfloat16,
     Replicated,
+    Returning,
     Scaled,
     Sharded,
     TensorParallel,
@@ -124,6 +125,12 @@ def test_options_that_change_nothing(ranks):
     assert_steps_agree(ranks, {"ddp": DDP}, axes=AXES, **FEW | ALONE)
 
 
+def test_values_that_one_rank_returns(ranks):
+    """Ranks without a value of their own are measured too."""
+    steps = {"ddp": Configuration(Returning, 2, returned_by="last")}
+    assert_steps_agree(ranks, steps, axes=["foreach"], **FEW | ALONE)
+
+
 @pytest.mark.parametrize(("build", "axes"), [(Dropped, ["checkpointed", "fused"]), (Narrow, ["bfloat16"])])
 def test_options_that_the_step_uses_are_switched_off(ranks, build, axes):
     steps = {"ddp": Configuration(stepping(torch.optim.AdamW, fused=True), 2)}
@@ -195,6 +202,7 @@ def test_an_option_without_effect_is_not_passed(ranks, axis, build, step, needs)
         ({"steps": {1: DDP}}, "steps has the name 1; give a mapping"),
         ({"steps": {"ddp": DDP}}, "steps has one configuration, 'ddp'; give another one, or axes"),
         ({"steps": {"ddp": 3, "tp": TP}}, "step=3 is not a function"),
+        ({"steps": {"ddp": Configuration(Replicated, cast("Any", [2, 4])), "tp": TP}}, "on of 'ddp' has "),
         ({"steps": {"ddp": Configuration(Replicated, 9), "tp": TP}}, "on of 'ddp' has 9; give ints from 1 to 4"),
         ({"steps": {"ddp": Configuration(Replicated, {"dp": 0}), "tp": TP}}, "on of 'ddp' has {'dp': 0}"),
         ({"steps": {"ddp": Configuration(Replicated, 2, unjudged={"up.*": ""}), "tp": TP}}, "unjudged={'up.*': ''}"),
