@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_run_options(parser, 1, "compare")
+    add_run_options(parser, "compare")
     add = parser.add_argument
     add(
         "--unjudged",
@@ -141,8 +141,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
         if "--" not in argv and compare_runs.are_files(program):
-            files = [word for word in program if not word.startswith("-")]
-            return compare_runs.of_files(parser.parse_args([*own, *(set(program) - set(files))]), files, parser)
+            given, files = parser.parse_known_args(argv)
+            if unknown := [word for word in files if word.startswith("-")]:
+                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            return compare_runs.of_files(given, files, parser)
         given = parser.parse_args(own)
         of_runs = _check(given, parser)
         command = script_command(program, parser)
@@ -159,8 +161,7 @@ def main(argv: Sequence[str]) -> int:
 def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
     from mgpu_check.compare.page import write_page
 
-    note = f"; {plan.simulated} x{given.gpus}: proves code, never hardware" if plan.simulated else ""
-    print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)
+    print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{plan.note}", flush=True)
     with interruptible():
         done = comparison.compare(plan, tell)
     if given.html:

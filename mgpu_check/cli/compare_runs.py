@@ -62,12 +62,11 @@ def _judge(
 
 def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
     """Run the script twice, or once beside a golden trace, and compare the runs."""
-    note = f"; {plan.simulated} x{plan.world}: proves code, never hardware" if plan.simulated else ""
+    if given.golden:
+        return _golden(given, plan, parser)
     values = VALUES_OF_COMPARISON if installed() else 0
-    with ExitStack() as undo:
+    with interruptible(), ExitStack() as undo:
         try:
-            if given.golden:
-                return _golden(given, plan, parser, note)
             if given.against:
                 revision = undo.enter_context(checked_out(given.against))
                 root, own = str(revision.root), revision.own
@@ -80,11 +79,10 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
                 notes = [f"{side.name}: {side.made.plan.shown}" for side in (one, other)]
         except ValueError as error:
             parser.error(str(error))
-        print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{note}", flush=True)
+        print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{plan.note}", flush=True)
         for line in notes:
             tell(line)
-        with interruptible():
-            return _both(plan, one, other, given.json, share=not given.against)
+        return _both(plan, one, other, given.json, share=not given.against)
 
 
 def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
@@ -108,24 +106,25 @@ def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, json: Pa
     for side, another in ((one, other), (other, one)):
         own = UndividedRun("one device", side.made, 1)
         shared = [UndividedRun(f"the ranks of {another.name}", another.made, plan.world)] if share else []
+        stopped = None
         try:
             found.append(record(side, tell, [own, *shared]))
-        except NotRecorded as stopped:
+        except NotRecorded as error:
+            stopped = error
+        for made in (side.made, another.made):  # the runs of both, if slices were found in the other run
+            done.runs += made.runs
+            made.runs = []
+        if stopped is not None:
             kind: Kind = "differs" if found and stopped.failed else "not comparable"
-            headline = f"{kind}: {side.name}: {stopped.report.headline.partition(': ')[2]}"
-            done.verdict = ComparisonVerdict(kind, replace(stopped.report, headline=headline))
-            done.runs += side.made.runs
+            done.verdict = ComparisonVerdict(kind, stopped.told(kind, f"{side.name}: "))
             return conclude(done, json)
-        finally:
-            done.runs += side.made.runs
-            side.made.runs = []
     return _judge(done, found[0], found[1], json, [*one.remarks, *other.remarks])
 
 
-def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser, note: str) -> int:
+def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
     path: Path = given.golden
     if given.update_golden:
-        print(f"mgpu-check compare: {plan.shown}: the golden trace {path}{note}", flush=True)
+        print(f"mgpu-check compare: {plan.shown}: the golden trace {path}{plan.note}", flush=True)
         return write_recorded(RunRecording(path.name, ScriptComparison(plan)), path)
     if not path.exists():
         parser.error(f"--golden={path}: there is no such file; write it with --update-golden")
@@ -133,14 +132,13 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
     plan = plan if plan.steps else replace(plan, steps=golden.limit)
     values = VALUES_OF_COMPARISON if golden.values is not None and installed() else 0
     run = RunRecording("this run", ScriptComparison(plan), values, rounding=not golden.moved)
-    print(f"mgpu-check compare: {plan.shown}: this run with {path} ({_told(golden)}){note}", flush=True)
+    print(f"mgpu-check compare: {plan.shown}: this run with {path} ({_told(golden)}){plan.note}", flush=True)
     with interruptible():
         try:
             found = record(run, tell)
         except NotRecorded as stopped:
             kind: Kind = "differs" if stopped.failed else "not comparable"
-            headline = f"{kind}: {stopped.report.headline.partition(': ')[2]}"
-            run.made.verdict = ComparisonVerdict(kind, replace(stopped.report, headline=headline))
+            run.made.verdict = ComparisonVerdict(kind, stopped.told(kind))
             return conclude(run.made, given.json)
         return _judge(run.made, golden, found, given.json, run.remarks)
 
@@ -151,9 +149,7 @@ def write_recorded(recording: RunRecording, path: Path) -> int:
         try:
             run = record(recording, tell)
         except NotRecorded as stopped:
-            kind = "not recorded"
-            report = replace(stopped.report, headline=f"{kind}: {stopped.report.headline.partition(': ')[2]}")
-            print(f"\n{report}")
+            print(f"\n{stopped.told('not recorded')}")
             return WRONG if stopped.failed else UNDECIDED
         write_run(path, run)
     kept = f"values up to {len(run.values):,} bytes" if run.values is not None else "no values"

@@ -47,15 +47,14 @@ def writable(text: str) -> Path:
     return path
 
 
-def add_run_options(parser: argparse.ArgumentParser, least: int, steps: str) -> None:
+def add_run_options(parser: argparse.ArgumentParser, steps: str) -> None:
     """Add the options of runs of a script.
 
     Args:
-        least: the smallest number of ranks.
         steps: what happens to the steps: "compare".
     """
     add = parser.add_argument
-    add("--gpus", type=number(least, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
+    add("--gpus", type=number(1, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
     simulate.add_simulate(parser)
     add("--steps", type=number(1, "number of steps"), metavar="N", help=f"{steps} N optimizer steps (default: all)")
     add(
@@ -78,6 +77,7 @@ def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> l
     Raises:
         SystemExit: by `parser`: `program` is a launcher, or not a Python program. Each rank runs the script directly.
     """
+    own = parser.prog.rpartition(" ")[2]
     name = Path(program[0]).name if program else ""
     python = _PYTHON.fullmatch(name) is not None and not Path(program[0]).is_dir()
     words = program[1:] if python else program
@@ -86,15 +86,15 @@ def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> l
     module = rest[1] if len(rest) > 1 and rest[0] == "-m" else ""
     if name in _LAUNCHERS or _LAUNCHING.match(module):
         parser.error(
-            f"{module or name} starts ranks, and so does compare: give the script and its own arguments only, such as "
-            "compare --gpus=4 -- train.py --epochs=2"
+            f"{module or name} starts ranks, and so does {own}: give the script and its own arguments only, such as "
+            f"{own} --gpus=4 -- train.py --epochs=2"
         )
     if python and not rest:
         parser.error(f"no script given for {name}: name one, or a module with -m")
     command = simulate.program_command(program, parser)
     if command[0] != sys.executable and not python:
         parser.error(
-            f"{program[0]} is a program, but compare runs Python scripts only: give the script that it starts, with "
+            f"{program[0]} is a program, but {own} runs Python scripts only: give the script that it starts, with "
             "the script's arguments"
         )
     return command
@@ -114,7 +114,7 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
     return {**several, names[0]: visible.split(",")[0]}, several
 
 
-def _count(gpus: int, of: str, parser: argparse.ArgumentParser) -> int:
+def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
     """Return the number of devices. Reject a number below that of ranks, because the ranks would fail.
 
     No device at all is accepted: the script may run on CPUs.
@@ -128,7 +128,7 @@ def _count(gpus: int, of: str, parser: argparse.ArgumentParser) -> int:
     if 0 < count < gpus:
         parser.error(
             f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or "
-            "--simulate. For a script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= {of} …"
+            f"--simulate. For a script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= {parser.prog} …"
         )
     return count
 
@@ -163,7 +163,7 @@ def counted(
             fitted(command, world)
         except ValueError as error:
             parser.error(str(error))
-    return given.gpus if given.simulate else _count(given.gpus, parser.prog, parser)
+    return given.gpus if given.simulate else _count(given.gpus, parser)
 
 
 def plan_of(given: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> ComparisonPlan:

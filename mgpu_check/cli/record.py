@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_run_options(parser, 1, "record")
+    add_run_options(parser, "record")
     add = parser.add_argument
     add("--out", type=writable, metavar="FILE", help="the trace to write; an existing file is replaced")
     add(
@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
         count = counted(given, command, [given.gpus], parser)
         values = given.values if given.values is not None else _VALUES * installed()
         plan = plan_of(given, program, command, count)
-        note = f"; {plan.simulated} x{given.gpus}: proves code, never hardware" if plan.simulated else ""
-        print(f"mgpu-check record: {plan.shown}: {given.gpus} rank{'s' * (given.gpus > 1)}{note}", flush=True)
+        print(f"mgpu-check record: {plan.shown}: {given.gpus} rank{'s' * (given.gpus > 1)}{plan.note}", flush=True)
         if given.values is None and not values:
             print(f"  values are not recorded without safetensors: {INSTALL}", flush=True)
         recording = RunRecording(given.out.name, ScriptComparison(plan), values, rounding=not given.no_rounding)

@@ -11,6 +11,8 @@ from typing import Literal
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes, positions
 
 Kind = Literal["before", "gradient", "parameter", "state"]
+KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
+"""In the order of a step."""
 """A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of
 the optimizer or a buffer after the step."""
 
@@ -75,11 +77,15 @@ def _index(position: int, shape: Sequence[int]) -> list[int]:
     return index[::-1]
 
 
-def of_kind(step: Step, kind: Kind) -> dict[str, TensorSummary | None]:
+def of_kind(step: Step, kind: Kind) -> Mapping[str, TensorSummary | None]:
     """Return the tensors of one kind in a step, by parameter."""
-    if kind == "gradient":
-        return step.gradients
-    return dict({"before": step.before, "parameter": step.parameters, "state": step.states}[kind])
+    found: Mapping[str, Mapping[str, TensorSummary | None]] = {
+        "before": step.before,
+        "gradient": step.gradients,
+        "parameter": step.parameters,
+        "state": step.states,
+    }
+    return found[kind]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_check.compare.alignment import Kind, of_kind
+from mgpu_check.compare.alignment import KINDS, Kind, of_kind
 from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, prefixes
 from mgpu_check.compare.partial import is_partial, together, why_not_together
 from mgpu_check.compare.trace import (
@@ -24,8 +24,6 @@ from mgpu_check.compare.trace import (
     positions,
 )
 from mgpu_check.processes.rank_lists import named
-
-_KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     for number in range(max((len(trace.steps) for trace in ranks), default=0)):
         at = [trace.steps[number] if number < len(trace.steps) else None for trace in ranks]
         there = one.steps[number] if number < len(one.steps) else None
-        views = {kind: _views(complete, at, there, kind) for kind in _KINDS}
+        views = {kind: _views(complete, at, there, kind) for kind in KINDS}
         for index, step in enumerate(at):
             if step is not None:
                 made[index].steps.append(_step(step, names[index], pieces_of[index], users, index, views))

@@ -71,6 +71,11 @@ class ComparisonPlan:
     unjudged: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
 
+    @property
+    def note(self) -> str:
+        """What a user must know of simulated devices, for the end of a line; "" for real ones."""
+        return f"; {self.simulated} x{self.world}: proves code, never hardware" if self.simulated else ""
+
 
 @dataclass
 class ScriptComparison:
@@ -93,7 +98,7 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
     """
     made = ScriptComparison(plan)
     with contextlib.ExitStack() as undo:
-        tapes = [undo.enter_context(tempfile.TemporaryFile()).fileno() for _ in range(plan.world)]
+        tapes = [temporary(undo).fileno() for _ in range(plan.world)]
         verdict = _verdict(made, tell, tapes)
         if verdict.inputs_differ and made.assembly is not None:
             verdict = _replay(made, tell, tapes, verdict)

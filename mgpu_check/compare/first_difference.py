@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mgpu_check.compare.alignment import Aligned, Deviation, Kind, Samples, deviation, of_kind
+from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, Samples, deviation, of_kind
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import TensorSummary
 from mgpu_check.diagnosis.report import Finding, Observable
 
-KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
 
 

@@ -1,12 +1,10 @@
 """Compare the samples that the loaders of the ranks give in an epoch, which a replay of batches cannot show.
 
-A rank lists the indices that the samplers of its loaders give, after its last recorded step, so that this changes
-nothing. Of large datasets it lists every n-th index.
+A rank lists them in `mgpu_check.compare.replay_recording`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,24 +15,8 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules.order import findings_of
 
-_LISTED = 2**14
-"""Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""
 _WHOLE = 0.8
 """Part of the dataset: a loader that drops its last batch gives less than all, and one of two ranks gives half."""
-_LONGEST = 2**24  # entries of an epoch, because samplers may be endless
-
-
-def epoch_of(loader: Any) -> dict[str, Any] | None:
-    """Return the indices of an epoch of a loader, for an event; None for a loader without indices."""
-    try:
-        length = len(loader.dataset)
-        stride = -(-length // _LISTED)
-        drawn = itertools.islice(iter(loader._index_sampler), _LONGEST)
-        entries = itertools.chain.from_iterable(one if isinstance(one, (list, tuple)) else [one] for one in drawn)
-        indices = [int(index) for index in itertools.islice(entries, _LONGEST) if int(index) % stride == 0]
-    except Exception:  # a sampler or a dataset of the user that has no epoch by itself
-        return None
-    return {"length": -(-length // stride), "indices": indices, "workers": loader.num_workers}
 
 
 def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
@@ -49,7 +31,12 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
                 f"in an epoch each of the {world} ranks gets {min(map(len, whole))} of {length} samples of the dataset"
             )
             found += findings_of(Evidence(world, same_samples=told), 1, attempts)
-    again = [e for e in ranks[0].of("sampler") if e["shuffle"] and not e["set_epoch"] and e["iteration"] > 1]
+    trained = len(ranks[0].steps)  # `epoch_of` begins an epoch too, after the last step
+    again = [
+        event
+        for event in ranks[0].of("sampler")
+        if event["shuffle"] and not event["set_epoch"] and event["iteration"] > 1 and event["after"] < trained
+    ]
     if again:
         told = f"epoch {again[0]['iteration']} begins at step {again[0]['after'] + 1}, and set_epoch was never called"
         found += findings_of(Evidence(world, repeated_epoch=told), 1, attempts)

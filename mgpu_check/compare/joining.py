@@ -10,7 +10,8 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from mgpu_check.torch_hooks.nested import leaves
 
 _IGNORED = -100
 """The label that losses of torch ignore by default."""
@@ -39,7 +40,7 @@ def join(parts: Sequence[Any], guesses: list[str]) -> Any:
         return join_tensors(parts, guesses)
     if type(first).__module__ == "numpy" and hasattr(first, "dtype") and first.ndim and first.dtype.kind in "biufc":
         return join_tensors([torch.from_numpy(part) for part in parts], guesses).numpy()
-    if isinstance(first, (dict, MutableMapping)):
+    if isinstance(first, MutableMapping):
         return _join_mappings(parts, guesses)
     if isinstance(first, (list, tuple)):
         return _join_sequences(parts, guesses)
@@ -130,11 +131,9 @@ class SampleRows:
 
     def saw(self, parts: Sequence[Any]) -> None:
         """Learn the numbers of samples and of views from the batches of the ranks."""
-        tensors = [
-            [leaf for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor) and leaf.dim()] for part in parts
-        ]
+        tensors = [[leaf for leaf in leaves(part) if isinstance(leaf, torch.Tensor) and leaf.dim()] for part in parts]
         if all(tensors):
-            self._sizes = [leaves[0].shape[0] for leaves in tensors]
+            self._sizes = [own[0].shape[0] for own in tensors]
             like = [t for t in tensors[0] if t.is_floating_point() and t.dim() > 1 and t.shape[0] == self._sizes[0]]
             self._views = max(self._views, len([t for t in like if t.dim() == like[0].dim()]))
 

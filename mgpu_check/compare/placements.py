@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from mgpu_check.compare.trace import write_all
 from mgpu_check.numerics.placement.slices import Slice
 from mgpu_check.torch_hooks.tensors import memory_of
 
@@ -45,9 +46,7 @@ def write_placement(fd: int, label: str, parts: Sequence[Slice]) -> None:
         count = None if part.at is None else len(part.at)
         head = {"label": label, "whole": part.whole, "shape": part.shape, "within": part.within, "count": count}
         at = b"" if part.at is None or not count else bytes(memory_of(part.at.to(torch.int64).contiguous()))
-        rest = memoryview(json.dumps(head).encode() + b"\n" + at)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
+        write_all(fd, json.dumps(head).encode() + b"\n", at)
 
 
 def read_placements(fd: int) -> dict[str, list[Slice]]:

@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.compare import constants, meeting, meshes, replay, started, watched
+from mgpu_check.compare import constants, meeting, meshes, started, watched
 from mgpu_check.compare.described import described, forward_of
+from mgpu_check.compare.entered import install as install_count
 from mgpu_check.compare.flow import Flow
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import NumberedPart, Parameters, numbers_of, parameters_of
@@ -30,7 +31,6 @@ from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
-from mgpu_check.compare.traces import keeping
 from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.graphs import is_capturing
@@ -77,9 +77,14 @@ def install(
     if apart:
         constants.install()
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
-    replay.install(recorder, steps, rank, files.tape, files.replay)
-    if files.kept is not None:
-        keeping.install(recorder, files.kept)  # before the hook after a step, which may end the process
+    if files.tape is not None or files.replay is not None:
+        from mgpu_check.compare import replay
+
+        replay.install(recorder, steps, rank, files.tape, files.replay)
+    if files.kept is not None:  # before the hook after a step, which may end the process
+        from mgpu_check.compare.traces import keeping
+
+        keeping.install(recorder, files.kept)
     register_module_forward_pre_hook(recorder.enter)
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
     register_optimizer_step_pre_hook(recorder.before_step)
@@ -95,8 +100,6 @@ def install(
         recorder.flow = Flow(recorder.names)
         recorder.flow.install()
     if entered is not None:
-        from mgpu_check.compare.entered import install as install_count
-
         recorder.count = install_count(entered)
     atexit.register(recorder.at_exit)
 

@@ -39,13 +39,12 @@ def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | 
     if tape is not None:
         made = RankRecording(recorder, until, rank, Tape(tape))
         recorder.finish = made.finish
-    elif replay is not None:
+    else:
+        assert replay is not None
         tapes = Tapes(replay)
         made = RankReplaying(recorder, until, tapes)
         if tapes.other_seeds:
             _seed_otherwise()
-    else:
-        return
     patches = Patches(among="torch")
     patches.set(nn.Module, "__call__", made.around_call(nn.Module.__call__))
     for name in _LOSSES:

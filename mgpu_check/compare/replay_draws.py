@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ class Now(Protocol):
         """Return the number of the micro-batch."""
 
 
-class _InterceptedDraws(TorchDispatchMode):
+class _InterceptedDraws(TorchDispatchMode, abc.ABC):
     """Passes each draw of the script to `take`.
 
     Args:
@@ -54,8 +55,9 @@ class _InterceptedDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         return self.take(func, args, kwargs)
 
+    @abc.abstractmethod
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        """Return the result of a draw: its own, which is recorded, or that of the ranks."""
 
 
 def _counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

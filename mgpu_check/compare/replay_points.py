@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import random
@@ -35,7 +36,7 @@ class RecordedScript(Protocol):
     finish: Callable[[], None]
 
 
-class Points:
+class Points(abc.ABC):
     """Watches a script, for recording and for replaying."""
 
     draws: TorchDispatchMode
@@ -165,23 +166,29 @@ class Points:
         elif _get_current_dispatch_mode() is self.draws:
             self.draws.__exit__(None, None, None)  # it costs time
 
+    @abc.abstractmethod
     def start(self, module: nn.Module, place: str) -> None:
-        raise NotImplementedError
+        """Record the parameters of a model before its first call, or set them."""
 
+    @abc.abstractmethod
     def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        raise NotImplementedError
+        """Record the tensors of a call, or return those to give it; None for a tensor that stays."""
 
+    @abc.abstractmethod
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        raise NotImplementedError
+        """Record the learning rates of an optimizer, or set them."""
 
+    @abc.abstractmethod
     def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        raise NotImplementedError
+        """Return a method that begins an iteration over a DataLoader."""
 
+    @abc.abstractmethod
     def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        raise NotImplementedError
+        """Return a method that gives the next batch."""
 
+    @abc.abstractmethod
     def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        raise NotImplementedError
+        """Return a method that gives the number of batches."""
 
 
 def _random_states() -> tuple[int, ...]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from mgpu_check.compare.identities import epoch_of
 from mgpu_check.compare.replay_draws import RecordedDraws
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.tape import Tape, place
+
+_LISTED = 2**14
+"""Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""
+_LONGEST = 2**24  # entries of an epoch, because samplers may be endless
 
 
 class LoaderEnd:
@@ -94,3 +98,19 @@ class RankRecording(Points):
             return own
 
         return length
+
+
+def epoch_of(loader: Any) -> dict[str, Any] | None:
+    """Return the indices of an epoch of a loader, for an event; None for a loader without indices.
+
+    After the last recorded step this changes nothing. Of a large dataset it has every n-th index.
+    """
+    try:
+        length = len(loader.dataset)
+        stride = -(-length // _LISTED)
+        drawn = itertools.islice(iter(loader._index_sampler), _LONGEST)
+        entries = itertools.chain.from_iterable(one if isinstance(one, (list, tuple)) else [one] for one in drawn)
+        indices = [int(index) for index in itertools.islice(entries, _LONGEST) if int(index) % stride == 0]
+    except Exception:  # a sampler or a dataset of the user that has no epoch by itself
+        return None
+    return {"length": -(-length // stride), "indices": indices, "workers": loader.num_workers}

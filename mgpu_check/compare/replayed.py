@@ -70,13 +70,15 @@ def replayed(
             return run(f"one device, {label}", steps=until, moved=moved, files={"replay": file.fileno()})
 
         def judged(label: str, **how: bool) -> Replay:
-            first, moved = again(label, **how), again(f"{label}, moved by roundoffs", moved=True, **how)
-            for failed in (first.failed, moved.failed):
-                if failed or (failed := next((r for r in first.ranks if r.steps < until), None)):
+            runs = []
+            for name, moved in ((label, False), (f"{label}, moved by roundoffs", True)):
+                done = again(name, moved, **how)
+                if failed := done.failed or next((ended for ended in done.ranks if ended.steps < until), None):
                     return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
-            trace = first.traces[0]
+                runs.append(done.traces[0])
+            trace, shifted = runs
             aligned = Aligned(trace, [_until(rank, until) for rank in ranks], len(ranks), replayed=True)
-            rounding = Rounding(trace, [moved.traces[0]])
+            rounding = Rounding(trace, [shifted])
             return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
 
         made = judged("replaying the ranks")

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from mgpu_check.compare.trace import write_all
+from mgpu_check.torch_hooks.nested import leaves, tensors_of, with_tensors
 from mgpu_check.torch_hooks.tensors import plain
 
 STEPS = 2
@@ -45,7 +46,7 @@ class Tape:
         """Append an item, unless the limit was reached. A single model that exceeds it is left out."""
         if self.full:
             return
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
         self._size += (size := sum(t.numel() * t.element_size() for t in tensors))
         if self._size > _LIMIT and kind == "start":
             self._size, value = self._size - size, Unstored(f"it has more than {_LIMIT} bytes")
@@ -54,21 +55,17 @@ class Tape:
             return
         head = pickle.dumps((kind, place))
         try:
-            body = pickle.dumps(tree_map(_stored, value))
+            # Cloned, because a view would store all of its storage.
+            body = pickle.dumps(with_tensors(value, [plain(tensor).clone() for tensor in tensors_of(value)]))
         except Exception as error:  # an object of the user that cannot be pickled
             body = pickle.dumps(Unstored(f"{type(value).__name__} cannot be pickled: {error}"))
-        _write(self._fd, _HEAD.pack(len(head), len(body)) + head + body)
+        write_all(self._fd, _HEAD.pack(len(head), len(body)), head, body)
 
 
 class Unstored(NamedTuple):
     """Takes the place of a value that could not be stored."""
 
     why: str
-
-
-def _stored(value: Any) -> Any:
-    # Cloned, because a view would store all of its storage.
-    return plain(value).clone() if isinstance(value, torch.Tensor) else value
 
 
 class Tapes:
@@ -133,18 +130,12 @@ def write_joint(fd: int, tapes: Sequence[int], dealt: bool, *, turned: bool = Fa
     os.ftruncate(fd, 0)
     os.lseek(fd, 0, os.SEEK_SET)
     head = pickle.dumps((dealt, len(tapes), turned, other_seeds))
-    _write(fd, _HEAD.pack(0, len(head)) + head)
+    write_all(fd, _HEAD.pack(0, len(head)), head)
     for tape in tapes:
-        _write(fd, _HEAD.pack(0, 0))
+        write_all(fd, _HEAD.pack(0, 0))
         size, start = os.fstat(tape).st_size, 0
         while start < size:
             start += os.sendfile(fd, tape, start, size - start)
-
-
-def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 def _items(fd: int) -> Iterator[tuple[int, str, str, int, int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mgpu_check.compare.alignment import Aligned, of_kind
+from mgpu_check.compare.alignment import KINDS, Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
-from mgpu_check.compare.first_difference import KINDS, Diagnosis, FirstDifference
+from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.options import other_options
 from mgpu_check.compare.processes import Ended, ScriptRun

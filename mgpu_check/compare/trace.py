@@ -263,6 +263,14 @@ class Trace:
         return [event for event in self.events if event["event"] == kind]
 
 
+def write_all(fd: int, *parts: bytes | memoryview) -> None:
+    """Append all bytes of the parts to a file."""
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+
 class Writer:
     """Writes a trace to a file descriptor, each line in one write, so that the runner can follow the progress."""
 

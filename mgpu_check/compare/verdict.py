@@ -10,7 +10,7 @@ from typing import Literal
 from mgpu_check.compare import telling
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.diagnosis import diagnose
-from mgpu_check.compare.first_difference import FirstDifference, first_difference
+from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, first_difference
 from mgpu_check.compare.judged import account, left_over, not_compared
 from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
@@ -106,7 +106,7 @@ def verdict_of(
     ):
         return _of_repeat(repeat)
     if difference is not None:
-        return _of_difference(difference)
+        return of_difference(difference, diagnose(difference))
     if steps == 0:
         return _refused(telling.starts_without_numbers(aligned))
     counts = [len(trace.steps) for trace in aligned.ranks]
@@ -155,8 +155,8 @@ def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:
     return None
 
 
-def _of_difference(difference: FirstDifference) -> ComparisonVerdict:
-    found = diagnose(difference)
+def of_difference(difference: FirstDifference, found: Diagnosis) -> ComparisonVerdict:
+    """Return the verdict on a difference, from its diagnosis."""
     main = difference.main
     ratio = difference.ratio(main.kind, main.name) if main else None
     apart = difference.apart[difference.kind] if difference.kind else []

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from mgpu_check.compare.trace import write_all
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
 
@@ -55,9 +56,7 @@ def _write(fd: int, name: str, tensor: torch.Tensor, kind: str) -> None:
 
 
 def _append(fd: int, head: Mapping[str, object], elements: bytes = b"") -> None:
-    rest = memoryview(json.dumps(head).encode() + b"\n" + elements)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    write_all(fd, json.dumps(head).encode() + b"\n", elements)
 
 
 def read_wholes(fd: int) -> Kept:

@@ -10,7 +10,7 @@ import torch
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
-from mgpu_check.compare.trace import Trace
+from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
 
 RANDOM = script("random_inputs")
@@ -62,6 +62,13 @@ def test_ranks_that_each_get_the_whole_dataset_differ(compare, changed):
     assert "the steps agree, if one device gets the same batches" in outcome.json["headline"]
 
 
+def test_one_epoch_needs_no_set_epoch(compare, changed):
+    one = ("for epoch in range(2):", "for epoch in range(1):"), ("        sampler.set_epoch(epoch)\n", "        pass\n")
+    outcome = compare(changed(RANDOM, *one), code=0)
+    assert outcome.json["replayed"] and outcome.json["mistakes"] == []
+    assert "set_epoch was not called before the first epoch" in outcome.text
+
+
 def test_what_cannot_be_replayed_is_named(compare, changed):
     """A weight that each rank draws in Python has no joint value for one device; nor has one number of torch."""
     drawn = ("        loss.backward()\n", "        (loss * random.uniform(0.5, 2) * torch.rand(1)).backward()\n")
@@ -90,7 +97,8 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
     def ranks(*indices, workers=0, **sampler):
         told = {"event": "sampler", "shuffle": True, "set_epoch": True, "iteration": 1, "after": 0, **sampler}
         epochs = [{"event": "epoch", "length": 8, "indices": own, "workers": workers, "seed": 5} for own in indices]
-        return [Trace(rank, 2, events=[told, epoch]) for rank, epoch in enumerate(epochs)]
+        steps = [Step(0, [0.0], [], [], {}, {}, {})] * 8
+        return [Trace(rank, 2, steps=steps, events=[told, epoch]) for rank, epoch in enumerate(epochs)]
 
     halves = [0, 2, 4, 6], [1, 3, 5, 7]
     assert list(remarks_of(ranks(*halves))) == ["in an epoch of loader 1 each rank gets samples of its own, 8 in all"]
@@ -103,6 +111,7 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
         "epochs-not-reshuffled",
         "epoch 2 begins at step 5, and set_epoch was never called",
     )
+    assert mistakes_of(ranks(*halves, set_epoch=False, iteration=2, after=8)) == []  # the epoch that is listed
 
 
 def parts(*values):

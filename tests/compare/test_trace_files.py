@@ -199,6 +199,8 @@ def test_a_file_that_is_no_trace_is_wrong_usage(make, words, tmp_path, monkeypat
         (["record", "--values=many", "a.py"], "'many' is not a size; give bytes, or a number with KB, MB or GB"),
         (["record", "--out=a.trace", "--gpus=0", "a.py"], "'0' is not a number of ranks"),
         (["record", "--out=a.trace", "nowhere.py"], "no such script: nowhere.py"),
+        (["compare", "a.trace", "--json", "o.json"], "1 traces given: a.trace; give two"),
+        (["compare", "a.trace", "b.trace", "--such"], "unrecognized arguments: --such"),
         (["compare", "a.trace"], "1 traces given: a.trace; give two: compare A.trace B.trace"),
         (["compare", "a.trace", "b.trace", "c.trace"], "3 traces given"),
         (["compare", "--golden=g", "a.trace", "b.trace"], "two traces are compared without running a script"),

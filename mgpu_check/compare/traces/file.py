@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.compare.alignment import of_kind
+from mgpu_check.compare.alignment import KINDS, of_kind
 from mgpu_check.compare.trace import Parameter, State, Step, TensorSummary, Trace, TraceError
-from mgpu_check.compare.traces.run import KINDS, RecordedRun
+from mgpu_check.compare.traces.run import RecordedRun
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.version import __version__
 
@@ -39,26 +38,19 @@ def write_run(path: Path, run: RecordedRun) -> None:
         "holders": run.holders,
         "parts": {name: _numbered(parts) for name, parts in run.parts.items()},
     }
-    descriptor, made = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    made = path.with_name(f".{path.name}.{os.getpid()}")  # replaces the file when it is complete
     try:
-        with open(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
+        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
             out.writestr(_HEAD, json.dumps(head, indent=1) + "\n")
             out.writestr(_STEPS, "\n".join(map(_line, _lines(run.ranks))) + "\n")
             if run.moved:
                 out.writestr(_MOVED, "\n".join(map(_line, _lines(run.moved))) + "\n")
             if run.values is not None:
                 out.writestr(_VALUES, run.values, zipfile.ZIP_STORED)
-        os.chmod(made, 0o666 & ~_umask())
         os.replace(made, path)
     except BaseException:
-        os.unlink(made)
+        made.unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found
 
 
 def _numbered(parts: Mapping[int, object]) -> dict[int, int]:
@@ -72,6 +64,7 @@ def _line(value: Mapping[str, Any]) -> str:
 
 
 def _lines(ranks: Sequence[Trace]) -> Iterator[dict[str, Any]]:
+    held: Mapping[int, Mapping[str, Any]]
     yield {"ranks": [trace.rank for trace in ranks], "world": ranks[0].world}
     for kind in ("parameters", "states"):
         for name in dict.fromkeys(name for trace in ranks for name in getattr(trace, kind)):

@@ -13,16 +13,16 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mgpu_check.compare import telling
-from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind
+from mgpu_check.compare.alignment import KINDS, Aligned, Kind, deviation, of_kind
 from mgpu_check.compare.assembly import assembled
 from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.first_difference import FirstDifference, first_difference
 from mgpu_check.compare.judged import trained
 from mgpu_check.compare.rounding import Rounding, roundoff
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.traces.run import KINDS, RecordedRun, disagreeing, merged, renamed
+from mgpu_check.compare.traces.run import RecordedRun, disagreeing, merged, renamed
 from mgpu_check.compare.traces.values import described
-from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
+from mgpu_check.compare.verdict import ComparisonVerdict, of_difference, verdict_of
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few
 
@@ -201,9 +201,6 @@ def _undecided(what: str) -> Report:
 
 def _differing(difference: FirstDifference) -> ComparisonVerdict:
     """Return the verdict on a difference. Other samples, or another start, are differences too."""
-    found = diagnose(difference)
-    main, aligned = difference.main, difference.aligned
-    ratio = difference.ratio(main.kind, main.name) if main else None
     samples = difference.samples
     why = ""
     if difference.others_seen:
@@ -211,20 +208,8 @@ def _differing(difference: FirstDifference) -> ComparisonVerdict:
             f"step {difference.step + 1}: the batches differ: the model received {samples.together.total()} samples, "
             f"and {samples.common} of them are among the {samples.one.total()} samples of one device"
         )
-    plain = replace(found, comparable=True, why=why, todo=[])
-    report = telling.differs(difference, plain, ratio)
-    remarks = [*report.remarks, *_modules(difference)]
-    apart = difference.apart[difference.kind] if difference.kind else []
-    return ComparisonVerdict(
-        "differs",
-        replace(report, remarks=remarks),
-        step=difference.step + 1,
-        parameter=main.name if main else (apart[0] if apart else None),
-        tensor=difference.kind,
-        ranks=main.ranks if main else tuple(trace.rank for trace in aligned.ranks),
-        ratio=ratio,
-        compared=difference.step,
-    )
+    made = of_difference(difference, replace(diagnose(difference), comparable=True, why=why, todo=[]))
+    return replace(made, report=replace(made.report, remarks=[*made.report.remarks, *_modules(difference)]))
 
 
 def _modules(difference: FirstDifference) -> Iterator[str]:

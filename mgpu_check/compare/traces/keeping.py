@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mgpu_check.compare.parameters import NumberedPart, Parameters, parameters_of
 from mgpu_check.compare.summaries import whole
+from mgpu_check.compare.trace import write_all
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
 
@@ -115,14 +116,12 @@ class _Keeper:
         part, again = cut.part, cut.part.whole in self._placed
         self._placed.add(part.whole)
         at = [] if again or part.at is None else [part.at.to(torch.int64).contiguous()]
-        head |= {"name": part.whole, "shape": list(part.shape), "again": again}
+        head |= {"name": part.whole, "shape": list(part.shape)}
         self._write(head, part.of(here).contiguous(), *at)
 
     def _write(self, head: Mapping[str, object], *parts: torch.Tensor) -> None:
         line = json.dumps({**head, "bytes": [part.numel() * part.element_size() for part in parts]}).encode() + b"\n"
-        for rest in (memoryview(line), *(memoryview(memory_of(part)).cast("B") for part in parts)):
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+        write_all(self._fd, line, *(memoryview(memory_of(part)).cast("B") for part in parts))
 
 
 def _environment() -> dict[str, object]:

@@ -46,6 +46,10 @@ class NotRecorded(Exception):
         super().__init__(report.headline)
         self.report, self.failed = report, failed
 
+    def told(self, kind: str, of: str = "") -> Report:
+        """Return the report with another kind in its headline, and with what it is about."""
+        return replace(self.report, headline=f"{kind}: {of}{self.report.headline.partition(': ')[2]}")
+
 
 @dataclass
 class RunRecording:

@@ -8,11 +8,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mgpu_check.compare.alignment import Kind, Samples, of_kind
+from mgpu_check.compare.alignment import KINDS, Samples, of_kind
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.trace import Parameter, State, Step, TensorSummary, Trace, named_state
-
-KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
 
 
 @dataclass
