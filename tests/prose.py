@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -71,11 +72,16 @@ class Prose:
 
 def prose_of(paths: Sequence[Path]) -> Prose:
     """Read Python files and pages of Markdown, and those in folders; names that begin with a dot are left out."""
+    files = [_prose_of(path) for path in _files(paths)]
+    return Prose(sum(file.words for file in files), [hit for file in files for hit in file.hits])
+
+
+@functools.cache
+def _prose_of(path: Path) -> Prose:
     found = Prose(0, [])
-    for path in _files(paths):
-        for line, text in _texts(path):
-            found.words += len(text.split())
-            found.hits += [Hit(path, line + below, pattern, words) for below, pattern, words in _hits(text)]
+    for line, text in _texts(path):
+        found.words += len(text.split())
+        found.hits += [Hit(path, line + below, pattern, words) for below, pattern, words in _hits(text)]
     return found
 
 

@@ -46,7 +46,6 @@ def compared(compare, kind, mistake, code):
 
 
 OFTEN = {
-    ("pipeline", ""),
     ("fsdp1", ""),
     ("experts-alone", ""),
     ("by-hand", "scaled"),

@@ -163,7 +163,9 @@ FREE_PORT = "    import socket\n    with socket.create_server(('', 0)) as server
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        (f"    os.environ.update(MASTER_PORT=str(port))\n{INIT}", "sets MASTER_PORT"),
+        pytest.param(
+            f"    os.environ.update(MASTER_PORT=str(port))\n{INIT}", "sets MASTER_PORT", marks=pytest.mark.slow
+        ),
         (f"    os.environ['MASTER_ADDR'] = '192.0.2.1'\n{INIT}", "sets MASTER_ADDR"),
         (
             "    dist.init_process_group('gloo', f'tcp://localhost:{port}', rank=rank, world_size=world)\n",

@@ -26,7 +26,7 @@ def is_here(name):
 # By function: a use of several names, such as "send" and "recv", is one use.
 HERE = list({USES[name]: name for name in USES if is_here(name)}.values())
 OF_DATA = [f"{name} of data" for name in HERE if "differentiable" not in name]
-OFTEN = HERE[::3]  # the others, and those of data, run weekly
+OFTEN = HERE[::6]  # the others, and those of data, run weekly
 EACH = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in (*HERE, *OF_DATA)]
 MISTAKES = {"doubled": "world-size-factor", "local": "gradients-not-synchronized"}
 

@@ -206,7 +206,13 @@ STAGES = {"meshes": [{"pp": 2, "tp": 2}]}
 
 
 @pytest.mark.parametrize(
-    ("step", "options"), [(StagesOfSlices, STAGES), (FlatBiases, {}), (FlatSlices, {}), (FlatCopy, {})]
+    ("step", "options"),
+    [
+        (StagesOfSlices, STAGES),
+        pytest.param(FlatBiases, {}, marks=pytest.mark.slow),
+        (FlatSlices, {}),
+        pytest.param(FlatCopy, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_it_passes(ranks: Any, step: Any, options: dict[str, Any]) -> None:
     assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
@@ -214,14 +220,19 @@ def test_it_passes(ranks: Any, step: Any, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("step", "options"),
-    [(WrongStagesOfSlices, STAGES), (WrongFlatBiases, {}), (WrongFlatSlices, {}), (WrongFlatCopy, {})],
+    [
+        pytest.param(WrongStagesOfSlices, STAGES, marks=pytest.mark.slow),
+        pytest.param(WrongFlatBiases, {}, marks=pytest.mark.slow),
+        (WrongFlatSlices, {}),
+        pytest.param(WrongFlatCopy, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_its_twin_is_refuted(ranks: Any, step: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ScalingMismatch):
         assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
 
 
-@pytest.mark.parametrize("step", [ShardedCopy, OtherOrderOnSomeRanks])
+@pytest.mark.parametrize("step", [pytest.param(ShardedCopy, marks=pytest.mark.slow), OtherOrderOnSomeRanks])
 def test_a_copy_that_a_library_divides_passes(ranks: Any, step: Any) -> None:
     assert_step_scales(ranks, step, build=layers, batch=rows, sizes="divisible", max_examples=8)
 

@@ -38,7 +38,7 @@ fuzzed = settings(
 )
 
 
-@fuzzed
+@settings(fuzzed, max_examples=40)
 @given(evidence.tensors())
 def test_any_tensors_and_calls_are_judged_by_all_rules(tensors):
     attempts = Attempts()

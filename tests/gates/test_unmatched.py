@@ -129,7 +129,9 @@ def test_a_collective_that_others_do_not_match_is_named(ranks, step):
     assert info.value.mistakes == ("decision-per-rank",)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    "step", [Ddp, *[pytest.param(step, marks=pytest.mark.slow) for step in (Fsdp, Dtensor)], Subgroups]
+)
 def test_ranks_that_call_alike_are_not_accused(ranks, step):
     assert_step_scales(
         ranks, step, build=build, batch=batch, reference=reference, sizes=4, world_sizes=[4], max_examples=3

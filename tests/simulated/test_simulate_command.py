@@ -186,7 +186,14 @@ def test_a_launcher_of_the_path_starts_pythons_that_are_simulated(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "words", [("./train.sh",), ("train.sh",), ("sh", "train.sh"), ("python3", "job.py")], ids=" ".join
+    "words",
+    [
+        ("./train.sh",),
+        pytest.param(("train.sh",), marks=pytest.mark.slow),
+        pytest.param(("sh", "train.sh"), marks=pytest.mark.slow),
+        ("python3", "job.py"),
+    ],
+    ids=" ".join,
 )
 def test_a_program_that_is_no_python_script(tmp_path, words):
     script(tmp_path, "job.py", COUNT)

@@ -48,19 +48,29 @@ def test_more_gpus_than_there_are(machine: Machine) -> None:
 
 
 MASKED = """
+import subprocess
+import sys
+
 import torch
 
 
 def test_only_those(gpus):
     seen = [str(torch.cuda.get_device_properties(gpu).uuid)[:8] for gpu in gpus]
     assert seen == ["5a5a0004", "5a5a0002"] and torch.cuda.device_count() == 2
+
+
+def test_a_script_that_is_compared_sees_the_first_of_them(ranks):
+    code = "import torch; print(torch.cuda.device_count(), str(torch.cuda.get_device_properties(0).uuid)[:8])"
+    command, environment = [sys.executable, "-c", code], ranks._script_environment(1)
+    seen = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert seen.stdout.split() == ["1", "5a5a0004"]
 """
 
 
 @pytest.mark.parametrize("mask", ["3,1", "GPU-5a5a0004,GPU-5a5a0002"])
 def test_masks_by_index_and_by_uuid(machine: Machine, monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    machine.run("--gpus=all", code=MASKED).assert_outcomes(passed=1)
+    machine.run("--gpus=all", code=MASKED).assert_outcomes(passed=2)
     assert machine.said("context on gpu [02]") == []
 
 

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
         made = getattr(item.function, "_hypothesis_internal_use_settings", None)
         if made is not None:
             item.function._hypothesis_internal_use_settings = settings(
-                made, max_examples=min(12, made.max_examples), phases=(Phase.explicit, Phase.generate)
+                made, max_examples=min(6, made.max_examples), phases=(Phase.explicit, Phase.generate)
             )
 """
 
