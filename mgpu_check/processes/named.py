@@ -30,6 +30,8 @@ def by_name(value: Any) -> Reduced | None:
     if not _of_torch(kind):
         return None
     torch = sys.modules["torch"]
+    if kind is torch.dtype:
+        return None  # every tensor has one, and pickle finds it by name itself
     if kind in (torch.finfo, torch.iinfo):
         return kind, (getattr(torch, value.dtype),)
     operators = sys.modules["torch._ops"]
