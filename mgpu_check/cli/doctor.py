@@ -83,7 +83,7 @@ def _try_ranks(gpus: int | None) -> tuple[GpuFacts, list[Judgement]]:
             try:
                 real.count_devices()
             except TooFewDevices as error:  # another process has taken or masked some meanwhile
-                judgements.append(Judgement("bad", "ranks", *str(error).split("\n", 1)))
+                judgements.append(Judgement("bad", "ranks", str(error)))
             else:
                 judgements += _sum(real, f"{real.settings.gpus} ranks on GPUs")
     return devices, judgements

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -17,6 +18,7 @@ from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.processes.limits import available_memory, limit_of_group
 
 PACKAGES = ("mgpu-check", "torch", "pytest", "pytest-xdist", "hypothesis")
+_PORT_OF_TORCHRUN = 29500
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class GpuFacts:
         inventory: the devices, and the state of their driver.
         nccl: version of NCCL; "" without it.
         cuda: version of CUDA, or of ROCm, that torch was built for; "" for a CPU build.
+        driver: version of NVIDIA's driver; "" if it is unknown.
         apart: pairs of devices that cannot read each other's memory directly.
     """
 
     inventory: Inventory
     nccl: str = ""
     cuda: str = ""
+    driver: str = ""
     apart: tuple[tuple[int, int], ...] = ()
 
 
@@ -51,6 +55,7 @@ class HostFacts:
         processes: the limit of processes and threads; None if unlimited.
         address: the host's name resolves to this address; "" if it does not.
         interfaces: names of the network interfaces.
+        port: where torchrun's ranks would meet, if another process listens there; None if it is free.
         environment: the environment variables.
     """
 
@@ -66,6 +71,7 @@ class HostFacts:
     host: str
     address: str
     interfaces: tuple[str, ...]
+    port: int | None
     environment: Mapping[str, str] = field(repr=False)
 
 
@@ -87,6 +93,7 @@ def of_host() -> HostFacts:
         host=host,
         address=_address(host),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
+        port=_taken(os.environ.get("MASTER_PORT", "")),
         environment=dict(os.environ),
     )
 
@@ -103,6 +110,7 @@ def of_devices() -> GpuFacts:
         inventory,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
         cuda=torch.version.cuda or torch.version.hip or "",
+        driver=_driver(),
         apart=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
     )
 
@@ -122,6 +130,26 @@ def _limit(kind: int) -> int | None:
 def _free(directory: Path) -> int | None:
     """Return the free bytes of a directory; None if it cannot be written."""
     return shutil.disk_usage(directory).free if os.access(directory, os.W_OK) else None
+
+
+def _driver() -> str:
+    try:
+        found = re.search(r"Module\D*(\d+[\d.]*)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _taken(given: str) -> int | None:
+    """Return a port if another process listens there: `given`, or the default of torchrun."""
+    port = int(given) if given.isdecimal() and 0 < int(given) < 1 << 16 else _PORT_OF_TORCHRUN
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return port
+    return None
 
 
 def _address(host: str) -> str:

@@ -84,7 +84,9 @@ def _gpus(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement
         yield Judgement("ok", "GPUs", f"none is visible{masked}; {build}; --gpus=N --simulate works")
     else:
         names = ", ".join(sorted({device.name for device in found.devices}))
-        yield Judgement("ok", "GPUs", f"{len(found.devices)} x {names}{masked}; torch is built for {devices.cuda}")
+        driver = f", with driver {devices.driver}" if devices.driver else ""
+        fact = f"{len(found.devices)} x {names}{driver}{masked}; torch is built for {devices.cuda}"
+        yield Judgement("ok", "GPUs", fact)
         if not devices.nccl:
             yield Judgement("bad", "NCCL", "this build of torch has no NCCL", "install a CUDA build of torch from PyPI")
         else:
@@ -185,6 +187,14 @@ def _network(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgem
             )
 
 
+def _ports(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
+    if facts.port is None:
+        yield Judgement("ok", "ports", "torchrun's port is free")
+    else:
+        advice = "torchrun --standalone, or another port: torchrun --master-port=29501. The ranks of tests need no port"
+        yield Judgement("warn", "ports", f"another process listens at port {facts.port}, so torchrun fails", advice)
+
+
 def _variables(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     for name, effect in _HAZARDS.items():
         if facts.environment.get(name, "") not in ("", "0"):
@@ -201,6 +211,7 @@ PROBES: tuple[Callable[[HostFacts, GpuFacts, int], Iterator[Judgement]], ...] = 
     _temporary,
     _limits,
     _network,
+    _ports,
     _variables,
 )
 

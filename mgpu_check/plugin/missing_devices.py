@@ -13,7 +13,7 @@ class TooFewDevices(Exception):
 
 
 def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str], torch: str) -> str:
-    """Return a message that names the requested devices, the visible devices, and the remedy.
+    """Return a line that names the requested devices, the visible devices, and the remedy.
 
     Args:
         torch: version of torch.
@@ -22,29 +22,25 @@ def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str]
     masked = environment.get(found.mask)
     asked = "all" if settings.gpus is None else settings.gpus
     names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
-    lines = [
-        f"--gpus={asked} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {names}",
-    ]
+    parts = [f"--gpus={asked} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {names}"]
     if settings.simulate:
-        lines[0] = (
-            f"--simulate={settings.simulate} ({settings.origins['simulate']}): that device is not visible; {lines[0]}"
-        )
+        origin = settings.origins["simulate"]
+        parts.insert(0, f"--simulate={settings.simulate} ({origin}): that device is not visible")
     if found.trouble:
-        lines.append(f"  {found.trouble}")
+        parts.append(": ".join(line.strip() for line in found.trouble.splitlines()))
     elif masked is not None:
-        lines.append(f"  {found.mask}={masked!r} restricts what is visible: change it if that is not intended")
+        parts.append(f"{found.mask}={masked!r} restricts what is visible: change it if that is not intended")
     elif not devices:
-        lines.append(
-            f"  torch {torch} finds no CUDA driver, or was built without CUDA: compare nvidia-smi with mgpu-check "
-            "devices"
+        parts.append(
+            f"torch {torch} finds no CUDA driver, or was built without CUDA: compare nvidia-smi with mgpu-check devices"
         )
     if devices:
-        lines.append(f"  lower it: --gpus={len(devices)}")
-    lines.append(
-        f"  or simulate them: --gpus={4 if asked == 'all' else asked} --simulate, "
-        "which tests the code and says nothing about this hardware"
+        parts.append(f"lower it: --gpus={len(devices)}")
+    simulated = 4 if asked == "all" else asked
+    parts.append(
+        f"or simulate them: --gpus={simulated} --simulate, which tests the code and says nothing about this hardware"
     )
-    return "\n".join(lines)
+    return "; ".join(parts)
 
 
 def lack(settings: Settings, count: int, host: int | None = None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 
 import pytest
 
@@ -26,6 +27,7 @@ HEALTHY = HostFacts(
     host="node",
     address="10.0.0.1",
     interfaces=("lo", "eth0"),
+    port=None,
     environment={},
 )
 GPUS = GpuFacts(
@@ -53,6 +55,12 @@ def test_a_healthy_machine_has_no_remarks(devices):
         ({"versions": {**HEALTHY.versions, "torch": "2.9.1"}}, "bad", "versions", "needs torch 2.11 or newer"),
         ({"plugin": False}, "bad", "pytest", "install mgpu-check again"),
         ({"environment": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}, "warn", "pytest", "pytest -p mgpu_check"),
+        (
+            {"port": 29500},
+            "warn",
+            "ports",
+            "another process listens at port 29500, so torchrun fails",
+        ),
         ({"memory": GIB}, "warn", "memory", "1.0 GiB available; 4 ranks need about 1.2 GiB"),
         ({"shared_memory": 2**26}, "warn", "/dev/shm", "64 MiB free; 4 ranks with loaders need about 256 MiB"),
         ({"shared_memory": None}, "bad", "/dev/shm", "--ipc=host"),
@@ -92,6 +100,19 @@ def test_the_facts_of_this_host_can_be_read():
     facts = of_host()
     assert facts.plugin and facts.cores >= 1 and "lo" in facts.interfaces
     assert facts.versions["torch"] and facts.memory and facts.temporary[1]
+
+
+def test_a_port_that_another_process_has_is_found(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        assert of_host().port == other.getsockname()[1]
+
+
+def test_the_driver_is_named():
+    found = examine(HEALTHY, dataclasses.replace(GPUS, driver="570.86.15"), 4)
+    assert "4 x H100, with driver 570.86.15; torch is built for 13.0" in [one.fact for one in found]
 
 
 def test_ranks_can_run_here(command, monkeypatch):

@@ -75,12 +75,11 @@ def test_more_gpus_than_there_are_ends_with_what_to_do(run, pytester, monkeypatc
     pytester.makepyfile("def test_nothing(): pass")
     result = run("--gpus=4")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        [
-            "ERROR: mgpu-check: --gpus=4 (--gpus), but this process sees 0 GPUs: none",
-            "*CUDA_VISIBLE_DEVICES='' restricts what is visible*",
-            "*--gpus=4 --simulate*says nothing about this hardware",
-        ]
+    (line,) = [line for line in result.errlines if line]
+    assert line == (
+        "ERROR: mgpu-check: --gpus=4 (--gpus), but this process sees 0 GPUs: none; CUDA_VISIBLE_DEVICES='' restricts what "
+        "is visible: change it if that is not intended; or simulate them: --gpus=4 --simulate, which tests the code and "
+        "says nothing about this hardware"
     )
 
 

@@ -30,7 +30,7 @@ def test_node(gpus):
 def test_a_sick_driver_is_exit_4_with_what_to_do(machine: Machine, code: int, remedy: str) -> None:
     result = machine.has(4, init_error=code).run("--gpus=4", code=GREEN)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: mgpu-check: --gpus=4*sees 0 GPUs*", f"*cannot be used*(code {code})", remedy])
+    result.stderr.fnmatch_lines([f"ERROR: mgpu-check: --gpus=4*sees 0 GPUs*cannot be used*(code {code}){remedy}"])
     result.stderr.no_fnmatch_line("*INTERNALERROR*")
 
 
@@ -44,7 +44,7 @@ def test_machines_of_other_sizes(machine: Machine, count: int) -> None:
 def test_more_gpus_than_there_are(machine: Machine) -> None:
     result = machine.has(2).run("--gpus=4", code=GREEN)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*sees 2 GPUs: cuda:0 NVIDIA Stand-In, cuda:1*", "*--gpus=2*"])
+    result.stderr.fnmatch_lines(["*sees 2 GPUs: cuda:0 NVIDIA Stand-In, cuda:1*--gpus=2*"])
 
 
 MASKED = """
