@@ -6,7 +6,7 @@ import math
 import re
 from typing import Literal, get_args
 
-REPORT_SUFFIXES = (".md",)
+REPORT_SUFFIXES = (".md", ".sarif")
 ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml", ".prom")
 """Suffixes of the reports of an acceptance: a page, JSON, Markdown, JUnit, a textfile for Prometheus."""
 
@@ -86,7 +86,7 @@ def reports(text: str) -> tuple[str, ...]:
     files = lines(text)
     if files and all(file.lower().endswith(REPORT_SUFFIXES) for file in files):
         return files
-    raise ValueError(f"choose a file whose name ends in {' or '.join(REPORT_SUFFIXES)} (Markdown)")
+    raise ValueError(f"choose a file whose name ends in {' or '.join(REPORT_SUFFIXES)}")
 
 
 def acceptance_reports(text: str) -> tuple[str, ...]:

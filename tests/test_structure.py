@@ -22,7 +22,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 # The layers, from the lowest up. A package may import those in lower layers, and itself; never one in its own layer.
 LAYERS = [
     {"annotations", "errors", "option_values", "pages", "version", "devices", "processes"},
-    {"settings", "torch_hooks"},
+    {"sarif", "settings", "torch_hooks"},
     {"numerics", "simulated"},
     {"diagnosis", "engine"},
     {"asserts"},
@@ -31,7 +31,18 @@ LAYERS = [
     {"acceptance", "strategies"},
     {"cli"},
 ]
-LOOSE = {"__init__", "__main__", "annotations", "errors", "option_values", "pages", "settings", "strategies", "version"}
+LOOSE = {
+    "__init__",
+    "__main__",
+    "annotations",
+    "errors",
+    "option_values",
+    "pages",
+    "sarif",
+    "settings",
+    "strategies",
+    "version",
+}
 
 
 @functools.cache

@@ -33,11 +33,13 @@ def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.A
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
     if given.against or given.a or given.b or given.golden or given.html:
-        parser.error("two traces are compared without running a script; only --unjudged and --json go with them")
+        parser.error(
+            "two traces are compared without running a script; only --unjudged, --json and --sarif go with them"
+        )
     one, other = (_read(Path(file), parser) for file in files)
     print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
     plan = ComparisonPlan([], shlex.join(files), other.world, {}, {}, "", 0.0, None, unjudged=dict(given.unjudged))
-    return _judge(ScriptComparison(plan), one, other, given.json)
+    return _judge(ScriptComparison(plan), one, other, given)
 
 
 def _read(path: Path, parser: argparse.ArgumentParser) -> RecordedRun:
@@ -52,12 +54,12 @@ def _told(run: RecordedRun) -> str:
 
 
 def _judge(
-    done: ScriptComparison, one: RecordedRun, other: RecordedRun, json: Path | None, remarks: Sequence[str] = ()
+    done: ScriptComparison, one: RecordedRun, other: RecordedRun, given: argparse.Namespace, remarks: Sequence[str] = ()
 ) -> int:
     found = compare_runs(one, other, done.plan.unjudged)
     report = replace(found.verdict.report, remarks=[*found.verdict.report.remarks, *remarks])
     done.aligned, done.rounding, done.verdict = found.aligned, found.rounding, replace(found.verdict, report=report)
-    return conclude(done, json)
+    return conclude(done, given)
 
 
 def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
@@ -82,7 +84,7 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{plan.note}", flush=True)
         for line in notes:
             tell(line)
-        return _both(plan, one, other, given.json, share=not given.against)
+        return _both(plan, one, other, given, share=not given.against)
 
 
 def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
@@ -95,7 +97,7 @@ def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
     return replace(plan, command=command, shown=f"{plan.shown} {words}")
 
 
-def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, json: Path | None, share: bool) -> int:
+def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, given: argparse.Namespace, share: bool) -> int:
     """Record two runs, and compare them.
 
     Args:
@@ -117,8 +119,8 @@ def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, json: Pa
         if stopped is not None:
             kind: Kind = "differs" if found and stopped.failed else "not comparable"
             done.verdict = ComparisonVerdict(kind, stopped.told(kind, f"{side.name}: "))
-            return conclude(done, json)
-    return _judge(done, found[0], found[1], json, [*one.remarks, *other.remarks])
+            return conclude(done, given)
+    return _judge(done, found[0], found[1], given, [*one.remarks, *other.remarks])
 
 
 def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
@@ -139,8 +141,8 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         except NotRecorded as stopped:
             kind: Kind = "differs" if stopped.failed else "not comparable"
             run.made.verdict = ComparisonVerdict(kind, stopped.told(kind))
-            return conclude(run.made, given.json)
-        return _judge(run.made, golden, found, given.json, run.remarks)
+            return conclude(run.made, given)
+        return _judge(run.made, golden, found, given, run.remarks)
 
 
 def write_recorded(recording: RunRecording, path: Path) -> int:

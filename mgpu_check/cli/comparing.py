@@ -192,17 +192,19 @@ def tell(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def conclude(done: ScriptComparison, json: Path | None) -> int:
-    """Print the verdict, write it to the file `json`, and return the exit code."""
-    from mgpu_check.compare.result import write_json
+def conclude(done: ScriptComparison, given: argparse.Namespace) -> int:
+    """Print the verdict, write it to the files of --json and --sarif, and return the exit code."""
+    from mgpu_check.compare.result import write_json, write_sarif
 
     plan, report = done.plan, done.verdict.report
     print(f"\n{report}")
     if done.verdict.kind == "differs" and wanted(None):
         script = next((f"{word}:1" for word in plan.command if word.endswith(".py")), "")
         print(annotation(f"{plan.shown} differs on {plan.world} ranks", str(report), report.site or script))
-    if json:
-        write_json(json, done)
+    if given.json:
+        write_json(given.json, done)
+    if given.sarif:
+        write_sarif(given.sarif, done)
     if plan.simulated:
         print(f"{done.verdict.kind}, on {plan.world} {plan.simulated} GPUs")
     return _CODES[done.verdict.kind]

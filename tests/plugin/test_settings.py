@@ -60,6 +60,7 @@ def test_all_is_counted_later():
         ("rank_timeout", "-1"),
         ("strict_gpus", "maybe"),
         ("gpu_annotations", "gitlab"),
+        ("gpu_report", "report.txt"),
     ],
 )
 def test_errors_name_origin_value_and_valid_set(name, text):

@@ -1,4 +1,4 @@
-"""Write a summary of a run in GitHub's Markdown, for the page of a CI job."""
+"""Write a summary of a run: in GitHub's Markdown, for the page of a CI job, or in SARIF."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from mgpu_check.diagnosis.registry import all_mistakes
 from mgpu_check.plugin import leasing
+from mgpu_check.plugin.report import sarif
 from mgpu_check.plugin.report.markup import code, fenced, table, text
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
 from mgpu_check.plugin.session import GpuSession
@@ -34,7 +35,7 @@ _RESULTS = {
 
 
 class Summary:
-    """A pytest plugin that writes the summary. It runs in the process that receives the reports of all tests."""
+    """A pytest plugin that writes the summaries. It runs in the process that receives the reports of all tests."""
 
     def __init__(self, config: pytest.Config, session: GpuSession) -> None:
         """Check that the files can be written, and write a summary that says that the run has not ended.
@@ -49,11 +50,11 @@ class Summary:
         for path, file in zip(self._paths, session.settings.gpu_report, strict=True):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(_BEGUN, encoding="utf-8")
+                path.write_text(sarif.BEGUN if _is_sarif(path) else _BEGUN, encoding="utf-8")
             except OSError as error:
                 raise pytest.UsageError(
                     f"mgpu-check: {session.settings.origins['gpu_report']}: {file!r} cannot be written "
-                    f"({error.strerror}); choose a file ending in .md, in a directory that you may write to"
+                    f"({error.strerror}); choose a file in a directory that you may write to"
                 ) from None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -64,9 +65,10 @@ class Summary:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        content = render(self._outcomes, self._session, session.exitstatus)
         for path in self._paths:
             try:
+                rendering = sarif.render if _is_sarif(path) else render
+                content = rendering(self._outcomes, self._session, session.exitstatus)
                 path.write_text(content, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 self._trouble.append(f"{OPTIONS['gpu_report'].flag}: {path} cannot be written: {error.strerror}")
@@ -75,9 +77,13 @@ class Summary:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for path in self._paths if not self._trouble else []:
-            terminalreporter.write_sep("-", f"generated Markdown summary: {path}")
+            terminalreporter.write_sep("-", f"generated {'SARIF' if _is_sarif(path) else 'Markdown summary'}: {path}")
         for line in self._trouble:
             terminalreporter.line(f"mgpu-check: {line}", red=True)
+
+
+def _is_sarif(path: Path) -> bool:
+    return path.suffix.lower() == ".sarif"
 
 
 def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
