@@ -44,6 +44,21 @@ def seconds(text: str) -> float:
     return seconds
 
 
+KEPT_WARM = 300.0
+"""Seconds that imports are kept if no time is given: enough to read a failure and mend it."""
+
+
+def keep_warm(text: str) -> float | None:
+    if text.lower() in ("", "false", "no", "off"):
+        return None
+    if text.lower() in ("true", "yes", "on"):
+        return KEPT_WARM
+    try:
+        return 0.0 if float(text) == 0 else seconds(text)
+    except ValueError:
+        raise ValueError("choose a number of seconds, such as 600; 0 ends it after this run") from None
+
+
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 

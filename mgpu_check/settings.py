@@ -88,6 +88,7 @@ class Settings:
         simulate: backing device of the simulated node ("cpu", "cuda:0", …); None on real devices.
         rank_timeout, agent_timeout: seconds.
         agent_key_file: the key of a run beyond one machine; None for the default place.
+        gpu_keep_warm: seconds; None for no keeper.
         accept_for: seconds of load after the checks of an acceptance; None if nothing was said.
         accept_memory: share of the free memory of each GPU that an acceptance writes and reads back.
         origins: option name -> the origin of its value, in the user's words.
@@ -137,6 +138,13 @@ class Settings:
         "beyond one machine: use no key file; whoever reaches the launcher's port can then run code in the run",
         "use the key file",
         _SWITCH,
+    )
+    gpu_keep_warm: float | None = _option(
+        None,
+        option_values.keep_warm,
+        "keep what ranks import in a process that the next runs share, until no run has used it for SECONDS",
+        f"import in each run; --gpu-keep-warm alone: {option_values.KEPT_WARM:g}",
+        {"metavar": "SECONDS", "nargs": "?", "const": "true"},
     )
     strict_gpus: bool = _option(
         False,

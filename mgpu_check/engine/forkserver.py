@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class ForkServer:
         except OSError as error:
             for file in files:
                 os.close(file)
-            self.tell(event="forked", pid=None, refused=f"{error}; {_limits()}")
+            self.tell(event="forked", pid=None, refused=f"{error}; {limits()}")
             return
         if pid == 0:
             _become_child(self, files, server)
@@ -148,7 +148,7 @@ class ForkServer:
         remove_all_names(self.directory)
 
 
-def _limits() -> str:
+def limits() -> str:
     """Describe the known limits on the number of processes and threads."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = ["of this user (ulimit -u) " + ("unlimited" if most == resource.RLIM_INFINITY else str(most))]
@@ -244,20 +244,33 @@ def _tidy(parent: int, directory: str) -> None:
     sweep(Path(directory).parent)
 
 
-def main(argv: list[str]) -> None:
-    """Import the modules that ranks need, then serve until the parent closes its end of the socket."""
-    prctl.adopt_orphans()
-    control, parent, directory, *preload = argv
-    server = ForkServer(socket.socket(fileno=int(control)), directory)
+def import_all(names: Iterable[str]) -> dict[str, str] | None:
+    """Import modules, and call those of their functions that are named: "module:function".
+
+    Returns:
+        The message about the first that fails; None if none does.
+    """
     try:
-        with importing(), _ending_with_parent(server.control, int(parent), directory):
-            for name in preload:
+        with importing():
+            for name in names:
                 module, _, function = name.partition(":")
                 imported = importlib.import_module(module)
                 if function:
                     getattr(imported, function)()
     except BaseException as error:
-        server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())
+        headline = f"{type(error).__name__}: {error}"
+        return {"event": "failed", "headline": headline, "text": traceback.format_exc()}
+    return None
+
+
+def run(control: int, parent: int, directory: str, preload: Iterable[str]) -> None:
+    """Import the modules that ranks need, then serve until the parent closes its end of the socket, and end."""
+    prctl.adopt_orphans()
+    server = ForkServer(socket.socket(fileno=control), directory)
+    with _ending_with_parent(server.control, parent, directory):
+        failure = import_all(preload)
+    if failure is not None:
+        server.tell(**failure)
         return
     asked = False
     try:
@@ -265,8 +278,14 @@ def main(argv: list[str]) -> None:
     finally:
         server.end()
         if not asked:
-            _tidy(int(parent), directory)
+            _tidy(parent, directory)
         os._exit(0)  # pytest waits for this process, and torch's own cleanup at exit is slow
+
+
+def main(argv: list[str]) -> None:
+    """Be a fork server; for the arguments, see `LocalLauncher.start`."""
+    control, parent, directory, *preload = argv
+    run(int(control), int(parent), directory, preload)
 
 
 if __name__ == "__main__":

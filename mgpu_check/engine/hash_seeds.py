@@ -6,7 +6,11 @@ Under torchrun each rank is its own interpreter with its own seed.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+
+from mgpu_check.processes.python_path import with_this_package
 
 VARIABLE = "PYTHONHASHSEED"
 
@@ -28,10 +32,19 @@ def apart(environment: Mapping[str, str]) -> bool:
     return environment.get(VARIABLE) == "random"
 
 
-def of_server(environment: Mapping[str, str], seed: str) -> tuple[dict[str, str], str]:
-    """Return the environment of a fork server, and a statement that restores the user's value of the variable there."""
-    if not seed or given(environment):
-        return {**environment}, ""
-    before = environment.get(VARIABLE)
-    undo = f"os.environ.pop({VARIABLE!r})" if before is None else f"os.environ[{VARIABLE!r}] = {before!r}"
-    return {**environment, VARIABLE: seed}, f"import os; {undo}; "
+def interpreter(program: str, seed: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of an interpreter with a hash seed.
+
+    The program finds the user's value of the variable, not the seed.
+
+    Args:
+        program: a module of the engine, whose `main` gets the arguments after the command.
+        seed: "" for a random one. A seed in the environment goes first.
+    """
+    environment, undo, before = dict(os.environ), "", os.environ.get(VARIABLE)
+    if seed and not given(environment):
+        environment[VARIABLE] = seed
+        undo = f"os.environ.pop({VARIABLE!r})" if before is None else f"os.environ[{VARIABLE!r}] = {before!r}"
+        undo = f"import os; {undo}; "
+    code = with_this_package(f"{undo}from mgpu_check.engine import {program} as p; p.main(sys.argv[1:])")
+    return [sys.executable, "-P", "-c", code], environment

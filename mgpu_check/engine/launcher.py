@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from typing import IO, Any, Protocol
 from mgpu_check.devices.placement import Slot
 from mgpu_check.engine import hash_seeds
 from mgpu_check.engine.forkserver import END, FILES, FORK
+from mgpu_check.engine.kept import KeptServer, attach
 from mgpu_check.engine.process import Process, halted
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.leftovers import MARK, clear
 from mgpu_check.processes.protocol import CallContext
-from mgpu_check.processes.python_path import with_this_package
 from mgpu_check.processes.record import SIZE
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.stacks import HALTED
@@ -117,7 +117,15 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Launches processes on this machine, by a fork server that has imported torch."""
 
-    def __init__(self, preload: Sequence[str] = (), simulate: str | None = None, hash_seed: str = "") -> None:
+    def __init__(
+        self,
+        preload: Sequence[str] = (),
+        simulate: str | None = None,
+        hash_seed: str = "",
+        *,
+        keep: float | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
         """Create the launcher. The fork server starts with `start`.
 
         Args:
@@ -125,12 +133,16 @@ class LocalLauncher:
             simulate: backing device of the simulated node, which the fork server prepares as far as processes can share
                 it; None on real devices.
             hash_seed: of the fork server, unless the user's environment sets one; empty to let the server draw its own.
+            keep: seconds that a keeper holds the imports for later runs; None for no keeper. See `kept`.
+            more: further modules that the fork server imports. A keeper does not import them, because they differ
+                between runs.
         """
         shared = (*(SIMULATION if simulate is not None else ()), *(PREPARED if simulate == "cpu" else ()))
-        self._preload = (*PRELOAD, *shared, *preload)
-        self._asked, self._simulate, self._hash_seed = preload, simulate, hash_seed
+        self._preload, self._more = (*PRELOAD, *shared, *preload), tuple(more)
+        self._another = functools.partial(LocalLauncher, preload, simulate, keep=keep, more=more)
+        self._hash_seed, self._keep = hash_seed, keep
         self._second: LocalLauncher | None = None
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | KeptServer | None = None
         self._control: socket.socket | None = None
         self._log: IO[bytes] | None = None
         self._lines = b""
@@ -141,30 +153,36 @@ class LocalLauncher:
     def start(self) -> None:
         if self._server is not None:
             return
-        with contextlib.ExitStack() as undo, _making_files():
+        with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server runs
-            self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
+            with _making_files():
+                self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server runs
+                self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._server = self._new_server(theirs.fileno(), self._log, str(self._directory.path))
             undo.pop_all()
-        ours, theirs = socket.socketpair()
-        environment, restore = hash_seeds.of_server(os.environ, self._hash_seed)
-        code = with_this_package(f"{restore}from mgpu_check.engine import forkserver as f; f.main(sys.argv[1:])")
-        with theirs:
-            self._server = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-c", code),
-                    *(str(theirs.fileno()), str(os.getpid()), str(self._directory.path)),
-                    *self._preload,
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env={**environment, MARK: str(self._directory.path)},
-                start_new_session=True,  # Ctrl-C must reach only pytest, which then ends the server
-            )
-        self._control = ours
         _started.add(self)
+
+    def _new_server(self, control: int, log: IO[bytes], directory: str) -> subprocess.Popen[bytes] | KeptServer:
+        if self._keep is not None:
+            files = control, log.fileno()
+            return attach(*self.keeper(), files, keep=self._keep, directory=directory, preload=self._more)
+        interpreter, environment = hash_seeds.interpreter("forkserver", self._hash_seed)
+        return subprocess.Popen(
+            [*interpreter, str(control), str(os.getpid()), directory, *self._preload, *self._more],
+            pass_fds=[control],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, MARK: directory},
+            start_new_session=True,  # Ctrl-C must reach only pytest, which then ends the server
+        )
+
+    def keeper(self) -> tuple[list[str], Sequence[str], dict[str, str]]:
+        """Return the interpreter, the modules and the environment of a keeper of this launcher."""
+        interpreter, environment = hash_seeds.interpreter("keeper", self._hash_seed)
+        return interpreter, self._preload, environment
 
     def store(self, name: str) -> str:
         self.start()
@@ -199,7 +217,7 @@ class LocalLauncher:
     def _with_second_seed(self) -> LocalLauncher:
         """Return a launcher whose fork server has another hash seed, because all ranks of a server share its seed."""
         if self._second is None:
-            self._second = LocalLauncher(self._asked, self._simulate, hash_seeds.SECOND)
+            self._second = self._another(hash_seed=hash_seeds.SECOND)
             self._second.start()
         return self._second
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.unittest import TestCaseFunction
 
-from mgpu_check.errors import RankFailure
+from mgpu_check.errors import RankFailure, StartupFailure
 from mgpu_check.plugin.fixtures import gpus, rank, ranks  # noqa: F401  # pytest collects them from this module
 from mgpu_check.plugin.launched import is_launched, over, wrong_launch
 from mgpu_check.plugin.requirements import (
@@ -50,18 +50,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+_VALUES = {"--simulate": r"cpu|cuda:\d+", "--gpu-keep-warm": r"\d+(\.\d*)?"}
+"""Options whose value may be left out, and the form of a value."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    """Parse ``--simulate tests/`` as ``--simulate=cpu tests/``: the option's value is optional and never a path."""
+    """Parse ``--simulate tests/`` as ``--simulate=cpu tests/``: the value of such an option is never a path."""
     alone = [
         index
         for index, argument in enumerate(args)
-        if argument == "--simulate" and not re.fullmatch(r"cpu|cuda:\d+", "".join(args[index + 1 : index + 2]))
+        if argument in _VALUES and not re.fullmatch(_VALUES[argument], "".join(args[index + 1 : index + 2]))
     ]
     if not alone:
         return
     for index in alone:
-        args[index] = "--simulate=cpu"
+        args[index] += "=" + OPTIONS[args[index][2:].replace("-", "_")].command_line["const"]
     known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
     # pytest sets this after it has parsed the arguments. Without it, conftests above the root would be loaded.
     known.confcutdir = early_config.known_args_namespace.confcutdir
@@ -149,11 +153,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     # Under pytest-xdist, the controller has already counted the devices.
     told = getattr(session.config, "workerinput", None)
     try:
+        gpu_session.find_keeper()
         if told is None:
             gpu_session.count_devices()
         else:
             gpu_session.take_over(told.get(WORKER_DEVICES), told["testrunuid"])
-    except (TooFewDevices, LeaseError) as error:
+    except (TooFewDevices, LeaseError, StartupFailure) as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None
     activate(gpu_session.settings)
     if told is None and session.config.pluginmanager.has_plugin("dsession"):

@@ -79,6 +79,8 @@ class GpuSession:
         self._pool: RankPool | None = None
         self._agents: AgentLauncher | None = None
         self._last = "none"
+        self._keep = settings.gpu_keep_warm
+        self._kept = ""
 
     @property
     def pool(self) -> RankPool:
@@ -102,9 +104,9 @@ class GpuSession:
         from mgpu_check.plugin.serialization import Shipped, warning_filters
 
         self._agents = launched.launcher_of_this_run(self.settings)
-        preload = (*PRELOAD, *(self.preload if self.settings.simulate == "cpu" else ()))
+        more = self.preload if self.settings.simulate == "cpu" else ()
         return RankPool(
-            self._agents or LocalLauncher(preload, self.settings.simulate, FIRST),
+            self._agents or LocalLauncher(PRELOAD, self.settings.simulate, FIRST, keep=self._keep, more=more),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,
@@ -129,6 +131,25 @@ class GpuSession:
                 on_wait=lambda line: self.on_wait(line),
             )
         return self._leasing
+
+    def find_keeper(self) -> None:
+        """Look for the process that keeps the imports of ranks for this run.
+
+        Raises:
+            StartupFailure: imports cannot be kept safely.
+        """
+        if self._keep is None:
+            return
+        from mgpu_check.engine import kept
+        from mgpu_check.engine.hash_seeds import FIRST
+        from mgpu_check.engine.launcher import LocalLauncher
+
+        why = "a launcher starts the ranks" if launched.is_launched() else kept.obstacle(os.environ)
+        if why:
+            self._keep, self._kept = None, f"imports are not kept warm, because {why}"
+            return
+        found = kept.keeper_of(*LocalLauncher(PRELOAD, self.settings.simulate, FIRST).keeper())
+        self._kept = f"imports kept warm {f'by process {found}' if found else f'from now on, for {self._keep:g} s'}"
 
     def count_devices(self) -> None:
         """Count the real devices, in a process of their own, and check that there are enough.
@@ -320,4 +341,6 @@ class GpuSession:
         parts.append(f"torch {torch_version()}")
         sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
         parts.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
+        if self._kept:
+            parts.append(self._kept)
         return "; ".join(parts)

@@ -187,7 +187,11 @@ def test_ranks_have_one_hash_seed_or_different_ones():
         assert pool.run(lambda rank: rank.index) == [0, 1, 2]
     finally:
         pool.close()
-    assert hash_seeds.of_server({"PYTHONHASHSEED": "5"}, "1") == ({"PYTHONHASHSEED": "5"}, "")
+
+
+def test_a_seed_of_the_environment_goes_first(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    assert hash_seeds.interpreter("forkserver", "1")[1]["PYTHONHASHSEED"] == "5"
 
 
 def comprehension(names: list[str]) -> object:

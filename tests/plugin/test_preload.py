@@ -44,7 +44,7 @@ def test_only_a_simulated_node_imports_in_advance(simulate, preloaded):
     session.preload += ["json.tool"]
     launcher: Any = session.pool._launcher
     session.close()
-    assert ("json.tool" in launcher._preload) == preloaded
+    assert ("json.tool" in launcher._more) == preloaded
 
 
 def test_the_command_starts_its_fork_server_before_the_collection(warm, pytester):
@@ -55,7 +55,7 @@ from mgpu_check.plugin.stash import SESSION
 class Probe:
     def pytest_collection(self, session):
         launcher = session.config.stash[SESSION].pool._launcher
-        print("started", launcher._server is not None, "mgpu_check.suite.launch.launching" in launcher._preload)
+        print("started", launcher._server is not None, "mgpu_check.suite.launch.launching" in launcher._more)
 
 run(["--gpus=2", "--simulate", "test_launch.py", "-k", "no_such_check"], [Probe()])
 """

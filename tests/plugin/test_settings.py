@@ -26,6 +26,7 @@ def test_the_first_place_that_says_something_wins():
         "agent_timeout": "default",
         "agent_key_file": "default",
         "trust_network": "default",
+        "gpu_keep_warm": "default",
         "gpu_report": "default",
         "gpu_annotations": "default",
         "gpu_level": "default",
@@ -60,6 +61,7 @@ def test_all_is_counted_later():
         ("rank_timeout", "-1"),
         ("strict_gpus", "maybe"),
         ("gpu_annotations", "gitlab"),
+        ("gpu_keep_warm", "-1"),
         ("gpu_report", "report.txt"),
     ],
 )
@@ -68,6 +70,11 @@ def test_errors_name_origin_value_and_valid_set(name, text):
         ValueError, match=rf"environment variable MGPU_CHECK_{name.upper()}: '{text}' is not valid; choose"
     ):
         resolve({}, {f"MGPU_CHECK_{name.upper()}": text}, {})
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("true", 300.0), ("0", 0.0), ("2.5", 2.5), ("no", None), ("", None)])
+def test_imports_are_kept_for_a_time(text, seconds):
+    assert resolve({}, {}, {"gpu_keep_warm": text}).gpu_keep_warm == seconds
 
 
 def test_unknown_variables_are_named():

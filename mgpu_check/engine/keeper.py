@@ -1,0 +1,209 @@
+"""The keeper: a process that has done the imports of a fork server, and forks one for each run that asks; see `kept`.
+
+It shares imports of torch and of this package only, never a module of the user, and touches no device. Before each fork
+it compares the files of its modules with the disk. If a file has changed, it starts over in the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import selectors
+import signal
+import site
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from mgpu_check.engine import forkserver
+from mgpu_check.engine.kept import NUMBER, locked, peer
+from mgpu_check.processes import prctl
+from mgpu_check.processes.leftovers import MARK, children_but_managers
+
+_PATIENCE = 5.0  # seconds for a run to send its request after it has connected
+
+Stamp = tuple[int, int, int]
+
+
+class ImportKeeper:
+    """The loop over requests and ends of runs.
+
+    Args:
+        path: of the socket.
+        runs: the connections of the runs that an earlier program of this process has served, by their fork server.
+        failure: the message that the imports have failed, for each run; None if they have not.
+    """
+
+    def __init__(
+        self, listener: socket.socket, path: Path, runs: dict[int, socket.socket], failure: dict[str, str] | None
+    ) -> None:
+        self.listener, self.path, self.runs, self.failure = listener, path, runs, failure
+        self.keep = 0.0
+        self.end = time.monotonic() + _PATIENCE  # the run that has started this process is connecting
+        self.stamps = _stamps()
+        self.wake_read, self.wake_write = os.pipe()
+        for end in (self.wake_read, self.wake_write):
+            os.set_blocking(end, False)
+
+    def serve(self) -> None:
+        """Fork on request, until no run has been there for the time that the last one asked for."""
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.listener.listen()  # again, so that runs see the id of this process
+        selector = selectors.DefaultSelector()
+        selector.register(self.listener, selectors.EVENT_READ)
+        selector.register(self.wake_read, selectors.EVENT_READ)
+        while self.runs or time.monotonic() < self.end or not self.left():
+            for key, _ in selector.select(None if self.runs else max(0.0, self.end - time.monotonic())):
+                if key.fileobj is self.listener:
+                    self.accept()
+                else:
+                    os.read(self.wake_read, 4096)
+            self.reap()
+
+    def left(self) -> bool:
+        """Remove the socket, unless a run has just connected, and return whether it is removed."""
+        with locked(self.path):
+            if select.select([self.listener], [], [], 0)[0]:
+                return False
+            for file in (self.path, self.path.with_suffix(".log")):
+                file.unlink(missing_ok=True)
+            self.listener.close()
+            return True
+
+    def accept(self) -> None:
+        if _stamps(self.stamps) != self.stamps:
+            self.start_over()  # the run waits in the queue of the socket
+        connection, _ = self.listener.accept()
+        connection.settimeout(_PATIENCE)
+        files: list[int] = []
+        with contextlib.suppress(OSError):
+            if peer(connection)[1] == os.geteuid():
+                _, files, _, _ = socket.recv_fds(connection, 1, 3)
+        if len(files) != 3:  # it only looked whether there is a keeper
+            connection.close()
+            return
+        connection.settimeout(None)
+        with open(files[0], "rb") as request:
+            request.seek(0)
+            asked = json.load(request)
+        self.keep = float(asked["keep"])
+        with socket.socket(fileno=files[1]) as control, open(files[2], "wb") as log:
+            if (failure := self.failure or self.fork(asked, connection, control, log.fileno())) is not None:
+                forkserver.ForkServer(control, asked["run"]).tell(**failure)
+                connection.close()
+                self.end = time.monotonic()
+
+    def fork(
+        self, asked: dict[str, Any], connection: socket.socket, control: socket.socket, log: int
+    ) -> dict[str, str] | None:
+        """Fork a fork server, and return the message that says why not; None if it is forked."""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return {"event": "failed", "headline": str(error), "text": forkserver.limits()}
+        if pid == 0:
+            self.become_server(asked, connection, control.detach(), log)
+        self.runs[pid] = connection
+        _tell(connection, pid)
+        return None
+
+    def become_server(self, asked: dict[str, Any], connection: socket.socket, control: int, log: int) -> NoReturn:
+        """Be the fork server of a run, as if an interpreter had been started for it."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            for opened in (self.listener, connection, *self.runs.values()):
+                opened.close()
+            for end in (self.wake_read, self.wake_write):
+                os.close(end)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            by_imports = {name: value for name, value in os.environ.items() if name not in _environment()}
+            os.environ.clear()
+            os.environ.update({**by_imports, **asked["environment"], MARK: asked["run"]})
+            forkserver.run(control, asked["parent"], asked["run"], asked["preload"])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+
+    def reap(self) -> None:
+        """Report the fork servers that have ended, and kill what a killed one has left behind."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                connection = self.runs.pop(ended[0], None)
+                if connection is not None:
+                    _tell(connection, os.waitstatus_to_exitcode(ended[1]))
+                    connection.close()
+                    self.end = time.monotonic() + self.keep
+        for pid in children_but_managers():
+            if pid not in self.runs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def start_over(self) -> NoReturn:
+        """Run this program again, with the modules that are on the disk now. The fork servers stay its children."""
+        runs = {str(pid): connection.fileno() for pid, connection in self.runs.items()}
+        for file in (self.listener.fileno(), *runs.values()):
+            os.set_inheritable(file, True)
+        command = [*sys.orig_argv]
+        command[-len(sys.argv) + 3] = json.dumps(runs)
+        os.execve(sys.executable, command, _environment())
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(NUMBER.pack(number))
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment that this program was started with."""
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def _stamps(of: Iterable[str] | None = None) -> dict[str, Stamp]:
+    """Return what changes if a file is written or replaced, for the files of all modules, or for those given.
+
+    A directory of packages changes when one is installed or removed.
+    """
+    if of is None:
+        modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        files = [vars(module).get("__file__") for module in modules]
+        of = [*(file for file in files if isinstance(file, str)), *site.getsitepackages()]
+    found = {}
+    for file in of:
+        with contextlib.suppress(OSError):
+            status = os.stat(file)
+            found[file] = status.st_mtime_ns, status.st_size, status.st_ino
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    """Leave the process that has started this one, import modules, and serve.
+
+    Args:
+        argv: the number of the socket; its path; the runs that are served already, as JSON, or "" in a new process; and
+            modules, see `forkserver.import_all`.
+    """
+    listener, path, served, *modules = argv
+    if not served and os.fork():
+        os._exit(0)
+    prctl.adopt_orphans()
+    runs = {int(pid): socket.socket(fileno=file) for pid, file in json.loads(served or "{}").items()}
+    for connection in runs.values():
+        connection.set_inheritable(False)
+    failure = forkserver.import_all(modules)
+    ImportKeeper(socket.socket(fileno=int(listener)), Path(path), runs, failure).serve()
+    os._exit(0)  # the cleanup of torch at exit is slow

@@ -1,0 +1,312 @@
+"""The fork server of a run that shares its imports with later runs: where the keeper listens, and how a run attaches.
+
+A *keeper* is a process that has done the imports of a fork server, and outlives the run that started it. Each run asks
+it for a fork server of its own, which ends with the run as any other does. So runs share modules, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mgpu_check.errors import StartupFailure
+from mgpu_check.version import torch_version, version
+
+NUMBER = struct.Struct("q")
+"""The keeper's answers: the id of the new fork server, and later its exit code."""
+
+PEER = struct.Struct("3i")
+"""Process, user and group of the other end of a socket, as SO_PEERCRED gives them."""
+
+_LOCK = "lock"
+_VOLATILE = frozenset(
+    [
+        *("_", "OLDPWD", "PWD", "SHLVL"),
+        *("COLUMNS", "LINES", "STY", "TERM_SESSION_ID", "TMUX", "TMUX_PANE", "WINDOW", "WINDOWID"),
+        *("SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "XDG_SESSION_ID"),
+        *("INVOCATION_ID", "JOURNAL_STREAM", "SYSTEMD_EXEC_PID"),
+    ]
+)
+"""Variables that differ between two runs of a user, and that no import reads."""
+_VOLATILE_PREFIXES = ("MGPU_CHECK_", "PYTEST_")
+_OF_STATUS = ("CapEff", "NoNewPrivs", "Seccomp:", "SigBlk", "SigIgn", "Umask")
+_MEASURING = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+
+
+class NotKept(StartupFailure):
+    """Imports cannot be kept safely."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"--gpu-keep-warm: {why}")
+
+
+def obstacle(environment: Mapping[str, str]) -> str:
+    """Return why a run in this environment must not share its imports; "" if it may."""
+    if any(environment.get(name) for name in _MEASURING):
+        return "coverage measures every process"
+    return ""
+
+
+def key_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return a digest of everything that imports depend on, and of everything that forked processes inherit.
+
+    Args:
+        command: the command of the keeper, with the modules that it imports.
+        environment: of the keeper.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    facts = {
+        "command": command,
+        "versions": (sys.version, version(), torch_version()),
+        "directory": os.getcwd(),
+        "environment": {
+            name: value
+            for name, value in environment.items()
+            if name not in _VOLATILE and not name.startswith(_VOLATILE_PREFIXES)
+        },
+        "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name},
+        "scheduling": (os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0))),
+        "status": [line for line in status.splitlines() if line.startswith(_OF_STATUS)],
+        "group": Path("/proc/self/cgroup").read_text(encoding="utf-8"),
+        "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+class KeeperSocket:
+    """The socket at which the keeper of a key listens, in a directory that only this user can enter.
+
+    Raises:
+        NotKept: the directory is not safe.
+    """
+
+    def __init__(self, key: str) -> None:
+        base = os.environ.get("XDG_RUNTIME_DIR", "")
+        self.directory = Path(base if os.path.isdir(base) else tempfile.gettempdir(), f"mgpu-check-{os.geteuid()}")
+        self.key = key
+        self.path = self.directory / key
+        self._opened = _opened(self.directory)
+
+    def close(self) -> None:
+        os.close(self._opened)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock under which sockets appear, disappear, and are connected to."""
+        with locked(self.path):
+            yield
+
+    def connected(self) -> socket.socket | None:
+        """Return a connection to the keeper; None if there is none."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(self._address)
+        except OSError:
+            connection.close()
+            return None
+        return connection
+
+    def listening(self) -> socket.socket:
+        """Return a new socket that listens here, for a new keeper."""
+        self.path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self._address)
+        listener.listen()
+        return listener
+
+    @property
+    def _address(self) -> str:
+        return (
+            f"/proc/self/fd/{self._opened}/{self.key}"  # addresses are short, and the directory stays the checked one
+        )
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the directory of a socket."""
+    file = os.open(path.with_name(_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _opened(directory: Path) -> int:
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    try:
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotKept(f"{directory} is not a directory of this user: {error.strerror}; remove it") from None
+    status = os.fstat(opened)
+    wrong = ""
+    if status.st_uid != os.geteuid():
+        wrong = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}; set XDG_RUNTIME_DIR to your own"
+    elif mode := stat.S_IMODE(status.st_mode) & 0o077:
+        wrong = f"is open to other users (mode {mode:03o}); chmod 700 it, or remove it"
+    if wrong:
+        os.close(opened)
+        raise NotKept(f"the directory {directory} {wrong}")
+    return opened
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end of a connection, and its user."""
+    process, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    return process, user
+
+
+def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """Return the process id of the keeper that `attach` would ask; None if there is none.
+
+    Raises:
+        NotKept: see `KeeperSocket`.
+    """
+    place = KeeperSocket(key_of([*interpreter, *modules], environment))
+    try:
+        connection = place.connected()
+        if connection is None:
+            return None
+        with connection:
+            return peer(connection)[0]
+    finally:
+        place.close()
+
+
+class KeptServer:
+    """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._pid = peer(connection)[0]
+        self._forked = False
+        self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id; that of the keeper before the keeper has forked it."""
+        self.poll()
+        return self._pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._connection], [], [], left)[0]:
+                raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
+            self._hear()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def kill(self) -> None:
+        if self.poll() is None and self._forked:
+            os.kill(self._pid, signal.SIGKILL)
+        elif self.returncode is None:  # the keeper still imports: the fork server will find its socket closed, and end
+            self._end(-signal.SIGKILL)
+
+    def _hear(self) -> None:
+        try:
+            data = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
+        except ConnectionResetError:
+            data = b""
+        if len(data) < NUMBER.size:  # the keeper was killed: nobody knows the exit code, so expect the worst
+            if self._forked:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+            self._end(-signal.SIGKILL)
+        elif self._forked:
+            self._end(NUMBER.unpack(data)[0])
+        else:
+            self._forked, self._pid = True, NUMBER.unpack(data)[0]
+
+    def _end(self, code: int) -> None:
+        self.returncode = code
+        self._connection.close()
+
+
+def attach(
+    interpreter: Sequence[str],
+    modules: Sequence[str],
+    environment: Mapping[str, str],
+    files: tuple[int, int],
+    *,
+    keep: float,
+    directory: str,
+    preload: Sequence[str],
+) -> KeptServer:
+    """Ask the keeper of this environment for a fork server, and start a keeper if there is none.
+
+    Args:
+        interpreter: runs `keeper.main` with the arguments that follow.
+        modules: what the keeper imports.
+        environment: of a new keeper.
+        files: the control socket and the log of the fork server.
+        keep: seconds that the keeper stays without a run.
+        directory: of the temporary files of the run.
+        preload: modules that the fork server imports, and the keeper does not.
+
+    Raises:
+        NotKept: see `KeeperSocket`; or a new keeper does not start.
+    """
+    place = KeeperSocket(key_of([*interpreter, *modules], environment))
+    try:
+        with place.locked():
+            connection = place.connected() or _started(place, interpreter, modules, environment)
+            if peer(connection)[1] != os.geteuid():
+                connection.close()
+                raise NotKept(f"another user listens at {place.path}")
+        asked = {
+            "keep": keep,
+            "parent": os.getpid(),
+            "run": directory,
+            "preload": list(preload),
+            "environment": dict(os.environ),
+        }
+        with open(os.memfd_create("request"), "wb", buffering=0) as request:
+            request.write(json.dumps(asked).encode())
+            socket.send_fds(connection, [b"A"], [request.fileno(), *files])
+    finally:
+        place.close()
+    return KeptServer(connection)
+
+
+def _started(
+    place: KeeperSocket, interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
+) -> socket.socket:
+    """Start a keeper, and return a connection to it, which it accepts when it has done its imports."""
+    with place.listening() as listener, open(place.path.with_suffix(".log"), "w+b") as log:
+        starter = subprocess.run(
+            [*interpreter, str(listener.fileno()), str(place.path), "", *modules],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=dict(environment),
+            start_new_session=True,
+        )  # returns at once: the keeper is a child of nobody
+        connection = place.connected()
+        if starter.returncode or connection is None:
+            log.seek(0)
+            raise NotKept(f"a keeper did not start: {log.read().decode(errors='replace')}")
+    return connection

@@ -1,0 +1,298 @@
+"""Imports that later runs share: who attaches to which keeper, what ends with a run, and how a keeper ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mgpu_check.engine import hash_seeds
+from mgpu_check.engine.forkserver import END
+from mgpu_check.engine.kept import KeeperSocket, KeptServer, NotKept, attach, keeper_of
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.pool import RankPool
+from tests.engine.processes import gone, pids
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+@pytest.fixture(scope="module")
+def own_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory for the sockets of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("run")
+        patch.setenv("XDG_RUNTIME_DIR", str(directory))
+        yield directory
+
+
+def launcher(keep: float = 60.0) -> LocalLauncher:
+    return LocalLauncher(simulate="cpu", keep=keep)
+
+
+def pool(keep: float = 60.0) -> RankPool:
+    return RankPool(launcher(keep), slots=2, simulate="cpu", timeout=30.0)
+
+
+@pytest.fixture(scope="module")
+def keeper(own_directory: Path) -> Iterator[int]:
+    """The process id of a keeper with torch."""
+    first = pool()
+    pids(first)
+    first.close()
+    found = keeper_of(*launcher().keeper())
+    assert found is not None
+    yield found
+    last = pool(keep=0.0)  # ends it
+    pids(last)
+    last.close()
+    assert ended(found)
+
+
+def ended(pid: int) -> bool:
+    """Wait for the end of a process that is no child of this one."""
+    try:
+        opened = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([opened], [], [], 30.0)[0])
+    finally:
+        os.close(opened)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_run_attaches_to_the_keeper_and_takes_its_own_processes_along(keeper):
+    run = pool()
+    ranks = pids(run)
+    server = parent_of(ranks[0])
+    assert parent_of(server) == keeper
+    assert keeper_of(*launcher().keeper()) == keeper
+    run.close()
+    assert all(gone(pid) for pid in [server, *ranks]) and not ended_now(keeper)
+
+
+def ended_now(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_two_runs_at_once_share_a_keeper_and_nothing_else(keeper):
+    one, other = pool(), pool()
+    try:
+        servers = {parent_of(pids(run)[0]) for run in (one, other)}
+        assert len(servers) == 2 and {parent_of(server) for server in servers} == {keeper}
+
+        def changed(value: str) -> str:
+            import torch
+
+            torch.mine = value  # type: ignore[attr-defined]
+            return value
+
+        assert one.run(changed, "one") == ["one", "one"]
+        assert other.run(lambda: getattr(__import__("torch"), "mine", "")) == ["", ""]
+        one.close()
+        assert other.run(lambda rank: rank.index) == [0, 1]
+    finally:
+        one.close()
+        other.close()
+
+
+RUN = """
+import os, signal
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.pool import RankPool
+
+def body():
+    import os, subprocess, sys
+    return os.getpid(), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True).pid
+
+run = RankPool(LocalLauncher(simulate="cpu", keep=60.0), slots=2, simulate="cpu", timeout=30.0)
+pids = [pid for pair in run.run(body) for pid in pair]
+print(*pids, run._launcher._server.pid, run._launcher._directory.path, flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_run_leaves_no_process_and_no_file(keeper):
+    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    *started, directory = process.stdout.readline().split()
+    assert parent_of(int(started[-1])) == keeper
+    process.kill()
+    process.communicate()
+    assert all(ended(int(pid)) for pid in started)
+    assert not Path(directory).exists()
+    assert keeper_of(*launcher().keeper()) == keeper
+
+
+def test_what_a_killed_fork_server_leaves_is_killed(keeper):
+    run = pool()
+
+    def body():
+        import os
+        import signal
+
+        child = os.fork()
+        if child == 0:
+            os.setsid()  # not in the process group of its rank
+            signal.pause()
+        return child
+
+    try:
+        children = run.run(body)
+        os.kill(parent_of(pids(run)[0]), signal.SIGKILL)
+        assert all(ended(pid) for pid in children)
+    finally:
+        run.close()
+    assert keeper_of(*launcher().keeper()) == keeper
+
+
+@pytest.mark.parametrize(
+    ("variable", "same"), [("OMP_NUM_THREADS", False), ("PYTHONHASHSEED", False), ("SHLVL", True), ("PYTEST_X", True)]
+)
+def test_another_environment_has_another_keeper(keeper, monkeypatch, variable, same):
+    monkeypatch.setenv(variable, "3")
+    assert (keeper_of(*launcher().keeper()) == keeper) is same
+
+
+def test_another_directory_and_other_limits_have_another_keeper(keeper, monkeypatch, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert keeper_of(*launcher().keeper()) is None
+    finally:
+        os.umask(before)
+    monkeypatch.chdir(tmp_path)
+    assert keeper_of(*launcher().keeper()) is None
+
+
+# Keepers without torch
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., tuple[KeptServer, socket.socket]]]:
+    """Ask a keeper of modules in `tmp_path` for a fork server; return it with its control socket."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    opened = []
+
+    def ask(*modules: str, keep: float = 60.0, preload: tuple[str, ...] = ()) -> tuple[KeptServer, socket.socket]:
+        ours, theirs = socket.socketpair()
+        opened.append(ours)
+        interpreter, environment = hash_seeds.interpreter("keeper", "")
+        with theirs, tempfile.TemporaryFile() as log:
+            server = attach(
+                *(interpreter, modules, environment, (theirs.fileno(), log.fileno())),
+                keep=keep,
+                directory=tempfile.mkdtemp(dir=tmp_path),
+                preload=preload,
+            )
+        return server, ours
+
+    yield ask
+    for control in opened:
+        control.close()
+
+
+def told(control: socket.socket) -> dict[str, str]:
+    control.settimeout(30.0)
+    event: dict[str, str] = json.loads(control.recv(65536).splitlines()[0])
+    return event
+
+
+def end(server: KeptServer, control: socket.socket) -> None:
+    control.send(END)
+    assert server.wait(30.0) == 0
+
+
+def test_a_keeper_ends_when_no_run_has_used_it_for_the_time(ask, own_directory):
+    server, control = ask(keep=0.05)
+    assert told(control) == {"event": "ready"}
+    assert server.poll() is None  # which also hears its process id
+    keeper = parent_of(server.pid)
+    end(server, control)
+    assert ended(keeper)
+    assert {path.name for path in own_directory.glob("*/*")} <= {"lock", *sockets_of_others(own_directory)}
+
+
+def sockets_of_others(directory: Path) -> set[str]:
+    """The names of keepers that are still served, and their logs."""
+    found = set()
+    for path in directory.glob("*/*"):
+        place = KeeperSocket(path.stem)
+        connection = place.connected()
+        place.close()
+        if connection is not None:
+            connection.close()
+            found |= {path.stem, f"{path.stem}.log"}
+    return found
+
+
+def test_code_that_has_changed_never_runs_stale(ask, tmp_path):
+    module, seen = tmp_path / "kept_module.py", tmp_path / "seen"
+    code = f"VALUE = %d\ndef tell(): open({str(seen)!r}, 'a').write(f'{{VALUE}} ')\n"
+    module.write_text(code % 1)
+    os.utime(module, (1, 1))
+    of = {"preload": ("kept_module:tell",)}
+    one, control = ask("kept_module", **of)
+    assert told(control) == {"event": "ready"} and one.poll() is None
+    keeper = parent_of(one.pid)
+    module.write_text(code % 22)
+    other, another = ask("kept_module", **of)
+    assert told(another) == {"event": "ready"} and other.poll() is None
+    assert seen.read_text() == "1 22 "
+    assert parent_of(one.pid) == parent_of(other.pid) == keeper  # which runs its program again
+    end(one, control)
+    other.kill()
+    assert other.wait(30.0) == -signal.SIGKILL
+    os.kill(keeper, signal.SIGKILL)
+
+
+def test_a_socket_that_nobody_serves_is_replaced(ask):
+    first, control = ask()
+    assert told(control) == {"event": "ready"} and first.poll() is None
+    keeper = parent_of(first.pid)
+    os.kill(keeper, signal.SIGKILL)
+    assert ended(keeper)
+    assert first.wait(30.0) == -signal.SIGKILL  # nobody knows how it ended
+    second, another = ask(keep=0.0)
+    assert told(another) == {"event": "ready"} and second.poll() is None
+    assert parent_of(second.pid) != keeper
+    end(second, another)
+
+
+def test_imports_that_fail_are_told(ask):
+    server, control = ask("no_such_module")
+    event = told(control)
+    assert event["event"] == "failed" and "No module named 'no_such_module'" in event["headline"]
+    assert server.wait(30.0) == -signal.SIGKILL
+
+
+def test_a_directory_of_another_user_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(NotKept, match=rf"--gpu-keep-warm: the directory .* belongs to user {mine}, and this is user"):
+        KeeperSocket("key")
+
+
+def test_a_directory_that_others_can_enter_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = tmp_path / f"mgpu-check-{os.geteuid()}"
+    directory.mkdir()
+    directory.chmod(0o755)
+    with pytest.raises(NotKept, match=r"is open to other users \(mode 055\); chmod 700 it, or remove it"):
+        KeeperSocket("key")
+    directory.rename(tmp_path / "elsewhere")
+    directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotKept, match="is not a directory of this user"):
+        KeeperSocket("key")

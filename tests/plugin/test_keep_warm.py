@@ -1,0 +1,50 @@
+"""`--gpu-keep-warm`: what the header says, and that the next run forks its ranks from the same keeper."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.engine.test_kept import ended
+
+RANKS = """
+    import pytest
+
+    @pytest.mark.ranks(2)
+    def test_ranks(rank):
+        assert rank.size == 2
+"""
+
+
+def test_the_next_run_finds_the_imports(run, pytester, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(pytester.mkdir("run")))
+    pytester.makepyfile(test_ranks=RANKS)
+    given = ("--gpus=2", "--simulate")
+    first = run(*given, "--gpu-keep-warm", "test_ranks.py")  # which is no value of the option
+    first.assert_outcomes(passed=1)
+    first.stdout.fnmatch_lines(["mgpu-check *; imports kept warm from now on, for 300 s"])
+    last = run(*given, "--gpu-keep-warm=0", "-n2")
+    last.assert_outcomes(passed=1)
+    match = re.search(r"; imports kept warm by process (\d+)$", last.stdout.str(), re.MULTILINE)
+    assert match is not None, last.stdout.str()
+    assert ended(int(match[1]))
+
+
+def test_an_unsafe_directory_is_wrong_usage(run, pytester, monkeypatch):
+    directory = pytester.mkdir("run")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    directory.joinpath(f"mgpu-check-{os.geteuid()}").mkdir(mode=0o755)
+    result = run("--gpus=2", "--simulate", "--gpu-keep-warm")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: mgpu-check: --gpu-keep-warm: the directory * is open to other users*chmod 700*"]
+    )
+
+
+def test_a_run_that_measures_every_process_keeps_nothing(run, pytester, monkeypatch):
+    monkeypatch.setenv("COVERAGE_PROCESS_START", "nothing")
+    pytester.makepyfile("def test_nothing(): pass")
+    result = run("--gpus=2", "--simulate", "--gpu-keep-warm")
+    result.stdout.fnmatch_lines(["*; imports are not kept warm, because coverage measures every process"])
