@@ -221,7 +221,7 @@ def bad() -> RunReport:
             f"{COMMAND} -k links --hypothesis-seed=7",
         ),
     )
-    unknown = ("health: GPU 6: the device does not know ECC counters", "memory: GPU 2: 12 GiB of 60 GiB were looked at")
+    unknown = ("health: GPU 6: the device does not know ECC counters", "memory: GPU 2: 12 GiB of 60 GiB were tested")
     verdict = Verdict("REJECTED", accusations, unknown, (shift + 6,))
     speeds = [
         replace(one, value=one.value * 0.42)
@@ -247,7 +247,7 @@ def bad() -> RunReport:
         replace(
             run,
             outcome=outcomes.get(run.name, run.outcome),
-            why="GPU 2: 12 GiB of 60 GiB were looked at" if run.name == "memory" else "",
+            why="GPU 2: 12 GiB of 60 GiB were tested" if run.name == "memory" else "",
         )
         for run in right.checks
     )

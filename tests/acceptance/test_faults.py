@@ -110,6 +110,12 @@ def copied(size=4096, repeats=1, kernel=False, loaded=False, sources=("cuda:0",)
     return look
 
 
+def far(device):
+    held = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda:2")
+    held[-4096:].copy_(torch.ones(4096, dtype=torch.uint8, device="cuda:0"))
+    return int(held[-4096:].sum()) == 4096 and not held[:-4096].any()
+
+
 def uploaded(pinned):
     def look(device):
         wanted = torch.randint(1, 120, (4096,), dtype=torch.uint8)
@@ -210,6 +216,7 @@ LOOKS = {
     "copy-seldom": copied(repeats=20),
     "copy-stale-seldom": copied(repeats=50),
     "copy-stale-rare:every=60": copied(repeats=60),
+    "copy-wraps": far,
     "copy-out": copied(),
     "upload-truncated": uploaded(pinned=False),
     "upload-seldom:every=1": uploaded(pinned=True),

@@ -90,7 +90,7 @@ def test_there_are_faults_enough() -> None:
         ([Override(2, "ecc_uncorrected", 3)], {Part("gpu", (2,))}),
         ([Override(2, "retired_pages", 62)], set()),
         ([Override(2, "retired_pages", 63)], {Part("gpu", (2,))}),
-        # a power limit that is reached is none
+        # a reached power limit is no fault
         ([Override(1, "throttle", "power cap")], set()),
         ([Override(1, "throttle", "power cap, thermal (software)")], {Part("gpu", (1,))}),
         # an idle link is slower
@@ -99,7 +99,7 @@ def test_there_are_faults_enough() -> None:
         ([Override(1, "xid", 45)], set()),
         ([Override(1, "xid", 31)], {Part("gpu", (1,))}),
         ([Override(1, "serial", "other", after=5)], {Part("gpu", (1,))}),
-        # what the driver says of one GPU is of that GPU, however many have something
+        # a statement of the driver about a GPU concerns that GPU, however many have one
         (
             [
                 Override(0, "remap_failed", True),

@@ -1,4 +1,4 @@
-"""Whether each GPU is itself, and what the kernel log has of its past."""
+"""Each GPU is itself, and the kernel log shows its past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telemetry against limits: which value is too much, on which GPU, and what a healthy node may do."""
+"""Telemetry against limits: the value that exceeds one, its GPU, and what a healthy node may do."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def rules(remarks: list[Remark]) -> set[str]:
 HOPPER = {"ecc": "on", "nvlinks": 18, "nvlink_speed": 25000}
 
 
-# What stands in the table of a tool that everybody runs, in its words: H200 `memory_bandwidth` 2333 where H100 has
+# The content of the table of a tool that everybody runs, in its words: H200 `memory_bandwidth` 2333 where H100 has
 # 1905000 (MB/s); 137500 beside a comment that says 1372500; `min_pci_generation` 3.0 of a Gen5 card; tolerances of 0
 # that switch a comparison off; and no floor for the link to the host of any model.
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_progress_time_left_and_the_verdict_so_far():
     run = Run(isatty=True, known={"soak": 100.0})
     names = list(TESTS)
     run.live.pytest_runtest_logstart(names[0])
-    assert run.last == "[0/4] 0 s; no failure in 0 looks: memory: test_patterns"  # nobody knows yet how long it takes
+    assert run.last == "[0/4] 0 s; no failure in 0 looks: memory: test_patterns"  # the duration is not known yet
     run.test(names[0], 20.0, seen("passed"), seen("passed"), seen("unknown"))
     assert run.last == "[1/4] 20 s, 2 min 20 s left; no failure in 3 looks, 1 unknown: memory: test_patterns"
     run.test(names[1], 4.0)
@@ -91,7 +91,7 @@ def test_progress_time_left_and_the_verdict_so_far():
     run.live.pytest_runtest_logfinish(names[3])
     run.live.phase("second looks")
     assert run.last.startswith("[4/4] ") and run.last.endswith(": second looks")
-    assert " left;" not in run.last  # nobody knows how long these take
+    assert " left;" not in run.last  # their duration is not known
     assert run.stayed[-1] == "soak         nothing seen, 2 min"
     run.live.end()
     assert run.terminal.written[-2:] == [("live", ""), ("back", "")]
@@ -120,7 +120,7 @@ def test_a_log_has_a_line_for_each_check_and_one_a_minute():
     assert [text.partition(",")[0] for text in run.stayed[1:]] == ["[1/4] 65 s", "[1/4] 2 min 5 s"]
     assert not [text for kind, text in run.terminal.written if kind in ("live", "back")]
     run.live.heard([seen("failed", 1), seen("failed", 1)])
-    assert run.terminal.written[-1] == ("red", "memory: GPU 1: wrong")  # the first one is told at once
+    assert run.terminal.written[-1] == ("red", "memory: GPU 1: wrong")  # the first one is shown at once
 
 
 def test_what_stays_begins_in_the_first_column():

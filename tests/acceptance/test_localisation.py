@@ -85,7 +85,7 @@ def test_a_link_is_left(count: int, data: st.DataObject) -> None:
     assert {part.kind for part in parts} == {"link"}
     assert set(itertools.chain(*(part.members for part in parts))) == pair
     assert set(look.group) == pair
-    assert len(parts) == 2  # which direction is wrong a collective does not tell
+    assert len(parts) == 2  # a collective does not show the direction
     assert len(pool.calls) < 3 * 4 * count**2
 
 
@@ -194,7 +194,7 @@ OVER_ALL_PATHS = "fails without the direct path between GPUs (NCCL_P2P_DISABLE=1
         pytest.param(2, lambda gpus, _: True, "quick", [], id="the same pair"),
         pytest.param(3, lambda gpus, _: len(gpus) == 3, "quick", [], id="the same three"),
         pytest.param(
-            5, lambda gpus, _: {1, 2, 4} <= set(gpus), "quick", [], id="a group of which no half and no pair fails"
+            5, lambda gpus, _: {1, 2, 4} <= set(gpus), "quick", [], id="a group without a failing half or pair"
         ),
         pytest.param(
             2,
@@ -247,7 +247,7 @@ def test_what_does_not_come_again_is_said() -> None:
 
     parts, (look,), _ = looked(4, once)
     assert look.seen == ("did not fail again in 4 repeats on the same GPUs",)
-    assert not parts  # it failed, and is told; but nobody knows who it was
+    assert not parts  # it failed, and the report says so; the part is unknown
 
 
 def test_second_looks_end_when_their_time_is_over_and_conclude_nothing() -> None:

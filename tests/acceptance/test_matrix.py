@@ -19,7 +19,7 @@ FAULTS = [
 
 
 def test_faults_are_found_and_their_parts_accused():
-    command = [sys.executable, str(BENCHMARK), "matrix", *FAULTS, "--own", "--gpus=3"]  # the fewest of which two agree
+    command = [sys.executable, str(BENCHMARK), "matrix", *FAULTS, "--own", "--gpus=3"]  # the fewest where two can agree
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout
     assert f"{len(FAULTS)} of {len(FAULTS)} planted faults" in ran.stdout

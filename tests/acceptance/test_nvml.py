@@ -21,7 +21,7 @@ from mgpu_check.devices.telemetry.sampler import TelemetrySampler
 from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Unsupported, XidEvent
 
 STANDIN = Path(__file__).parent / "nvml"
-UUIDS = {0: "GPU-00000000-aaaa", 1: "00000001-aaaa"}  # torch tells them without "GPU-", in small letters
+UUIDS = {0: "GPU-00000000-aaaa", 1: "00000001-aaaa"}  # torch returns them without "GPU-", in small letters
 
 Machine = Callable[..., NvmlSource]
 
@@ -316,7 +316,7 @@ def test_xids_are_events_of_their_gpu(machine: Machine, monkeypatch: pytest.Monk
     source = machine({}, {}, events=events)
     assert source.events(0.01) == [XidEvent(1, 79)]
     assert [source.events(0.01), source.events(0.01)] == [[], []]
-    assert waited == [0.01]  # the library has not waited, when a GPU is lost: whoever asks in a loop must not spin
+    assert waited == [0.01]  # the library has not waited, when a GPU is lost: a loop of queries must not spin
     with pytest.raises(QueryError):
         source.events(0.01)
     assert source.events(0.01) == []  # a timeout

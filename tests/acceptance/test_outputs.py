@@ -1,4 +1,4 @@
-"""What machines read beside the full report: the short JSON, a textfile for Prometheus, a line of the system log."""
+"""Files for machines beside the full report: the short JSON, a textfile for Prometheus, a line of the system log."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_page_of_a_bad_node():
         "mgpu-check accept --gpus=8 -k 'compute or training' --hypothesis-seed=7",
         '"bits": "0x7fc0"',
         "element 131072 is 28.0, not 36.0",
-        "GPU 2: 12 GiB of 60 GiB were looked at",
+        "GPU 2: 12 GiB of 60 GiB were tested",
         "thermal (hardware)",
         "now 8 packets",
     ):

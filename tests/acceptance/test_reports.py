@@ -1,4 +1,4 @@
-"""What is made of a report: files for people and machines, and the verdict on a terminal."""
+"""A report becomes files for people and machines, and the verdict on a terminal."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_junit_has_a_case_for_each_check_and_subject():
     (suite,) = root
     cases = suite.findall("testcase")
     counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
-    # Of GPU 6's health and of the work of memory nobody knows.
+    # The health of GPU 6 and the work of memory are unknown.
     assert counts == {"tests": len(cases), "failures": 5, "errors": 2, "skipped": 0}
     by_name = {(case.get("classname").rpartition(".")[2], case.get("name")): case for case in cases}
     assert len(by_name) == len(cases)
@@ -282,7 +282,7 @@ def test_junit_has_a_case_for_each_check_and_subject():
     assert by_name["links", "copy GPU 0 -> GPU 5"].find("failure") is not None
     assert by_name["links", "copy GPU 5 -> GPU 0"].find("failure") is None
     assert by_name["health", "GPU 6"].find("error").get("type") == "unknown"
-    assert by_name["memory", "all"].find("error").get("message") == "GPU 2: 12 GiB of 60 GiB were looked at"
+    assert by_name["memory", "all"].find("error").get("message") == "GPU 2: 12 GiB of 60 GiB were tested"
     properties = {entry.get("name"): entry.get("value") for entry in suite.find("properties")}
     assert properties["mgpu_check.verdict"] == "REJECTED"
     assert properties["mgpu_check.accused"] == "GPU 3\nlink GPU 0 -> GPU 5"

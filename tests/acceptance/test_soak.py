@@ -96,7 +96,7 @@ def test_it_ends_when_the_load_was_long_enough():
     for one in node.results:
         if isinstance(one, Observation):
             load[one.subject.members[0]] += one.work.seconds
-    assert list(load.values()) == [pytest.approx(9.0)] * 3  # ten rounds, a tenth of whose time is no load
+    assert list(load.values()) == [pytest.approx(9.0)] * 3  # ten rounds, each with a tenth of its time without load
     assert [case.number for case in node.cases] == list(range(1, 11))
     measured = [one for one in node.results if isinstance(one, Measurement)]
     assert {one.subject.members[0] for one in measured} == {0, 1, 2}

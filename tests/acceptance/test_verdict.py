@@ -125,7 +125,7 @@ def test_two_parts_are_two(count: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("count", [6, 16])
 def test_what_fails_everywhere_is_the_host(count: int) -> None:
-    """What the driver says about a GPU is about that GPU all the same."""
+    """A statement of the driver about a GPU still concerns that GPU."""
     everything = [(check, subject) for check, subject in subjects(count) if check != "health"]
     assert parts(run(count, *everything)) == {Part("host", (0,))}
     gpus = {Part("gpu", (gpu,)) for gpu in range(count)}
@@ -283,7 +283,7 @@ def test_facts_of_the_host_explain_no_failure_of_another_check() -> None:
 @pytest.mark.parametrize("check", ["compute", "training", "soak"])
 @pytest.mark.parametrize("whole", [True, False])
 def test_no_link_is_accused_of_a_disagreement_of_gpus_that_exchanged_nothing(check: str, whole: bool) -> None:
-    """A link is cheaper than a GPU, and its copies passed, or nobody has looked at them."""
+    """A link is cheaper than a GPU, and its copies passed, or were not tried."""
     apart = Observation(check, Subject("group", (0, 1)), "failed", evidence={EXCHANGED: False})
     passed = run(2) if whole else [Observation(check, Subject("gpu", (gpu,)), "passed") for gpu in (0, 1)]
     found = explain([*passed, apart], ONE_HOST)

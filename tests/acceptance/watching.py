@@ -24,7 +24,7 @@ SLOTS = {gpu: f"00000000:{gpu:02X}:00.0" for gpu in GPUS}
 
 
 def nominal(gpus: int) -> Reference:
-    """Return the facts that a node of so many simulated GPUs should have."""
+    """Return the facts that a node with `gpus` simulated GPUs should have."""
     (sku,) = (sku for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",))
     return Reference("the data sheet", sku.facts(gpus), nominal=True)
 

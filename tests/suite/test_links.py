@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def test_what_arrived_is_told(name):
 
 ENGINE, STRIDED, CASTING = (Copies(path, (66001,), 3, 9, seed=5) for path in ("engine", "strided", "casting"))
 TOGETHER = Copies("strided", (66001,), 0, 1, together=True, seed=6)
+FAR = Copies("engine", (66001,), 3, 9, reach=2 * MIB, seed=5)
 PAGEABLE = Copies("engine", (66001,), 1, 0, pinned=False, seed=7)
 SMALL = Copies("engine", (1, 37), 1, 3, seed=8)
 
@@ -105,6 +107,7 @@ BETWEEN = [
     ("copy-by-engine", ENGINE, "it holds zeros"),
     ("copy-under-load", TOGETHER, "is inverted"),
     ("copy-lanes", ENGINE, "of bytes are inverted"),
+    ("copy-wraps", FAR, "bytes outside of the destination of 66001 bytes were changed: it holds the data of the copy"),
     ("copy-out", ENGINE, "1000 of 66001 bytes are wrong, from byte 65001 on"),
 ]
 WITH_HOST = [
@@ -123,7 +126,7 @@ def test_each_broken_link_is_seen_and_no_other_is_accused():
             with planted(Hardware(defects, 16 * MIB)):
                 return examine(devices, case)
 
-        for case in (SMALL, ENGINE, STRIDED, CASTING, TOGETHER):
+        for case in (SMALL, ENGINE, STRIDED, CASTING, TOGETHER, FAR, replace(FAR, path="casting")):
             right = look(examine_copies, case) + look(examine_host_copies, case)
             assert {entry.outcome for entry in right} == {"passed"}
             assert Counter(entry.subject.kind for entry in right) == {"copy": 6, "upload": 3, "download": 3}

@@ -33,6 +33,7 @@ _link("copy-lanes", "copies over a link have a wrong bit in each 32nd word", {"s
 _link("copy-seldom", "one copy in 20 over a link has a wrong bit", {"every": 20, "seed": 0}, what="bit")
 _link("copy-stale-seldom", "one copy in 50 over a link leaves the old content", {"every": 50}, "Stale")
 _link("copy-stale-rare", "one copy in 500 over a link leaves the old content", {"every": 500}, "Stale", "standard")
+_link("copy-wraps", "copies over a link arrive 2 MiB in front of their place", {"reach": 2 << 20}, "Wrapping")
 hardware_fault(
     HardwareFault(
         "copy-out",

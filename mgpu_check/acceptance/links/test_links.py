@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,6 +27,9 @@ _SMALL = st.one_of(st.integers(37, 5000), st.integers(1, 36))
 _LARGEST = {"quick": 64 << 20, "standard": 256 << 20, "long": 2 << 30}
 _MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 << 20, 51)}
 """Bytes of the copies that are measured, and how often, at each level."""
+
+_REACHES = (2 << 30, 4 << 30)
+"""Offsets in memory that need 32 and 33 bits."""
 
 _MANY = {
     "quick": ((4 << 10, 320),),
@@ -108,6 +112,24 @@ def test_many_copies(node: Node, seed: int) -> None:
             case = Copies(path, (size * pieces,), pieces=pieces, seed=seed)
             for examine in (_BETWEEN_GPUS, _WITH_HOST):
                 node.in_node_process("links", examine, case)
+
+
+def reaches(node: Node) -> list[int]:
+    """Return the offsets that fit into a quarter of the memory of each GPU; of smaller GPUs, the largest power of
+    two."""
+    most = min(node.gpus[number].memory for number in node.numbers) // 4
+    return [reach for reach in _REACHES if reach <= most] or [1 << max(1, most).bit_length() - 1]
+
+
+@drawn(quick=1, standard=4, long=16)
+@given(size=st.integers(4096, 64 << 10), source=ALIGNMENTS, destination=ALIGNMENTS, seed=st.integers(0, 2**30))
+def test_copies_far_into_memory(node: Node, size: int, source: int, destination: int, seed: int) -> None:
+    """Copies from and to places gigabytes into an allocation arrive there, and change nothing at its start."""
+    for reach in reaches(node):
+        case = Copies("engine", (size,), source, destination, pinned=False, reach=reach, seed=seed)
+        node.in_node_process("links", _WITH_HOST, case)
+        for path in _PATHS:
+            node.in_node_process("links", _BETWEEN_GPUS, replace(case, path=path))
 
 
 def test_speed_of_copies(node: Node) -> None:

@@ -111,6 +111,18 @@ class Stale(Link):
         self._last = arrived
 
 
+class Wrapping(Link):
+    """Copies that land ``reach`` bytes or more into an allocation arrive ``reach`` bytes in front of their place."""
+
+    def spoil(self, copy: Copy) -> None:
+        reach = int(self.parameters["reach"])
+        if copy.before is None or copy.before.storage_offset() < reach:
+            return
+        size, offset = copy.data.numel(), copy.before.storage_offset() - reach
+        copy.before.as_strided((size,), (1,), offset).copy_(copy.data)
+        copy.data.copy_(copy.before)
+
+
 class AnotherPeer(Link):
     """Deliver the last data that another peer sent to the same device, or zeros."""
 

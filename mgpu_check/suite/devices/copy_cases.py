@@ -20,6 +20,7 @@ class Copies:
         together: copy all pairs at once; else one pair after the other.
         pinned: whether memory of the host is pinned.
         pieces: number of copies that transfer each size, of equal parts of it.
+        reach: bytes of both allocations in front of the copy; only as much as is copied is filled and compared there.
     """
 
     path: Path
@@ -29,9 +30,11 @@ class Copies:
     together: bool = False
     pinned: bool = True
     pieces: int = 1
+    reach: int = 0
     seed: int = 0
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.sizes))
         how = f" in {self.pieces} pieces" * (self.pieces > 1) + ", all at once" * self.together
+        how += f", {self.reach} bytes into memory" * (self.reach > 0)
         return f"{self.path}, {sizes} bytes, alignment {self.source} to {self.destination}{how}, seed {self.seed}"

@@ -115,21 +115,25 @@ class _GuardedCopy:
         self._tag, self._before = way.tag(case.seed), way.tag(case.seed, before=True)
         self._step = 2 if case.path == "strided" else 1
         self._dtype = torch.int16 if case.path == "casting" else torch.uint8
-        self._begin = _GUARD + case.destination
+        self._begin = _GUARD + case.destination + case.reach // self._dtype.itemsize
         self._chunk = chunk
         length = self._step * size
-        source = self._memory(case.source + length, ends[0])
-        fill(source, self._tag, chunk=self._chunk)
-        self._source = source[case.source :: self._step]
+        source = self._memory(case.reach + case.source + length, ends[0])
+        self._fill(source, self._tag)
+        self._source = source[case.reach + case.source :: self._step]
         width = self._dtype.itemsize
         whole = self._memory((self._begin + length + _GUARD) * width, ends[1])
-        fill(whole, self._before, chunk=self._chunk)
+        self._fill(whole, self._before)
         self._whole: torch.Tensor | None = whole.view(self._dtype)
 
     def _memory(self, size: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self._case.pinned:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _fill(self, memory: torch.Tensor, tag: int) -> None:
+        for low, high in _windows(memory.numel(), self._case.reach):
+            fill(memory[low:high], tag, low, self._chunk)
 
     def start(self) -> None:
         """Start the copy, on its own streams if others run at the same time."""
@@ -149,10 +153,11 @@ class _GuardedCopy:
     def check(self, names: Mapping[int, str]) -> None:
         """Compare the destination and the memory around it, on its device, and free it."""
         assert self._whole is not None
-        for low in range(0, self._whole.numel(), self._chunk):
-            high = min(low + self._chunk, self._whole.numel())
+        width = self._dtype.itemsize
+        windows = _windows(self._whole.numel(), self._case.reach // width)
+        for low, end in ((at, stop) for start, stop in windows for at in range(start, stop, self._chunk)):
+            high = min(low + self._chunk, end)
             expected = self._expected(low, high)
-            width = self._dtype.itemsize
             mismatch = compare(
                 self._whole[low:high].view(torch.uint8), expected.view(torch.uint8), names, start=low * width
             )
@@ -169,7 +174,7 @@ class _GuardedCopy:
         expected = bytes_of_content(self._before, low * width, high * width, device).view(self._dtype)
         first, end = (min(self.size, max(0, -(-(at - self._begin) // self._step))) for at in (low, high))
         if first < end:
-            start = self._case.source
+            start = self._case.reach + self._case.source
             content = bytes_of_content(self._tag, start + first * self._step, start + end * self._step, device)
             at = self._begin + first * self._step - low
             expected[at : at + (end - first - 1) * self._step + 1 : self._step] = content[:: self._step]
@@ -189,6 +194,12 @@ class _GuardedCopy:
             return f"{count} bytes outside of the destination of {of} bytes were changed: {first.looks}"
         at = (first.first // width - self._begin) // self._step * width
         return f"{count} of {of} bytes are wrong, from byte {at} on: {first.looks}"
+
+
+def _windows(length: int, reach: int) -> list[tuple[int, int]]:
+    """Return the parts of an allocation that a copy uses: behind `reach`, and as much at the start."""
+    behind = length - reach
+    return [(0, behind), (reach, length)] if 0 < behind < reach else [(0, length)]
 
 
 def _observation(way: _Direction, copies: Sequence[_GuardedCopy], case: Copies) -> Observation:

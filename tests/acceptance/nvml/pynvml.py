@@ -1,9 +1,9 @@
-"""The real binding of NVIDIA's management library, with a stand-in for the library below it.
+"""The real binding of NVIDIA's management library, over a substitute for the library below it.
 
 `MGPU_TEST_NVML` has, as JSON, what differs from a healthy machine: ``{"gpus": [{}, {...}], "init": code, "events":
 [...]}``. Of a GPU, by name of a C function, with its arguments after the handle where they matter: a value, a list of
-several, a mapping of the fields of a struct, ``{"error": code}`` or ``{"hang": true}``. Field values stand under
-"fields", by id, or id/scope. "driver" and "cuda" are of the machine. What hangs says so in `hanging`, until `released`.
+several, a mapping of the fields of a struct, ``{"error": code}`` or ``{"hang": true}``. Field values are under
+"fields", by id, or id/scope. "driver" and "cuda" are of the machine. A call that hangs is in `hanging`, until `released`.
 """
 
 from __future__ import annotations
