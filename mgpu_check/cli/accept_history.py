@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="a directory of JSON reports")
     parser.add_argument("--json", action="store_true", help="print the history as JSON")
-    parser.add_argument("--gpu", default="", metavar="SERIAL", help="show only the GPU with this serial number or UUID")
+    parser.add_argument("--gpu", metavar="SERIAL", help="show only the GPU with this serial number or UUID")
     return parser
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if given.json:
         print(json.dumps({"format": "mgpu-check history", "version": 1, **encoded(found)}, indent=1))
     else:
-        print("\n".join(lines(found, given.gpu)))
+        print("\n".join(lines(found, given.gpu or "")))
     if found.have("worse"):
         return WRONG
     return UNDECIDED if found.broken or found.have("undecided") else RIGHT

@@ -24,14 +24,6 @@ A GPU that a later report has in another host makes its old node INCONCLUSIVE.
 """
 
 
-def _report(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError(
-            f"'' is not a file; give one that ends in {', '.join(ACCEPTANCE_SUFFIXES)}, or leave the option out"
-        )
-    return Path(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check accept merge",
@@ -48,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "--report",
         action="append",
         default=[],
-        type=_report,
+        type=Path,
         metavar="FILE",
         help=f"write a report of all nodes; the suffix is the format: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given "
         "several times",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 # The same as pytest's exit codes, where pytest has one.
 RIGHT = 0
@@ -16,9 +17,11 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that exits with `WRONG_USAGE` on an error, and says which value a bare option needs.
+    """An `ArgumentParser` that exits with `WRONG_USAGE` on an error, says which value a bare option needs, and refuses
+    empty words and files.
 
-    argparse exits with 2, and says "expected one argument".
+    argparse exits with 2, and says "expected one argument". An empty value is most often that of a variable of the
+    shell that is not set, and as a path it would be the current directory.
     """
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
@@ -29,6 +32,12 @@ class Parser(argparse.ArgumentParser):
                 flag = action.option_strings[0]
                 raise argparse.ArgumentError(action, f"needs a value: {flag}={action.metavar}") from None
             raise
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string and action.type in (None, Path):
+            what = action.metavar or action.dest
+            raise argparse.ArgumentError(action, f"'' is empty; give {what}, or leave it out")
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(None)

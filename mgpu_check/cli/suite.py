@@ -174,7 +174,7 @@ class _SuitePlugin:
     def pytest_configure(self, config: pytest.Config) -> None:
         for word in config.getoption("file_or_dir"):
             name = word.partition("::")[0]
-            if not Path(config.invocation_params.dir, name).exists() and not _is_module(name):
+            if not name or (not Path(config.invocation_params.dir, name).exists() and not _is_module(name)):
                 raise pytest.UsageError(
                     f"mgpu-check: {word!r} is neither a file nor a module; choose one of "
                     f"{', '.join(files(self.package))}, or checks by -k NAME"

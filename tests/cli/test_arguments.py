@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.__main__ import main
-from mgpu_check.cli import accept, accept_merge, compare, record, selftest, simulate, suite
+from mgpu_check.cli import accept, accept_history, accept_merge, compare, record, selftest, simulate, suite
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import OPTIONS, resolve
 
@@ -93,6 +93,7 @@ PARSERS: dict[tuple[str, ...], Callable[[], argparse.ArgumentParser]] = {
     ("record",): record._parser,
     ("simulate",): simulate._parser,
     ("accept", "merge"): accept_merge._parser,
+    ("accept", "history"): accept_history._parser,
 }
 
 
@@ -110,6 +111,12 @@ def test_each_option_of_a_parser_names_its_value(words: tuple[str, ...], capfd: 
             if form[0].startswith(flag) and action.nargs is None:
                 assert f"argument {flag}: " in output, form
                 assert "give" in output or f"needs a value: {flag}={action.metavar}" in output, (form, output)
+
+
+@pytest.mark.parametrize("words", [("merge",), ("history",), ("lint",)], ids="-".join)
+def test_an_empty_file_is_not_the_current_directory(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["accept", *words, ""]) == 4
+    assert "'' is empty; give " in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("words", [("devices",), ("accept", "lint"), *PARSERS], ids="-".join)

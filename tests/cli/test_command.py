@@ -181,11 +181,12 @@ def test_what_is_missing_or_unknown_is_named_with_a_remedy(words, command):
         ("--gpu-level", "glance|quick|standard|long"),
     ):
         assert f"{flag} needs a value: {flag}={value}" in command(*words, flag, code=4)
-    text = command(*words, "--gpus=2", "--simulate", "test_nowhere.py", code=4)
     some = "test_memory.py" if words == ("accept",) else "test_scatter.py"
-    assert re.search(
-        rf"'test_nowhere.py' is neither a file nor a module; choose one of .*{some}.* or checks by -k NAME", text
-    )
+    for name in ("test_nowhere.py", ""):
+        text = command(*words, "--gpus=2", "--simulate", name, code=4)
+        assert re.search(
+            rf"'{name}' is neither a file nor a module; choose one of .*{some}.* or checks by -k NAME", text
+        )
 
 
 @pytest.mark.parametrize("name", ["simulate", "compare"])
