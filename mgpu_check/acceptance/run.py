@@ -176,7 +176,7 @@ class Run:
             except OSError as error:
                 said.append(f"NOT written: {path}: {error}")
         if self.plan.syslog:
-            said.append(f"sent to the system log: {syslog.send(report, self.interrupted)}")
+            said.append(syslog.send(report, self.interrupted))
         return said + ([self._recorded(report, self.plan.record)] if self.plan.record else [])
 
     def _recorded(self, report: RunReport, path: Path) -> str:

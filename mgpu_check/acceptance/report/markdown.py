@@ -27,6 +27,7 @@ def render(report: RunReport) -> str:
     for line in view.ruled(report):
         page.add(f"- {text(line)}")
     page.add(
+        *([""] if report.planted or view.ruled(report) else []),  # a line below a list belongs to its last point
         f"{text(report.started)}, {view.seconds_text(report.seconds)} at the level {text(report.level)}. "
         f"Checks: {view.counts_of_checks(view.checks_by_name(report))}.",
         "",
