@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
@@ -32,7 +34,16 @@ def drawn(*, quick: int, standard: int, long: int) -> settings:
     )
 
 
+_MOST_SLOWDOWN = 3.0
+
+
+def slowdown() -> float:
+    """Return how many processes share a core of this host, from 1 to 3: healthy GPUs answer later if their ranks wait
+    for a core."""
+    return min(_MOST_SLOWDOWN, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
 def seconds_for_a_call() -> float:
-    """Return the time limit in seconds of one call on all GPUs: that of the level, or ``--rank-timeout`` if it is
-    less."""
-    return min(_SECONDS[active().depth], active().rank_timeout)
+    """Return the time limit in seconds of one call on all GPUs: that of the level, longer on a busy host, or
+    ``--rank-timeout`` if it is less."""
+    return min(_SECONDS[active().depth] * slowdown(), active().rank_timeout)

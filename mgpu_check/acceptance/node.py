@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.answering import answers
-from mgpu_check.acceptance.levels import seconds_for_a_call
+from mgpu_check.acceptance.levels import seconds_for_a_call, slowdown
 from mgpu_check.acceptance.run_log import RepeatableCall
 from mgpu_check.acceptance.verdict.troubles import observations_of
 from mgpu_check.devices.observations import MeasuredKind, Measurement, Observation, SubjectResult
@@ -278,8 +277,7 @@ class Node:
     def _probe(self, check: str) -> None:
         """Find the GPUs that still answer, one at a time: an error in a group does not name the GPU at fault."""
         self._probing = True
-        busy = os.getloadavg()[0] / (os.cpu_count() or 1)  # processes that wait for a core slow down healthy GPUs too
-        limit = min(_PROBE * max(1.0, busy), seconds_for_a_call())
+        limit = min(_PROBE * slowdown(), seconds_for_a_call())
         try:
             for number in self.numbers:
                 self.on_ranks(check, answers, check, gpus=[number], timeout=limit)

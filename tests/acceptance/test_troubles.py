@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance import node
+from mgpu_check.acceptance import levels, node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Gpu
@@ -133,12 +134,24 @@ class LatePool:
         raise hang
 
 
+@pytest.mark.parametrize(
+    ("load", "most", "limit"), [(1.0, 90.0, 20.0), (4.0, 90.0, 40.0), (80.0, 90.0, 60.0), (4.0, 5.0, 5.0)]
+)
+def test_calls_get_more_time_on_a_busy_host(
+    monkeypatch: pytest.MonkeyPatch, load: float, most: float, limit: float
+) -> None:
+    monkeypatch.setattr(levels, "active", lambda: SimpleNamespace(depth="quick", rank_timeout=most))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert levels.seconds_for_a_call() == limit
+
+
 def test_after_a_call_that_was_late_on_all_gpus_each_is_asked_whether_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node, "seconds_for_a_call", lambda: 60.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    for silent, load, limit in (((), 1.0, 10.0), ((1,), 8.0, 40.0), ((), 80.0, 60.0)):
+    for silent, load, limit in (((), 1.0, 10.0), ((1,), 5.0, 25.0), ((), 80.0, 30.0)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         pool, log = LatePool(*silent), RunLog()
         gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(3)]
