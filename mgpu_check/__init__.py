@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mgpu_check.gates.resuming import assert_resume_continues as assert_resume_continues
     from mgpu_check.gates.scaling import assert_metric_scales as assert_metric_scales
     from mgpu_check.gates.scaling import assert_step_scales as assert_step_scales
+    from mgpu_check.plugin.adapting import adapt as adapt
     from mgpu_check.plugin.ranks import Ranks as Ranks
     from mgpu_check.simulated import simulated_node as simulated_node
 
@@ -43,6 +44,7 @@ _HOMES = {
     "RankHang": "mgpu_check.errors",
     "Ranks": "mgpu_check.plugin.ranks",
     "ScalingMismatch": "mgpu_check.errors",
+    "adapt": "mgpu_check.plugin.adapting",
     "assert_allreduce_matches": "mgpu_check.asserts.allreduce",
     "assert_evaluation_agrees": "mgpu_check.gates.evaluating",
     "assert_gradients_agree": "mgpu_check.asserts.gradients",

@@ -177,6 +177,13 @@ class Settings:
         f"{DEFAULT_LEVEL}; accept and selftest: standard",
         {"metavar": "|".join(option_values.LEVELS)},
     )
+    adapt_torch_tests: bool = _option(
+        False,
+        option_values.switch,
+        "run classes on torch's MultiProcessTestCase and MultiProcContinuousTest on forked ranks",
+        "run them in their own harness",
+        _SWITCH,
+    )
     accept_for: float | None = _option(
         None,
         option_values.duration,

@@ -141,7 +141,7 @@ class World(WorldProcesses):
     def finish(self, call: Begun, timeout: float) -> list[pickling.Pickled]:
         """Wait up to `timeout` seconds from now for the results of a call; returns and raises as `run` does."""
         waiting = Clock.now()
-        pauses = Pauses(self.processes, self.who)
+        pauses = self._pauses()
         answers, late = self._collect(timeout, protocol.Outcome, _went_well, call.unsent, pauses)
         if pauses.failure is not None:
             self._running = None
@@ -177,6 +177,9 @@ class World(WorldProcesses):
         error = account.error()
         self._failed = (error, account)
         raise error
+
+    def _pauses(self) -> Pauses:
+        return Pauses(self.processes, self.who)
 
     def _prepare(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> protocol.Call:
         """Reset the state of the previous call, and return the message of this one, without data that the ranks

@@ -14,6 +14,7 @@ import pytest
 from _pytest.unittest import TestCaseFunction
 
 from mgpu_check.errors import RankFailure, StartupFailure
+from mgpu_check.plugin.adapting import Adapting
 from mgpu_check.plugin.fixtures import gpus, rank, ranks  # noqa: F401  # pytest collects them from this module
 from mgpu_check.plugin.launched import is_launched, over, wrong_launch
 from mgpu_check.plugin.requirements import (
@@ -102,6 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from mgpu_check.plugin.report.reporters import register
 
     register(config, config.stash[SESSION])
+    config.pluginmanager.register(Adapting(config.stash[SESSION]))
 
 
 def _where(item: pytest.Item) -> str | None:
@@ -339,7 +341,7 @@ def pytest_runtest_makereport(
         several = needs.where == "node" and len(session.settings.per_host) > 1
         properties.add_identity(item, needs.host if several else None)
     if call.when == "call" or error is not None:
-        failures.add_output(item, session, call.when)
+        failures.add_output(item, session.output(), call.when)
         properties.add_usage(item, session)
     if call.when == "call":
         item.stash[FAILED] = error is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(
     r"/mgpu_check/((processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|compare)/\w+"
-    r"|plugin/(in_rank|serialization|forwarding))\.py$"
+    r"|plugin/(in_rank|adapted|serialization|forwarding))\.py$"
 )
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
 _OURS = "/mgpu_check/"

@@ -60,6 +60,8 @@ class RankSpec:
         call_context: at the start.
         own_environment: variables of this process that override those of the pytest process.
         uuids: of the real devices that the process must see, in this order; empty to skip the check.
+        bare: whether the code under test makes the process group and chooses the device, and nothing is restored
+            between its calls.
     """
 
     index: int | None
@@ -76,6 +78,7 @@ class RankSpec:
     call_context: CallContext
     own_environment: dict[str, str]
     uuids: tuple[str, ...] = ()
+    bare: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def test_the_first_place_that_says_something_wins():
         "gpu_report": "default",
         "gpu_annotations": "default",
         "gpu_level": "default",
+        "adapt_torch_tests": "default",
         "accept_for": "default",
         "accept_memory": "default",
         "accept_baseline": "default",

@@ -137,6 +137,12 @@ class Worker:
 
     def join(self, index: int) -> None:
         spec = self.spec
+        if not spec.bare:
+            self.make_group(index)
+        become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
+
+    def make_group(self, index: int) -> None:
+        spec = self.spec
         if spec.simulate is None:
             take(spec.device)
         else:
@@ -154,7 +160,6 @@ class Worker:
         if self.nccl:
             # NCCL creates its communicator in the first collective, which takes seconds and needs all ranks.
             dist.barrier(device_ids=[spec.device])
-        become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
 
     def loop(self) -> None:
         while True:
@@ -191,7 +196,7 @@ class Worker:
         try:
             if call.call_context is not None:
                 self.move(call.call_context)
-            if not self.fresh:
+            if not self.fresh and not self.spec.bare:
                 self.restore()
             self.fresh = False
             function = self.functions[call.key] if call.function is None else pickling.loads(call.function)

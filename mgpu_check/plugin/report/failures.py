@@ -21,9 +21,12 @@ _LOGGED = re.compile(r"^\[rank\d+\]:\[[A-Z]\d{4} [\d:.]+ ", re.MULTILINE)
 _TOLD_BELOW = "Failed to reproduce exception"
 
 
-def add_output(item: pytest.Item, session: GpuSession, when: str) -> None:
-    """Add the output of each rank as a report section; with ``-s``, also print it at once."""
-    output = session.output()
+def add_output(item: pytest.Item, output: Sequence[tuple[str, str, str]], when: str) -> None:
+    """Add the output of each rank as a report section; with ``-s``, also print it at once.
+
+    Args:
+        output: (process, stream, text) of each.
+    """
     for title, text in joined(output):
         item.add_report_section(when, title, text)
     for who, _, text in output:
