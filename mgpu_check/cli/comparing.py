@@ -22,7 +22,12 @@ from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
 
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun", "jsrun")
+_LAUNCHERS = {
+    **dict.fromkeys(("torchrun", "accelerate", "deepspeed"), "torchrun"),
+    **dict.fromkeys(("mpiexec", "mpirun", "horovodrun", "jsrun"), "mpiexec"),
+    "srun": "srun",
+}
+"""Launcher -> the row of `mgpu_check.processes.launched.VARIABLES` that its ranks get."""
 _LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
 _PYTHON = re.compile(r"python[\d.]*")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -71,24 +76,45 @@ def add_run_options(parser: argparse.ArgumentParser, steps: str) -> None:
     )
 
 
+def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
+    """Return the words of a launcher before its script, and the row of variables that its ranks get.
+
+    The words are empty if `program` starts with no launcher.
+    """
+    name = Path(program[0]).name if program else ""
+    module = program.index("-m") + 1 if (_is_python(name) or name == "-m") and "-m" in program[:-1] else 0
+    if name not in _LAUNCHERS and not (module and _LAUNCHING.match(program[module])):
+        return [], "torchrun"
+    after = range(max(module, 1) + (bool(module)), len(program))
+    ends = (i for i in after if program[i] == "-m" or program[i].endswith(".py") or _is_python(Path(program[i]).name))
+    return list(program[: next(ends, len(program))]), _LAUNCHERS.get(name, "torchrun")
+
+
+def _is_python(name: str) -> bool:
+    return _PYTHON.fullmatch(name) is not None
+
+
 def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the command of a script, which may start with a Python interpreter.
+    """Return the command of a script, which may start with a launcher or a Python interpreter.
+
+    Each rank runs the script directly, without the launcher.
 
     Raises:
-        SystemExit: by `parser`: `program` is a launcher, or not a Python program. Each rank runs the script directly.
+        SystemExit: by `parser`: `program` is not a Python program, or a launcher of none.
     """
     own = parser.prog.rpartition(" ")[2]
+    launcher, _ = launched_by(program)
+    if launcher and len(launcher) == len(program):
+        parser.error(
+            f"{shlex.join(launcher)} names no Python script: {own} starts the ranks in place of the launcher; give the "
+            f"script and its arguments, such as {own} --gpus=4 -- train.py --epochs=2"
+        )
+    program = program[len(launcher) :]
     name = Path(program[0]).name if program else ""
-    python = _PYTHON.fullmatch(name) is not None and not Path(program[0]).is_dir()
+    python = _is_python(name) and not Path(program[0]).is_dir()
     words = program[1:] if python else program
     options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "-m", words)) if python else []
     rest = words[len(options) :]
-    module = rest[1] if len(rest) > 1 and rest[0] == "-m" else ""
-    if name in _LAUNCHERS or _LAUNCHING.match(module):
-        parser.error(
-            f"{module or name} starts ranks, and so does {own}: give the script and its own arguments only, such as "
-            f"{own} --gpus=4 -- train.py --epochs=2"
-        )
     if python and not rest:
         parser.error(f"no script given for {name}: name one, or a module with -m")
     command = simulate.program_command(program, parser)
@@ -173,9 +199,10 @@ def plan_of(given: argparse.Namespace, program: Sequence[str], command: Sequence
         count: number of devices; 0: torch sees none.
     """
     single, several = _environments(given.gpus, given.simulate)
+    launcher, variables = launched_by(program)
     return ComparisonPlan(
         command,
-        shlex.join(program),
+        shlex.join(program[len(launcher) :]),
         given.gpus,
         single,
         several,
@@ -184,6 +211,8 @@ def plan_of(given: argparse.Namespace, program: Sequence[str], command: Sequence
         given.steps,
         given.fresh_directory,
         without_gpus=not count,
+        launcher=variables,
+        replaced=shlex.join(launcher),
     )
 
 

@@ -56,6 +56,8 @@ class ComparisonPlan:
         without_gpus: torch sees no GPU, and no GPU is simulated.
         unjudged: pattern of parameters that need not be compared -> the reason.
         directory: where the script runs; None: in the current directory.
+        launcher: whose variables the ranks get; see `mgpu_check.processes.launched.VARIABLES`.
+        replaced: the words of a launcher that is not run.
     """
 
     command: Sequence[str]
@@ -70,11 +72,14 @@ class ComparisonPlan:
     without_gpus: bool = False
     unjudged: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
+    launcher: str = "torchrun"
+    replaced: str = ""
 
     @property
     def note(self) -> str:
-        """What a user must know of simulated devices, for the end of a line; "" for real ones."""
-        return f"; {self.simulated} x{self.world}: proves code, never hardware" if self.simulated else ""
+        """The end of a line: the launcher that was replaced, and the kind of simulated devices."""
+        said = f"; in place of “{self.replaced}”, with the variables of {self.launcher}" if self.replaced else ""
+        return said + (f"; {self.simulated} x{self.world}: proves code, never hardware" if self.simulated else "")
 
 
 @dataclass
@@ -293,6 +298,7 @@ def run_script(
             directory=directory,
             files=files,
             apart=apart,
+            launcher=plan.launcher,
         )
     made.runs.append(done)
     steps = sorted({ended.steps for ended in done.ranks})

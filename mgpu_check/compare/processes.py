@@ -31,7 +31,7 @@ from mgpu_check.compare.entered import entered
 from mgpu_check.compare.remaining import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
 from mgpu_check.engine.process import describe_exit
-from mgpu_check.processes.launched import without_launcher
+from mgpu_check.processes.launched import VARIABLES, without_launcher
 from mgpu_check.processes.python_path import with_startup
 from mgpu_check.processes.record import fewest
 from mgpu_check.processes.signals import STACKS_SIGNAL, held_back
@@ -238,6 +238,7 @@ def run(
     directory: Path | None = None,
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
     apart: bool = False,
+    launcher: str = "torchrun",
 ) -> ScriptRun:
     """Run `command` in `world` processes, and wait for all of them.
 
@@ -248,6 +249,7 @@ def run(
         steps, moved, apart: see `mgpu_check.compare.recorder.install`.
         directory: working directory of the processes; None: the current one.
         files: file descriptors, one for all processes or one for each; see `mgpu_check.compare.placements.Files`.
+        launcher: whose variables the processes get; see `mgpu_check.processes.launched.VARIABLES`.
     """
     began = time.monotonic()
     told: dict[str, object] = {
@@ -264,7 +266,7 @@ def run(
         told["store"] = listener.getsockname()
         try:
             for rank in range(world):
-                variables = _variables(environment, rank, world, listener.getsockname()[1])
+                variables = _variables(environment, rank, world, listener.getsockname()[1], launcher)
                 own = {name: fd if isinstance(fd, int) else fd[rank] for name, fd in files.items()}
                 processes.append(_RecordedProcess(rank, command, variables, told, directory, own))
             # The processes can already connect; the store serves them from now on.
@@ -295,18 +297,16 @@ def _store(listener: socket.socket, world: int) -> Iterator[None]:
     del store
 
 
-def _variables(environment: Mapping[str, str], rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank, as torchrun sets it on one machine."""
+def _variables(environment: Mapping[str, str], rank: int, world: int, port: int, launcher: str) -> dict[str, str]:
+    """Return the environment of a rank, as the launcher sets it on one machine.
+
+    Ranks of every launcher get an address, as scripts of jobs export it, and meet at the store of the comparison.
+    """
     made = without_launcher(environment)
     made["PYTHONPATH"] = with_startup(made)
-    for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
-        made[name] = str(rank)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
-        made[name] = str(world)
+    made.update({name: value.format(rank=rank, world=world) for name, value in VARIABLES[launcher].items()})
     made.update(
-        GROUP_RANK="0",
-        GROUP_WORLD_SIZE="1",
-        ROLE_NAME="default",
+        _MGPU_CHECK_RANK=f"{rank}/{world}",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RESTART_COUNT="0",

@@ -43,8 +43,9 @@ class Witness(Protocol):
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return rank and world size from the variables of the launcher."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Return the rank of this process, and the world size."""
+    rank, _, world = os.environ["_MGPU_CHECK_RANK"].partition("/")
+    return int(rank), int(world)
 
 
 def in_a_group() -> bool:

@@ -9,9 +9,38 @@ from mgpu_check.processes.python_path import with_startup
 
 OF_LAUNCHERS = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)"
-    r"|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID)"
+    r"|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID)|OMPI_COMM_WORLD_\w+|PMI_(RANK|SIZE)"
+    r"|MPI_LOCALN?RANK(ID|S)"
 )
 """Variables that describe one launched process, and would be wrong in its children."""
+
+VARIABLES: Mapping[str, Mapping[str, str]] = {
+    "torchrun": {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), "{rank}"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), "{world}"),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+    },
+    "mpiexec": {  # of Open MPI, and of MPICH and its relatives
+        **dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"), "{rank}"),
+        **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "{world}"),
+        "PMI_RANK": "{rank}",
+        "PMI_SIZE": "{world}",
+        "MPI_LOCALRANKID": "{rank}",
+        "MPI_LOCALNRANKS": "{world}",
+    },
+    "srun": {
+        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), "{rank}"),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "{world}"),
+        "SLURM_NODEID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_ID": "1",
+        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURMD_NODENAME"), "localhost"),
+    },
+}
+"""The variables that a launcher sets for a rank of one host."""
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

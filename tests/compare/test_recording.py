@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from mgpu_check.cli.comparing import launched_by
 from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import Parameters
@@ -33,7 +34,8 @@ from tests.compare.conftest import script
 RUN = """
 import os, pickle, sys
 from mgpu_check.compare.processes import run
-done = run("test", [sys.executable, "train.py"], os.environ, int(sys.argv[1]), timeout=60)
+world, launcher = int(sys.argv[1]), sys.argv[2]
+done = run("test", [sys.executable, "train.py"], os.environ, world, timeout=60, launcher=launcher)
 sys.stdout.buffer.write(pickle.dumps(done))
 """
 
@@ -45,9 +47,9 @@ def record(tmp_path, python):
     Not in this process, which would adopt theirs.
     """
 
-    def record(script: str, world: int = 1):
+    def record(script: str, world: int = 1, launcher: str = "torchrun"):
         tmp_path.joinpath("train.py").write_text(script)
-        code, stdout, stderr = python("-c", RUN, str(world), processes=world)
+        code, stdout, stderr = python("-c", RUN, str(world), launcher, processes=world)
         assert code == 0, stderr.decode()
         return pickle.loads(stdout)
 
@@ -85,6 +87,52 @@ dist.destroy_process_group()
         2,
     )
     assert [ended.how for ended in run.ranks] == ["finished"] * 2, [ended.stderr for ended in run.ranks]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank", "world"),
+    [
+        ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+        ("srun", "SLURM_PROCID", "SLURM_NTASKS"),
+    ],
+)
+def test_a_script_finds_its_rank_in_the_variables_of_another_launcher(record, launcher, rank, world):
+    """And its address elsewhere, as scripts of jobs export it."""
+    run = record(
+        f"""
+import os
+assert "RANK" not in os.environ and "LOCAL_RANK" not in os.environ
+import torch.distributed as dist
+os.environ["MASTER_PORT"] = "29511"
+dist.init_process_group("gloo", rank=int(os.environ["{rank}"]), world_size=int(os.environ["{world}"]))
+assert dist.get_world_size() == 2
+dist.barrier()
+dist.destroy_process_group()
+""",
+        2,
+        launcher,
+    )
+    assert [ended.how for ended in run.ranks] == ["finished"] * 2, [ended.stderr for ended in run.ranks]
+    assert [trace.of("group")[0]["rank"] for trace in run.traces] == [0, 1]
+    assert [trace.of("led")[0]["variable"] for trace in run.traces] == ["MASTER_PORT"] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher", "variables"),
+    [
+        ("train.py srun", "", "torchrun"),
+        ("python -m pkg.train", "", "torchrun"),
+        ("torchrun --nproc-per-node 2 train.py", "torchrun --nproc-per-node 2", "torchrun"),
+        ("python -m torch.distributed.run -m pkg.train", "python -m torch.distributed.run", "torchrun"),
+        ("accelerate launch --num_processes 2 -m train", "accelerate launch --num_processes 2", "torchrun"),
+        ("/usr/bin/mpirun -np 2 python3 train.py", "/usr/bin/mpirun -np 2", "mpiexec"),
+        ("srun -n 2 train.py", "srun -n 2", "srun"),
+    ],
+)
+def test_a_launcher_is_replaced(words, launcher, variables):
+    found, row = launched_by(words.split())
+    assert (" ".join(found), row) == (launcher, variables)
 
 
 def test_models_micro_batches_and_optimizers(record):
