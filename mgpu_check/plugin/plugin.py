@@ -264,9 +264,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    needs = pyfuncitem.stash.get(NEEDS, None)
+    needs, session = pyfuncitem.stash.get(NEEDS, None), pyfuncitem.config.stash[SESSION]
     if needs is None:
-        session = pyfuncitem.config.stash[SESSION]
         session.test.in_body = True
         try:
             return (yield)
@@ -275,12 +274,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     from mgpu_check.plugin.execution import running
 
     try:
-        with running(pyfuncitem, needs, pyfuncitem.config.stash[SESSION]):
+        with running(pyfuncitem, needs, session):
             return (yield)
     except pytest.UsageError as error:
         misuse = str(error)
     except BaseException as error:
-        session = pyfuncitem.config.stash[SESSION]
         if (
             pyfuncitem.config.getoption("gpu_replay")
             and type(error).__name__ == "DidNotReproduce"
@@ -383,8 +381,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Collect the remarks of an xdist worker that has ended, for the summary in this process."""
     told = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
-    session = node.config.stash[SESSION]
-    session.notes.add(told)
+    node.config.stash[SESSION].notes.add(told)
 
 
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
