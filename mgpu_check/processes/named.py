@@ -30,8 +30,8 @@ def by_name(value: Any) -> Reduced | None:
     if not _of_torch(kind):
         return None
     torch = sys.modules["torch"]
-    if kind is torch.dtype:
-        return None  # every tensor has one, and pickle finds it by name itself
+    if kind is torch.dtype or not _is_single(value):
+        return None  # without a search of all modules; pickle finds a dtype by its name itself
     if kind in (torch.finfo, torch.iinfo):
         return kind, (getattr(torch, value.dtype),)
     operators = sys.modules["torch._ops"]
@@ -89,12 +89,13 @@ def _held(value: Any) -> Reduced | None:
 
 
 def _is_single(value: Any) -> bool:
-    """Return whether a value may be a per-process object of torch, which tensors and models are not."""
+    """Return whether a value may be a per-process object of torch, which tensors, their parts and models are not."""
     kind = type(value)  # isinstance would read `__class__`, and deprecated objects warn about that
     if issubclass(kind, type):
         return _of_torch(value)
     torch = sys.modules["torch"]
-    values = (types.ModuleType, types.FunctionType, torch.Tensor, torch.nn.Module)
+    storages = (torch.UntypedStorage, torch.TypedStorage)
+    values = (types.ModuleType, types.FunctionType, torch.nn.Module, torch.Tensor, *storages, torch.Size, torch.device)
     return _of_torch(kind) and not issubclass(kind, values)
 
 
