@@ -6,11 +6,14 @@
 ``matrix`` plants each fault once, with its defaults, and prints the checks that saw it, the accused part, and the
 time. ``--own`` runs only the checks that must see it, and no healthy node; ``--first`` ends them with the first test that
 sees it, so that the verdict has the least evidence. ``--sample=8`` runs inventory and health, the tests of these checks
-in a random order up to the first that sees the fault, and 8 tests of all others: a tenth of the work. ``draws`` draws faults, their
-devices, sizes, dtypes and seeds, and tries healthy nodes as often as is asked for. All runs are in one process, one after the
-other; the file of ``--json`` is written after each. The exit code is 0 if each planted fault was REJECTED, its part and
-no other accused, and each healthy node ACCEPTED. If 2 GPUs differ, no majority shows which of them is wrong: then it is
-right too if no part is accused, or, for different facts, the host.
+in a random order up to the first that sees the fault, and 8 tests of all others: a tenth of the work.
+
+``draws`` draws faults, their devices, sizes, dtypes and seeds. It also draws healthy nodes. Their GPUs differ by up to
+8 % in speed, and in temperatures, power, clocks and old errors.
+
+All runs are in one process, one after the other; the file of ``--json`` is written after each. The exit code is 0 if
+each planted fault was REJECTED, its part and no other accused, and each healthy node ACCEPTED. If 2 GPUs differ, no
+majority shows which of them is wrong: then it is right too if no part is accused, or, for different facts, the host.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from typing import Any
 import pytest
 
 import mgpu_check.acceptance
-from mgpu_check.acceptance.faults import HardwareFault, all_hardware_faults, planted_from
+from mgpu_check.acceptance.faults import HardwareFault, Planted, all_hardware_faults, planted_from
 from mgpu_check.cli.suite import run as run_suite
+from mgpu_check.devices.telemetry.simulated import PROFILE, Override
 
 LEVELS = ("quick", "standard", "long")
 
@@ -113,10 +117,12 @@ class Repeated:
         config = session.config
         core.global_force_seed = seed
         before = config.stash[RUN]
-        plan = dataclasses.replace(before.plan, planted=(planted_from(planted),) if planted else ())
+        faults = (planted_from(planted),) if planted else ()
+        noise = noise_of(config.stash[SESSION].settings.gpus or 0, random.Random(f"noise {seed}"))
+        plan = dataclasses.replace(before.plan, planted=faults or noise)
         run = config.stash[RUN] = Run(config.stash[SESSION], plan, "mgpu-check accept", seed)
         items = list(session.items)
-        needed = plan.planted[0].fault.caught_by if plan.planted else ()
+        needed = faults[0].fault.caught_by if faults else ()
         if self.own and needed and "performance" not in needed:  # which judges what the other checks have measured
             items = [item for item in items if _check_of(item) in needed]
         mine: set[pytest.Item] = set()
@@ -149,7 +155,7 @@ class Repeated:
             len(report.gpus),
             report.verdict.kind,
             tuple(str(accusation.part) for accusation in report.verdict.accusations),
-            tuple(str(part) for one in plan.planted for part in one.parts),
+            tuple(str(part) for one in faults for part in one.parts),
             tuple(sorted(failed)),
             report.verdict.unknown,
             time.monotonic() - began,
@@ -158,8 +164,36 @@ class Repeated:
 
 _MEASURING = ("test_speed_of", "test_memory_holds_what_is_written", "test_results_are_right")
 """Names of tests that measure speeds."""
-_JUDGED = 0.1
-"""Share of the samples whose speeds are judged though the fault is no slow part."""
+_JUDGED = {False: 0.1, True: 0.03}
+"""Share of the samples whose speeds are judged: of healthy nodes, and of nodes with a fault other than a slow part."""
+_UNLIKE = 1.08
+"""GPUs of one model differ by 8 % on average (Sinha et al., SC 2022)."""
+
+
+def noise_of(gpus: int, chosen: random.Random) -> tuple[Planted, ...]:
+    """Draw differences between healthy GPUs: their speeds, temperatures, power, clocks, and old errors."""
+    found = []
+    for gpu in range(gpus):
+        for name in ("slow-gpu", "slow-host-link"):
+            found.append(planted_from(f"{name}:device={gpu},factor={chosen.uniform(1, _UNLIKE):.3f}"))
+        temperature, power = chosen.randrange(35, 87), chosen.uniform(0.65, 1.0) * float(PROFILE["power_limit"])
+        values = {
+            "temperature": temperature,
+            "temperature_margin": int(PROFILE["temperature_slowdown"]) - temperature,
+            "memory_temperature": chosen.randrange(40, 94),
+            "power": power,
+            "sm_clock": int(chosen.uniform(0.85, 1.0) * float(PROFILE["sm_clock_max"])),
+            "throttle": chosen.choice(("", "power cap")),
+            "ecc_corrected": chosen.randrange(5),
+            "ecc_corrected_ever": chosen.randrange(5, 1000),
+            "pcie_replays": chosen.randrange(3),
+        }
+        # The ranks look a fault up by its name, and this one has no defect there.
+        found.append(planted_from(f"memory-hot:device={gpu}"))
+        overrides = [Override(gpu, field, value) for field, value in values.items()]
+        fault = dataclasses.replace(found[-1].fault, telemetry=lambda _, overrides=overrides: overrides)
+        found[-1] = dataclasses.replace(found[-1], fault=fault)
+    return tuple(found)
 
 
 def sampled(
@@ -168,13 +202,13 @@ def sampled(
     """Return the tests to run, and those of them that must see the fault.
 
     Inventory and health always run. The tests that measure, and performance, run if performance must see the fault,
-    and in a tenth of the other samples.
+    and in some of the other samples.
     """
     from mgpu_check.acceptance.conftest import _check_of
 
     checks = {item: _check_of(item) for item in items}
     always = [item for item in items if checks[item] in ("inventory", "health")]
-    if "performance" in needed or chosen.random() < _JUDGED:
+    if "performance" in needed or chosen.random() < _JUDGED[bool(needed)]:
         always += [
             item for item in items if checks[item] == "performance" or any(name in item.name for name in _MEASURING)
         ]
