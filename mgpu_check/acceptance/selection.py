@@ -47,7 +47,7 @@ class Selection:
     def narrowed(self, checks: Iterable[str]) -> Selection:
         """Return the part of this selection that is in `checks`."""
         wanted = " or ".join(checks)
-        return replace(self, keyword=f"({self.keyword}) and ({wanted})" if self.keyword else wanted)
+        return replace(self, keyword=f"({self.keyword}) and ({wanted})" if self.keyword not in ("", wanted) else wanted)
 
     def added_to(self, command: str) -> str:
         """Return `command` with the options of this selection."""

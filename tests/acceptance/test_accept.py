@@ -185,6 +185,7 @@ def test_the_line_that_repeats_a_run_selects_the_same_checks(command: Command) -
 def test_a_selection_is_narrowed_and_quoted() -> None:
     assert Selection().added_to("mgpu-check accept") == "mgpu-check accept"
     assert Selection().narrowed(["links", "memory"]).added_to("x") == "x -k 'links or memory'"
+    assert Selection("links").narrowed(["links"]) == Selection("links")
     assert Selection(mark="a b", files=("test_x.py::t[1]",)).added_to("x") == "x -m 'a b' 'test_x.py::t[1]'"
 
 
