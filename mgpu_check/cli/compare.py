@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_check import pages
-from mgpu_check.cli import compare_runs, simulate
+from mgpu_check.cli import compare_curves, compare_runs, simulate
 from mgpu_check.cli.codes import INTERRUPTED, Parser
 from mgpu_check.cli.comparing import (
     add_run_options,
@@ -33,11 +33,13 @@ _USAGE = (
     "       mgpu-check compare --against=COMMIT [...] -- script.py [args...]\n"
     "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [...] -- script.py [args...]\n"
     "       mgpu-check compare --golden=FILE [--update-golden] [...] -- script.py [args...]\n"
-    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] [--sarif=FILE] A.trace B.trace"
+    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] [--sarif=FILE] A.trace B.trace\n"
+    "       mgpu-check compare --curve[=STEPS] [--repeats=N] [...] -- script.py [args...]\n"
+    "       mgpu-check compare --curve[=STEPS] [--tag=NAME] [--html=FILE] [--json=FILE] CURVES CURVES"
 )
 _EPILOG = """\
 In the arguments of the script, an expression in braces that contains W is replaced by its value. W is the number of
-processes of the run: --batch-size={64/W}, --lr={0.1*W}.
+processes of the run: --batch-size={64/W}, --lr={0.1*W}. With --curve, {R} is the number of the repeat: --seed={R}.
 
 exit codes:
   0 equal   1 differs, or fails or hangs on the ranks
@@ -66,7 +68,7 @@ def _page(text: str) -> Path:
 
 _TAKE_A_WORD = (
     *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json", "--sarif"),
-    *("--against", "--a", "--b", "--golden"),
+    *("--against", "--a", "--b", "--golden", "--repeats", "--tag"),
 )
 
 
@@ -111,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     add("--golden", type=writable, metavar="FILE", help="compare the run with the trace in FILE")
     add("--update-golden", action="store_true", help="write the trace of the run to the FILE of --golden")
+    compare_curves.add_options(parser)
     return parser
 
 
@@ -130,7 +133,9 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
         parser.error("--a and --b are the arguments of two runs; give both, or leave both out")
     if given.update_golden and not given.golden:
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
-    if chosen and given.html:
+    if given.curve is not None and given.golden:
+        parser.error("--curve repeats runs, and --golden compares one; record traces, and give them: --curve A.trace B")
+    if chosen and given.html and given.curve is None:
         parser.error(f"--html shows ranks beside one device, and {chosen[0]} compares two runs; give --json=FILE")
     if not chosen and given.gpus < 2:
         parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
@@ -142,6 +147,10 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
+        if "--" not in argv and compare_curves.are_files(own, program):
+            words = [word for word in program if not word.startswith("-")]
+            flags = [word for word in program if word.startswith("-")]
+            return compare_curves.of_files(parser.parse_args([*own, *flags]), words, parser)
         if "--" not in argv and compare_runs.are_files(program):
             given, files = parser.parse_known_args(argv)
             if unknown := [word for word in files if word.startswith("-")]:
@@ -152,6 +161,8 @@ def main(argv: Sequence[str]) -> int:
         command = script_command(program, parser)
         count = counted(given, command, [given.gpus] if of_runs else [1, given.gpus], parser)
         plan = replace(plan_of(given, program, command, count), unjudged=dict(given.unjudged))
+        if given.curve is not None:
+            return compare_curves.of_runs(given, plan, parser)
         return compare_runs.of_runs(given, plan, parser) if of_runs else _compare(given, plan)
     except SystemExit as stop:
         return int(stop.code or 0)

@@ -68,23 +68,33 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         return _golden(given, plan, parser)
     values = VALUES_OF_COMPARISON if installed() else 0
     with interruptible(), ExitStack() as undo:
-        try:
-            if given.against:
-                revision = undo.enter_context(checked_out(given.against))
-                root, own = str(revision.root), revision.own
-                one = RunRecording(revision.name, ScriptComparison(revision.plan(plan)), values, root=root, foreign=own)
-                other = RunRecording("the working tree", ScriptComparison(plan), values, rounding=False)
-                notes = revision.notes
-            else:
-                one = RunRecording("--a", ScriptComparison(_with(plan, "--a", given.a)), values)
-                other = RunRecording("--b", ScriptComparison(_with(plan, "--b", given.b)), values, rounding=False)
-                notes = [f"{side.name}: {side.made.plan.shown}" for side in (one, other)]
-        except ValueError as error:
-            parser.error(str(error))
+        one, other, notes = recordings(given, plan, values, undo, parser)
         print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{plan.note}", flush=True)
         for line in notes:
             tell(line)
         return _both(plan, one, other, given, share=not given.against)
+
+
+def recordings(
+    given: argparse.Namespace, plan: ComparisonPlan, values: int, undo: ExitStack, parser: argparse.ArgumentParser
+) -> tuple[RunRecording, RunRecording, Sequence[str]]:
+    """Return the two runs of --against, or of --a and --b, and what the user should know of them.
+
+    Args:
+        values: most bytes of values to keep of each.
+        undo: removes the files of the commit.
+    """
+    try:
+        if given.against:
+            revision = undo.enter_context(checked_out(given.against))
+            root, own = str(revision.root), revision.own
+            one = RunRecording(revision.name, ScriptComparison(revision.plan(plan)), values, root=root, foreign=own)
+            return one, RunRecording("the working tree", ScriptComparison(plan), values, rounding=False), revision.notes
+        one = RunRecording("--a", ScriptComparison(_with(plan, "--a", given.a)), values)
+        other = RunRecording("--b", ScriptComparison(_with(plan, "--b", given.b)), values, rounding=False)
+        return one, other, [f"{side.name}: {side.made.plan.shown}" for side in (one, other)]
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:

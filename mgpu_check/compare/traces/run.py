@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,7 +134,7 @@ def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> 
         made.steps.append(
             Step(
                 steps[0].optimizer,
-                list(_mean_loss(steps)),
+                [] if (loss := mean_loss(steps)) is None else [loss],
                 [_together([step.seen for step in seen], divided)],
                 [_together([step.seen_columns for step in seen], divided)],
                 options=_first([step.options for step in steps], but),
@@ -168,7 +168,7 @@ def _together(seen: Sequence[Sequence[int]], divided: bool) -> list[int]:
     return list(Samples(Counter(), ranks, divided).together.elements())
 
 
-def _mean_loss(steps: Sequence[Step]) -> Iterator[float]:
+def mean_loss(steps: Sequence[Step]) -> float | None:
+    """Return the mean loss of ranks at a step, weighted by their samples; None if no rank has a finite loss."""
     known = [(len(step.seen) or 1, step.loss) for step in steps if step.loss is not None]
-    if known:
-        yield math.fsum(count * loss for count, loss in known) / sum(count for count, _ in known)
+    return math.fsum(count * loss for count, loss in known) / sum(count for count, _ in known) if known else None
