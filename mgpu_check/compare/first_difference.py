@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, Samples, deviation, of_kind
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import TensorSummary
+from mgpu_check.compare.within_step import reduced_within
 from mgpu_check.diagnosis.report import Finding, Observable
 
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
@@ -148,6 +149,10 @@ def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDiff
                 wrong[kind].append(worst)
             if ranks_differ:
                 apart[kind].append(name)
+    if apart["gradient"]:
+        right = reduced_within(aligned, rounding, step, {*apart["parameter"], *apart["state"]})
+        wrong["gradient"] = [entry for entry in wrong["gradient"] if entry.name not in right]
+        apart["gradient"] = [name for name in apart["gradient"] if name not in right]
     return FirstDifference(aligned, rounding, step, wrong, apart)
 
 

@@ -63,25 +63,22 @@ def _is_mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> bool:
 
 
 def _mean(parts: Sequence[tuple[HeldSlice, TensorSummary]]) -> TensorSummary:
-    """Return the mean of partial statistics; its norm is not a number, since it is unknown.
-
-    Equal parts are the mean themselves.
-    """
-    first = parts[0][1]
+    """Return the mean of partial statistics. Equal parts are the mean themselves."""
     if not _is_mean(parts):
-        return first
-    finite = all(value.finite for _, value in parts)
-    sums = zip(*(value.sums for _, value in parts), strict=True)
-    samples = zip(*(value.samples for _, value in parts), strict=True)
-    shares = [held.share for held, _ in parts]
+        return parts[0][1]
+    return mean_of([value for _, value in parts], [held.share for held, _ in parts])
+
+
+def mean_of(values: Sequence[TensorSummary], shares: Sequence[float]) -> TensorSummary:
+    """Return the weighted mean; its norm is not a number, since it is unknown."""
 
     def mean(some: Sequence[float]) -> float:
         return sum(share * value for share, value in zip(shares, some, strict=True))
 
     return TensorSummary(
         0,
-        math.nan if finite else math.inf,
-        tuple(map(mean, sums)),
+        math.nan if all(value.finite for value in values) else math.inf,
+        tuple(map(mean, zip(*(value.sums for value in values), strict=True))),
         # None is an element that no rank has at this place.
-        tuple(some[0] if None in some else mean(some) for some in samples),
+        tuple(some[0] if None in some else mean(some) for some in zip(*(v.samples for v in values), strict=True)),
     )

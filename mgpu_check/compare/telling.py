@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mgpu_check.compare import within_step
 from mgpu_check.compare.alignment import KINDS, Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
@@ -286,7 +287,7 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
         remarks.append(
             f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
         )
-    remarks += _drowned(aligned, rounding, useful)
+    remarks += [*_drowned(aligned, rounding, useful), *filter(None, [within_step.remark(aligned, rounding)])]
     for step in range(aligned.compared):
         if options := other_options(aligned, step):
             remarks.append(f"at step {step + 1} {options[0]}, although gradients and parameters agree")

@@ -1,0 +1,103 @@
+"""Judge optimizers that reduce gradients within their step, and whose ranks keep states of other rows (ZeRO-2, Muon).
+
+The gradients before such a step are those of each rank. They are right if their mean over the ranks is the gradient of
+one device, and if the ranks agree about the parameters and states after the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from mgpu_check.compare.alignment import Aligned, deviation
+from mgpu_check.compare.partial import mean_of
+from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.trace import TensorSummary, Trace
+
+_NEAR = 1e-2
+"""Relative deviation of a state's norm and sum: other rows than supposed almost always cause more."""
+
+
+def reduced_within(aligned: Aligned, rounding: Rounding, step: int, apart: Collection[str]) -> list[str]:
+    """Return the parameters whose gradients differ between ranks, but that the step changes alike.
+
+    Args:
+        apart: parameters and states that differ between ranks after the step.
+    """
+    states = {name: aligned.one.states[name].of for name in aligned.states}
+    off = {states.get(name, name) for name in apart}
+    return [
+        name
+        for name in aligned.names
+        if name not in off and _shows(aligned, step, name) and _is_mean(aligned, rounding, step, name)
+    ]
+
+
+def _shows(aligned: Aligned, step: int, name: str) -> bool:
+    """Return whether the result of a step shows its gradient: in a state, or in a parameter that it changed."""
+    trace = aligned.one
+    if any(trace.states[state].of == name and trace.states[state].count > 1 for state in aligned.states):
+        return True
+    kinds = [trace.steps[step].before, *(earlier.parameters for earlier in reversed(trace.steps[:step]))]
+    before = next((values[name] for values in kinds if name in values), None)
+    after = trace.steps[step].parameters.get(name)
+    return before is not None and after is not None and before.bits != after.bits
+
+
+def _is_mean(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
+    """Return whether ranks have different gradients, whose mean is the gradient of one device."""
+    expected, here = aligned.found(step, "gradient", name)
+    known = [value for value in here.values() if value is not None]
+    if expected is None or len(known) < max(aligned.world, 2) or all(value == known[0] for value in known):
+        return False
+    mean = replace(mean_of(known, [1 / len(known)] * len(known)), norm=expected.norm)
+    tolerance = rounding.tolerance(step, "gradient", name)
+    return deviation(mean, expected, aligned.parameter(name).shape).size <= tolerance
+
+
+def put_rows_together(one: Trace, ranks: Sequence[Trace]) -> None:
+    """Replace states that each rank keeps of its own rows by the state of all rows.
+
+    The rows of a rank follow those of the rank before; the last rank may pad its rows with zeros. The norm and the sum
+    of all rows are known. The other numbers of the summary are those of one device.
+    """
+    for name, whole in one.states.items():
+        own = [trace.states.get(name) for trace in ranks]
+        rows = -(-whole.shape[0] // len(ranks)) if whole.key and whole.shape else 0
+        shape = (rows, *whole.shape[1:])
+        if len(ranks) < 2 or shape == whole.shape or any(state is None or state.shape != shape for state in own):
+            continue
+        found = [
+            _together(at.states.get(name), [trace.steps[number].states.get(name) for trace in ranks])
+            for number, at in enumerate(one.steps[: min(len(trace.steps) for trace in ranks)])
+        ]
+        first = next((pair for pair in zip(found, one.steps, strict=False) if pair[0] is not None), None)
+        if first is None or deviation(first[0], first[1].states[name], whole.shape).size > _NEAR:
+            continue
+        for trace, state in zip(ranks, own, strict=True):
+            assert state is not None
+            trace.states[name] = replace(whole, dtype=state.dtype, device=state.device, constant=state.constant)
+            for step, value in zip(trace.steps, found, strict=False):
+                if value is not None:
+                    step.states[name] = value
+
+
+def _together(expected: TensorSummary | None, parts: Sequence[TensorSummary | None]) -> TensorSummary | None:
+    known = [part for part in parts if part is not None]
+    if expected is None or len(known) < len(parts):
+        return None
+    off = math.fsum(sum(part.sums) for part in known) - math.fsum(expected.sums)
+    sums = tuple(value + off / len(expected.sums) for value in expected.sums)
+    return TensorSummary(0, math.hypot(*(part.norm for part in known)), sums, expected.samples)
+
+
+def remark(aligned: Aligned, rounding: Rounding) -> str:
+    """Report gradients that are reduced within the step; "" if there are none."""
+    found = next(filter(None, (reduced_within(aligned, rounding, s, ()) for s in range(aligned.compared))), [])
+    if not found:
+        return ""
+    return (
+        f"the gradients of {len(found)} parameters differ between ranks before the step, and their mean is that of one "
+        "device: the optimizer reduces them"
+    )

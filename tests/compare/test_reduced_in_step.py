@@ -1,0 +1,34 @@
+"""Optimizers that reduce the gradients of the ranks within their step, and keep states of a rank's own rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compare.conftest import script
+
+REDUCED = script("reduced_in_step")
+
+
+def test_gradients_may_be_reduced_within_the_step(compare):
+    outcome = compare(REDUCED, code=0)
+    assert "equal: 3 steps on 2 ranks train the same 4 parameters" in outcome.text
+    assert "the gradients of 4 parameters differ between ranks before the step, and their mean is" in outcome.text
+    assert outcome.json["not_compared"] == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tensor", "mistake"),
+    [
+        (
+            "                if world > 1:\n",
+            "                if world > 1 and shared:\n",
+            "gradient",
+            "gradients-not-synchronized",
+        ),
+        ("                    grad /= world\n", "", "parameter", "world-size-factor"),
+        ('state["momentum"].mul_(0.9)', 'state["momentum"].mul_(0.9 / world)', "parameter", "optimizer-differs"),
+    ],
+)
+def test_a_mistake_within_the_step_is_refuted(compare, changed, old, new, tensor, mistake):
+    outcome = compare(changed(REDUCED, (old, new)), code=1)
+    assert (outcome.json["tensor"], outcome.json["mistakes"]) == (tensor, [mistake])
