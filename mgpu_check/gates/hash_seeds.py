@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from mgpu_check.diagnosis.evidence import HashSeeds
 from mgpu_check.diagnosis.report import Report
-from mgpu_check.diagnosis.rules.order import findings_of_hash_seeds
 from mgpu_check.engine import hash_seeds
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.sets_used import sets_used
@@ -60,6 +59,8 @@ def with_seeds_apart(
     judge(ranks)
     if not isinstance(failed, RankHang) and _failure(judge, apart) is None:
         return  # the failure is intermittent, and does not depend on the seeds
+    from mgpu_check.diagnosis.rules.order import findings_of_hash_seeds  # here, because few gates need its rules
+
     what = (str(failed).splitlines() or [type(failed).__name__])[0]
     told = (
         f"the case passes if all ranks share one hash seed; with a seed for each rank, {what[:_LONGEST]}; sets are "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gates.arguments import check_arguments
-from mgpu_check.gates.axes import shrunk_to_axes
 from mgpu_check.gates.comparability import check_unjudged
 from mgpu_check.gates.definitions import definition_of
-from mgpu_check.gates.investigation import failure_of, no_return_of
 from mgpu_check.gates.meshes import Mesh, check_meshes, size_of
 from mgpu_check.gates.program import Program, name_of
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gates.search import smallest_failure
 from mgpu_check.gates.step_seeds import try_seeds
-from mgpu_check.gates.telling import late_hang, report_of
-from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import RanksFixture, world_sizes_of
 from mgpu_check.numerics.placement.declared import Placement
 
@@ -173,13 +170,28 @@ def _assert_scales(
         try:
             failed = smallest_failure(trials, kind.scenarios, kind.examples)
         except RankHang as hang:
-            failure = no_return_of(trials.name, trials.current, hang, definition_of(program.step))
-            raise late_hang(failure, hang) from None
+            raise _no_return(trials, hang) from None
         if failed is not None:
-            failed, axes = shrunk_to_axes(trials, failed)
-            report = report_of(failure_of(trials, failed, [size for size, mesh in worlds if not mesh], axes))
-            raise ScalingMismatch(
-                str(report), ranks=failed.ranks, mistakes=report.mistakes, site=report.site
-            ) from failed.error
+            raise _mismatch(trials, failed, [size for size, mesh in worlds if not mesh]) from failed.error
     trials.finish(worlds, unjudged)
     try_seeds(trials)
+
+
+# Most gates pass, so these import the diagnosis, which takes a tenth of a second.
+
+
+def _no_return(trials: Trials, hang: RankHang) -> RankHang:
+    from mgpu_check.gates.investigation import no_return_of
+    from mgpu_check.gates.telling import late_hang
+
+    return late_hang(no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step)), hang)
+
+
+def _mismatch(trials: Trials, failed: Trial, sizes: Sequence[int]) -> ScalingMismatch:
+    from mgpu_check.gates.axes import shrunk_to_axes
+    from mgpu_check.gates.investigation import failure_of
+    from mgpu_check.gates.telling import report_of
+
+    failed, axes = shrunk_to_axes(trials, failed)
+    report = report_of(failure_of(trials, failed, sizes, axes))
+    return ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes, site=report.site)

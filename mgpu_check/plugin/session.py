@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
 PRELOAD = ("mgpu_check.plugin.in_rank",)
+GATES = ("mgpu_check.gates.measuring", "mgpu_check.gates.running")
+"""Modules that each rank of a gate would import."""
 
 
 class FirstFailure(BaseException):
@@ -106,7 +108,7 @@ class GpuSession:
         self._agents = launched.launcher_of_this_run(self.settings)
         more = self.preload if self.settings.simulate == "cpu" else ()
         return RankPool(
-            self._agents or LocalLauncher(PRELOAD, self.settings.simulate, FIRST, keep=self._keep, more=more),
+            self._agents or LocalLauncher(self._shared, self.settings.simulate, FIRST, keep=self._keep, more=more),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,
@@ -132,6 +134,11 @@ class GpuSession:
             )
         return self._leasing
 
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        """The modules that the fork servers of all runs import besides those of the engine."""
+        return PRELOAD if self._keep is None else (*PRELOAD, *GATES)
+
     def find_keeper(self) -> None:
         """Look for the process that keeps the imports of ranks for this run.
 
@@ -148,7 +155,7 @@ class GpuSession:
         if why:
             self._keep, self._kept = None, f"imports are not kept warm, because {why}"
             return
-        found = kept.keeper_of(*LocalLauncher(PRELOAD, self.settings.simulate, FIRST).keeper())
+        found = kept.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
         self._kept = f"imports kept warm {f'by process {found}' if found else f'from now on, for {self._keep:g} s'}"
 
     def count_devices(self) -> None:

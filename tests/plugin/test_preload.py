@@ -61,3 +61,30 @@ run(["--gpus=2", "--simulate", "test_launch.py", "-k", "no_such_check"], [Probe(
 """
     result = pytester.runpython_c(code)
     assert "started True True" in result.stdout.str(), result.stdout.str() + result.stderr.str()
+
+
+def test_a_file_that_needs_ranks_starts_the_fork_server_before_its_import(run, pytester):
+    pytester.makepyfile(
+        conftest="""
+            import gc
+            from mgpu_check.plugin.stash import SESSION
+
+            def pytest_make_collect_report(collector):
+                pool = collector.config.stash[SESSION]._pool
+                started = pool is not None and pool._launcher._server is not None
+                print("start", collector.name, started, started and pool._launcher._more, gc.isenabled())
+
+            def pytest_sessionfinish():
+                print("finish", gc.isenabled())
+        """,
+        test_a="def test_a(): pass",
+        test_b="def test_b(ranks): pass",
+        test_c="def test_c(ranks): assert_step_scales",
+    )
+    text = run("--gpus=2", "--simulate", "-s", "--collect-only").stdout.str()
+    assert text.count(".py False False True") == 3
+    text = run("--gpus=2", "--simulate", "-s", "-k", "test_a").stdout.str()
+    assert "start test_a.py False False False" in text and "start test_b.py True () False" in text
+    assert "finish True" in text
+    text = run("--gpus=2", "--simulate", "-s", "test_c.py", "-k", "nothing").stdout.str()
+    assert "start test_c.py True ('mgpu_check.gates.measuring', 'mgpu_check.gates.running') False" in text

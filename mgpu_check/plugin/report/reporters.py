@@ -1,4 +1,4 @@
-"""Register the plugins that report a run, as the options ask for them."""
+"""Register further plugins, as the options ask for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mgpu_check.plugin.session import GpuSession
 
 
 def register(config: pytest.Config, session: GpuSession) -> None:
-    """Register the summary in Markdown, annotations, and the line that repeats an example.
+    """Register the summary, annotations, the early start of ranks, and the line that repeats an example.
 
     Raises:
         pytest.UsageError: a file cannot be written, or the example cannot be repeated here.
@@ -23,6 +23,10 @@ def register(config: pytest.Config, session: GpuSession) -> None:
             from mgpu_check.plugin.report.annotations import Annotations
 
             config.pluginmanager.register(Annotations(), "mgpu_check_annotations")
+    if session.settings.asked and not config.option.collectonly:
+        from mgpu_check.plugin.early import EarlyStart
+
+        config.pluginmanager.register(EarlyStart(session), "mgpu_check_early")
     if config.getoption("gpu_replay"):
         from mgpu_check.plugin.report import example
 
