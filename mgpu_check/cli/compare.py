@@ -179,4 +179,4 @@ def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
         done = comparison.compare(plan, tell)
     if given.html:
         write_page(given.html, done)
-    return conclude(done, given)
+    return conclude(done, json=given.json, sarif=given.sarif)

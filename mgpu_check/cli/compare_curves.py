@@ -133,4 +133,4 @@ def _conclude(
         write_page(given.html, done.plan.shown, verdict, found)
     if given.json:
         write_json(given.json, verdict, found)
-    return conclude(done, None)
+    return conclude(done, json=None, sarif=given.sarif)

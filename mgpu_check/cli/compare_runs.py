@@ -59,7 +59,7 @@ def _judge(
     found = compare_runs(one, other, done.plan.unjudged)
     report = replace(found.verdict.report, remarks=[*found.verdict.report.remarks, *remarks])
     done.aligned, done.rounding, done.verdict = found.aligned, found.rounding, replace(found.verdict, report=report)
-    return conclude(done, given)
+    return conclude(done, json=given.json, sarif=given.sarif)
 
 
 def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
@@ -129,7 +129,7 @@ def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, given: a
         if stopped is not None:
             kind: Kind = "differs" if found and stopped.failed else "not comparable"
             done.verdict = ComparisonVerdict(kind, stopped.told(kind, f"{side.name}: "))
-            return conclude(done, given)
+            return conclude(done, json=given.json, sarif=given.sarif)
     return _judge(done, found[0], found[1], given, [*one.remarks, *other.remarks])
 
 
@@ -151,7 +151,7 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         except NotRecorded as stopped:
             kind: Kind = "differs" if stopped.failed else "not comparable"
             run.made.verdict = ComparisonVerdict(kind, stopped.told(kind))
-            return conclude(run.made, given)
+            return conclude(run.made, json=given.json, sarif=given.sarif)
         return _judge(run.made, golden, found, given, run.remarks)
 
 

@@ -221,8 +221,8 @@ def tell(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def conclude(done: ScriptComparison, given: argparse.Namespace) -> int:
-    """Print the verdict, write it to the files of --json and --sarif, and return the exit code."""
+def conclude(done: ScriptComparison, *, json: Path | None, sarif: Path | None) -> int:
+    """Print the verdict, write it to files, and return the exit code."""
     from mgpu_check.compare.result import write_json, write_sarif
 
     plan, report = done.plan, done.verdict.report
@@ -230,10 +230,10 @@ def conclude(done: ScriptComparison, given: argparse.Namespace) -> int:
     if done.verdict.kind == "differs" and wanted(None):
         script = next((f"{word}:1" for word in plan.command if word.endswith(".py")), "")
         print(annotation(f"{plan.shown} differs on {plan.world} ranks", str(report), report.site or script))
-    if given.json:
-        write_json(given.json, done)
-    if given.sarif:
-        write_sarif(given.sarif, done)
+    if json:
+        write_json(json, done)
+    if sarif:
+        write_sarif(sarif, done)
     if plan.simulated:
         print(f"{done.verdict.kind}, on {plan.world} {plan.simulated} GPUs")
     return _CODES[done.verdict.kind]

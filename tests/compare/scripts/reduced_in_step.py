@@ -16,7 +16,7 @@ class Momentum(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 shared = world > 1 and len(p) % world == 0
