@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -136,7 +135,7 @@ def concluded(tmp_path: Path, verdict: ComparisonVerdict) -> dict[str, Any]:
     plan = ComparisonPlan(["python", "train.py", "--epochs=2"], "train.py --epochs=2", 2, {}, {}, "", 300.0, None)
     done = ScriptComparison(plan)
     done.verdict = verdict
-    conclude(done, Namespace(json=None, sarif=tmp_path / "out.sarif"))
+    conclude(done, json=None, sarif=tmp_path / "out.sarif")
     return read((tmp_path / "out.sarif").read_text())
 
 
