@@ -123,8 +123,9 @@ class Repeated:
         run = config.stash[RUN] = Run(config.stash[SESSION], plan, "mgpu-check accept", seed)
         items = list(session.items)
         needed = faults[0].fault.caught_by if faults else ()
-        if self.own and needed and "performance" not in needed:  # which judges what the other checks have measured
-            items = [item for item in items if _check_of(item) in needed]
+        if self.own and needed:
+            judged = "performance" in needed
+            items = [item for item in items if _check_of(item) in needed or (judged and measures(item))]
         mine: set[pytest.Item] = set()
         if self.sample:
             items, mine = sampled(items, needed, random.Random(f"{planted} {seed}"), self.sample)
@@ -163,7 +164,14 @@ class Repeated:
 
 
 _MEASURING = ("test_speed_of", "test_memory_holds_what_is_written", "test_results_are_right")
-"""Names of tests that measure speeds."""
+"""Names of tests that measure the speeds that the check of performance judges."""
+
+
+def measures(item: pytest.Item) -> bool:
+    """Return whether a test measures speeds."""
+    return any(name in item.name for name in _MEASURING)
+
+
 _JUDGED = {False: 0.1, True: 0.03}
 """Share of the samples whose speeds are judged: of healthy nodes, and of nodes with a fault other than a slow part."""
 _UNLIKE = 1.08
@@ -209,9 +217,7 @@ def sampled(
     checks = {item: _check_of(item) for item in items}
     always = [item for item in items if checks[item] in ("inventory", "health")]
     if "performance" in needed or chosen.random() < _JUDGED[bool(needed)]:
-        always += [
-            item for item in items if checks[item] == "performance" or any(name in item.name for name in _MEASURING)
-        ]
+        always += [item for item in items if checks[item] == "performance" or measures(item)]
     mine = [item for item in items if item not in always and checks[item] in needed]
     others = [item for item in items if item not in always and item not in mine and checks[item] != "performance"]
     run = {*always, *mine, *chosen.sample(others, min(count, len(others)))}
