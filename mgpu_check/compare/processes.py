@@ -258,6 +258,7 @@ def run(
         "steps": steps,
         "moved": moved,
         "apart": apart,
+        "launcher": launcher,
     }
     processes: list[_RecordedProcess] = []
     before = adopt()
@@ -307,6 +308,7 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int,
     made.update({name: value.format(rank=rank, world=world) for name, value in VARIABLES[launcher].items()})
     made.update(
         _MGPU_CHECK_RANK=f"{rank}/{world}",
+        _MGPU_CHECK_STORE=f"127.0.0.1:{port}",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RESTART_COUNT="0",

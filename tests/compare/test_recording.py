@@ -118,6 +118,32 @@ dist.destroy_process_group()
     assert [trace.of("led")[0]["variable"] for trace in run.traces] == ["MASTER_PORT"] * 2
 
 
+def test_ranks_in_place_of_mpiexec_have_a_stand_in_for_mpi(record):
+    run = record(
+        """
+import mpi4py.MPI
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+assert mpi4py.MPI is MPI and (world.Get_rank(), world.Get_size()) == (world.rank, world.size)
+assert world.bcast("root" if world.rank == 0 else None, root=0) == "root"
+assert world.allgather(world.rank) == [0, 1] and world.scatter([5, 6] if world.rank == 0 else None) == 5 + world.rank
+assert world.allreduce(world.rank + 1) == 3 and world.reduce(world.rank, op=MPI.MAX, root=1) == (None, 1)[world.rank]
+assert world.gather(world.rank) == ([0, 1] if world.rank == 0 else None)
+world.barrier()
+try:
+    world.Allreduce
+except AttributeError as error:
+    assert "stand-in for mpi4py" in str(error)
+import torch.distributed as dist
+dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+dist.destroy_process_group()
+""",
+        2,
+        "mpiexec",
+    )
+    assert [ended.how for ended in run.ranks] == ["finished"] * 2, [ended.stderr for ended in run.ranks]
+
+
 @pytest.mark.parametrize(
     ("words", "launcher", "variables"),
     [

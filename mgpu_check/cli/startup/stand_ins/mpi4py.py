@@ -1,0 +1,79 @@
+"""Stand in for mpi4py in ranks that `mgpu-check compare` starts in place of mpiexec.
+
+MPI itself would find one process, because no launcher of MPI has started the ranks. `MPI.COMM_WORLD` has the ranks of
+the comparison, and exchanges pickled objects through its store: enough for scripts whose tensors torch reduces.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["MPI"]
+__path__: list[str] = []  # so that `import mpi4py.MPI` is an import from a package
+
+
+class Communicator:
+    """All ranks of the comparison."""
+
+    def __init__(self) -> None:
+        rank, _, size = os.environ["_MGPU_CHECK_RANK"].partition("/")
+        self.rank, self.size = int(rank), int(size)
+        self._calls = 0
+        self._store: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"MPI.COMM_WORLD.{name} is not part of mgpu-check's stand-in for mpi4py, which has rank, size, bcast, "
+            "scatter, gather, allgather, reduce, allreduce and barrier; use torch.distributed for tensors"
+        )
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        from torch.distributed import TCPStore  # late, because scripts may import mpi4py before torch
+
+        if self._store is None:
+            host, _, port = os.environ["_MGPU_CHECK_STORE"].partition(":")
+            self._store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        self._calls += 1
+        self._store.set(f"mpi {self._calls} {self.rank}", pickle.dumps(sendobj))
+        return [pickle.loads(self._store.get(f"mpi {self._calls} {rank}")) for rank in range(self.size)]
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        found = self.allgather(sendobj)
+        return found if self.rank == root else None
+
+    def bcast(self, obj: Any = None, root: int = 0) -> Any:
+        return self.allgather(obj if self.rank == root else None)[root]
+
+    def scatter(self, sendobj: Sequence[Any] | None = None, root: int = 0) -> Any:
+        return self.bcast(sendobj, root)[self.rank]
+
+    def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = operator.add) -> Any:
+        return functools.reduce(op, self.allgather(sendobj))
+
+    def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = operator.add, root: int = 0) -> Any:
+        found = self.allreduce(sendobj, op)
+        return found if self.rank == root else None
+
+    def barrier(self) -> None:
+        self.allgather(None)
+
+    Barrier = barrier
+
+
+MPI: Any = types.ModuleType("mpi4py.MPI")
+MPI.COMM_WORLD = Communicator()
+MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN = operator.add, operator.mul, max, min
+sys.modules["mpi4py.MPI"] = MPI
