@@ -24,6 +24,7 @@ from mgpu_check.cli.comparing import (
 from mgpu_check.compare import comparison
 from mgpu_check.compare.arguments import accepted
 from mgpu_check.compare.comparison import ComparisonPlan
+from mgpu_check.compare.page import write_page
 
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
@@ -97,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         "--html",
         type=_page,
         metavar="FILE",
-        help=f"write a page with the curves of loss and deviation; requires {pages.INSTALL}",
+        help="write a page with the curves of loss and deviation, and a picture of where the runs differ; requires "
+        + pages.INSTALL,
     )
     add("--json", type=writable, metavar="FILE", help="write the verdict and the compared values as JSON")
     add("--sarif", type=writable, metavar="FILE", help="write the verdict as SARIF, for code scanning")
@@ -135,8 +137,6 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
     if given.curve is not None and given.golden:
         parser.error("--curve repeats runs, and --golden compares one; record traces, and give them: --curve A.trace B")
-    if chosen and given.html and given.curve is None:
-        parser.error(f"--html shows ranks beside one device, and {chosen[0]} compares two runs; give --json=FILE")
     if not chosen and given.gpus < 2:
         parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
     return bool(chosen)
@@ -172,8 +172,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
-    from mgpu_check.compare.page import write_page
-
     print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{plan.note}", flush=True)
     with interruptible():
         done = comparison.compare(plan, tell)

@@ -13,6 +13,7 @@ from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG
 from mgpu_check.cli.comparing import conclude, interruptible, tell
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
+from mgpu_check.compare.page import write_page
 from mgpu_check.compare.trace import TraceError
 from mgpu_check.compare.traces.file import is_run, read_run, write_run
 from mgpu_check.compare.traces.judging import compare_runs
@@ -32,14 +33,14 @@ def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.A
     """Compare two traces."""
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
-    if given.against or given.a or given.b or given.golden or given.html:
+    if given.against or given.a or given.b or given.golden:
         parser.error(
-            "two traces are compared without running a script; only --unjudged, --json and --sarif go with them"
+            "two traces are compared without running a script; only --unjudged, --html, --json and --sarif go with them"
         )
     one, other = (_read(Path(file), parser) for file in files)
     print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
     plan = ComparisonPlan([], shlex.join(files), other.world, {}, {}, "", 0.0, None, unjudged=dict(given.unjudged))
-    return _judge(ScriptComparison(plan), one, other, given)
+    return _judge(given, ScriptComparison(plan), one, other)
 
 
 def _read(path: Path, parser: argparse.ArgumentParser) -> RecordedRun:
@@ -54,11 +55,17 @@ def _told(run: RecordedRun) -> str:
 
 
 def _judge(
-    done: ScriptComparison, one: RecordedRun, other: RecordedRun, given: argparse.Namespace, remarks: Sequence[str] = ()
+    given: argparse.Namespace,
+    done: ScriptComparison,
+    one: RecordedRun,
+    other: RecordedRun,
+    remarks: Sequence[str] = (),
 ) -> int:
     found = compare_runs(one, other, done.plan.unjudged)
     report = replace(found.verdict.report, remarks=[*found.verdict.report.remarks, *remarks])
     done.aligned, done.rounding, done.verdict = found.aligned, found.rounding, replace(found.verdict, report=report)
+    if given.html:
+        write_page(given.html, done, one.name)
     return conclude(done, json=given.json, sarif=given.sarif)
 
 
@@ -72,7 +79,7 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{plan.note}", flush=True)
         for line in notes:
             tell(line)
-        return _both(plan, one, other, given, share=not given.against)
+        return _both(given, plan, one, other)
 
 
 def recordings(
@@ -107,13 +114,10 @@ def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
     return replace(plan, command=command, shown=f"{plan.shown} {words}")
 
 
-def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, given: argparse.Namespace, share: bool) -> int:
-    """Record two runs, and compare them.
-
-    Args:
-        share: slices of one run may be found in the other run.
-    """
+def _both(given: argparse.Namespace, plan: ComparisonPlan, one: RunRecording, other: RunRecording) -> int:
+    """Record two runs, and compare them."""
     done = ScriptComparison(plan)
+    share = not given.against  # slices of one run may be found in the other run
     found: list[RecordedRun] = []
     for side, another in ((one, other), (other, one)):
         own = UndividedRun("one device", side.made, 1)
@@ -130,7 +134,7 @@ def _both(plan: ComparisonPlan, one: RunRecording, other: RunRecording, given: a
             kind: Kind = "differs" if found and stopped.failed else "not comparable"
             done.verdict = ComparisonVerdict(kind, stopped.told(kind, f"{side.name}: "))
             return conclude(done, json=given.json, sarif=given.sarif)
-    return _judge(done, found[0], found[1], given, [*one.remarks, *other.remarks])
+    return _judge(given, done, found[0], found[1], [*one.remarks, *other.remarks])
 
 
 def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
@@ -152,7 +156,7 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
             kind: Kind = "differs" if stopped.failed else "not comparable"
             run.made.verdict = ComparisonVerdict(kind, stopped.told(kind))
             return conclude(run.made, json=given.json, sarif=given.sarif)
-        return _judge(run.made, golden, found, given, run.remarks)
+        return _judge(given, run.made, golden, found, run.remarks)
 
 
 def write_recorded(recording: RunRecording, path: Path) -> int:

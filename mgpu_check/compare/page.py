@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mgpu_check import pages
 from mgpu_check.compare.comparison import ScriptComparison
+from mgpu_check.compare.heat import heat_pictures
 from mgpu_check.compare.picture import Curve, draw
 from mgpu_check.compare.result import curves
 from mgpu_check.diagnosis.registry import known_mistake
@@ -16,12 +17,16 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _RANKS = 16  # more curves of single ranks would not be readable
 
 
-def write_page(path: Path, done: ScriptComparison) -> None:
-    """Write the verdict, its likely causes, the curves and the compared tensors.
+def write_page(path: Path, done: ScriptComparison, reference: str = "one device") -> None:
+    """Write the verdict, its likely causes, the curves, where the runs differ, and the compared tensors.
 
     Requires the extra, see `pages.require`.
+
+    Args:
+        reference: name of the run that the other run is compared with.
     """
     report = done.verdict.report
+    mark = done.verdict.step
     page = pages.render(
         _TEMPLATE,
         version=__version__,
@@ -29,7 +34,11 @@ def write_page(path: Path, done: ScriptComparison) -> None:
         verdict=done.verdict,
         report=report,
         findings=[(finding, known_mistake(finding.mistake)) for finding in report.findings],
-        pictures=_pictures(done),
+        reference=reference,
+        pictures=_pictures(done, reference),
+        heat=[] if done.aligned is None else heat_pictures(done.aligned, done.rounding, mark),
+        steps=0 if done.aligned is None else done.aligned.steps,
+        rounding=done.rounding,
         columns=_columns(report),
         observables=sorted(report.observables, key=lambda entry: entry.right),
         runs=_runs(done),
@@ -41,7 +50,7 @@ def _columns(report: Report) -> list[str]:
     return list(report.observables[0].relations) if report.observables else []
 
 
-def _pictures(done: ScriptComparison) -> list[dict[str, str]]:
+def _pictures(done: ScriptComparison, reference: str) -> list[dict[str, str]]:
     found = curves(done)
     if not found["one"]:
         return []
@@ -50,8 +59,8 @@ def _pictures(done: ScriptComparison) -> list[dict[str, str]]:
         Curve("each rank", [losses[rank] for losses in found["each"]], "each")
         for rank in range(min(len(found["each"][0]), _RANKS))
     ]
-    one, ranks = Curve("one device", found["one"], "one"), Curve("mean over the ranks", found["ranks"], "ranks")
-    loss = draw("Loss on one device and on the ranks", "loss", [*each, one, ranks], mark=mark)
+    one, ranks = Curve(reference, found["one"], "one"), Curve("mean over the ranks", found["ranks"], "ranks")
+    loss = draw(f"Loss: {reference}, and the ranks", "loss", [*each, one, ranks], mark=mark)
     pictures = [{"heading": "Loss", "svg": loss, "note": ""}]
     if any(value is not None for value in found["excess"]):
         limit = Curve("1: a larger value is not rounding", [1.0] * len(found["excess"]), "limit")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mgpu_check import pages
+from mgpu_check.cli.compare import main
+from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.heat import heat_pictures, joined_modules, shown_steps
 from mgpu_check.compare.picture import Curve, draw
+from mgpu_check.compare.traces.file import write_run
+from mgpu_check.compare.traces.judging import compare_runs
+from tests.compare.test_trace_files import rounded, run
+from tests.compare.training import Training, gradients, other
 
 STYLE = Path(pages.__file__).with_name("pages.html").read_text()
 NAME = "{http://www.w3.org/2000/svg}"
@@ -115,7 +123,7 @@ def test_every_colour_has_a_value_for_light_and_for_dark_ground(tmp_path):
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w+)", root)) for root in re.findall(r":root \{(.*?)\}", page, re.DOTALL)
     )
-    assert light.keys() == dark.keys() == set(re.findall(r"var\(--(\w+)\)", page)) - {"ink"}
+    assert light.keys() == dark.keys() == set(re.findall(r"var\(--(\w+)\)", page)) - {"ink", "heat"}
 
 
 def test_the_page_of_a_difference(compare, by_hand, changed):
@@ -134,3 +142,73 @@ def test_the_page_of_a_difference(compare, by_hand, changed):
     assert [
         style for style in ("one", "ranks", "each", "limit", "marked") if not re.search(f'class="{style}"', html)
     ] == []
+
+
+def heat(one, second):
+    found = compare_runs(one, replace(second, name="b.trace"))
+    return heat_pictures(found.aligned, found.rounding, found.verdict.step)
+
+
+def test_where_two_runs_differ():
+    """By pass, module, step and rank, in tolerances; a click opens the values."""
+
+    def doubled(training) -> None:
+        if training.rank == 1:
+            training.gradient = lambda number: [g * (1 + number) for g in gradients(number)]
+
+    right, wrong = heat(run(), run(change=doubled))
+    assert (right.ranks, wrong.ranks, wrong.steps) == ("rank 0", "rank 1", [1, 2, 3])
+    assert wrong.differs and not right.differs
+    assert {cell.text for rows in right.rows.values() for cells in rows.values() for cell in cells} == {""}
+    assert list(wrong.rows) == ["forward", "backward: gradients", "update: parameters"]
+    first, second, third = wrong.rows["backward: gradients"]["net"]
+    assert first.text == "" and re.fullmatch(r"1e\d", second.text) and 0 < second.shade <= third.shade
+    assert re.fullmatch(
+        r"the gradient of net\.(weight|bias): .* instead of .* tolerances of .*; norm x 2", second.lines[0]
+    )
+
+
+def test_what_has_no_tolerance_or_was_not_compared_is_shown_so():
+    def missing(training) -> None:
+        def forget(made):
+            for step in made.steps:
+                step.gradients = dict.fromkeys(step.gradients)
+
+        training.change = forget
+
+    (both,) = heat(run(change=missing), run(change=missing))
+    assert {cell.text for cell in both.rows["backward: gradients"]["net"]} == {"-"}
+    (both,) = heat(run(moved=0), run(change=rounded, moved=0))
+    assert {cell.text for cell in both.rows["backward: gradients"]["net"]} == {"?"}
+    (both,) = heat(run(), run(change=rounded))
+    assert {cell.text for cell in both.rows["backward: gradients"]["net"]} == {"·"}
+
+
+def test_many_steps_and_modules_are_a_selection():
+    assert shown_steps(24, 3) == list(range(1, 25))
+    steps = shown_steps(500, 200)
+    assert {1, 196, 200, 207, 500} <= set(steps) and len(steps) <= 24
+    assert shown_steps(500, None)[:12] == list(range(1, 13)) and 490 in shown_steps(500, 500)
+    names = [f"blocks.{block}.{part}.{kind}" for block in range(30) for part in "ab" for kind in ("weight", "bias")]
+    training = Training()
+
+    def deeper(made) -> None:
+        entry = made.parameters["net.bias"]
+        made.parameters |= {name: replace(entry, name=name, order=order) for order, name in enumerate(names, 2)}
+
+    training.change = deeper
+    modules = joined_modules(Aligned(training.trace(), [training.trace()]), "gradient")
+    assert list(modules) == ["net", *(f"blocks.{block}" for block in range(30))]
+    assert len(modules["blocks.7"]) == 4
+
+
+def test_the_page_of_two_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a.trace", run())
+    write_run(tmp_path / "b.trace", run(change=other))
+    assert main(["--html=o.html", "a.trace", "b.trace"]) == 1
+    html = tmp_path.joinpath("o.html").read_text()
+    assert "2 ranks, compared with a.trace." in html and "one device" not in html and "<h2>Runs" not in html
+    (table,) = (ET.fromstring(one) for one in re.findall(r'<table class="heat.*?</table>', html, re.DOTALL))
+    opened = table.findall(".//details/div")
+    assert len(opened) == 6 and "".join(opened[0].itertext()).startswith("net, step 1, ranks 0-1")

@@ -41,7 +41,8 @@ class Communicator:
         return self.size
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        from torch.distributed import TCPStore  # late, because scripts may import mpi4py before torch
+        # Late, because scripts may import mpi4py before torch.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
         if self._store is None:
             host, _, port = os.environ["_MGPU_CHECK_STORE"].partition(":")
