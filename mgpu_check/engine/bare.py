@@ -21,7 +21,7 @@ from mgpu_check.engine.sending import call_context, pickled_arguments, pickled_f
 from mgpu_check.engine.world import Begun, World
 from mgpu_check.processes import protocol
 
-_START_TIMEOUT = 300.0  # seconds: the code under test may have started every processor of the machine
+_TIMEOUT = 300.0  # seconds: the usual one of a call; `results` has its own
 
 
 class BareProcesses:
@@ -64,7 +64,7 @@ class BareWorld(World):
             simulate=None,
             backend=None,
             store="",
-            group_timeout=_START_TIMEOUT,
+            group_timeout=_TIMEOUT,
             threads=max(1, (os.cpu_count() or 1) // size),
             call_context=self._context,
             own_environment={},
@@ -72,7 +72,7 @@ class BareWorld(World):
         )
         slots = [Slot(0, index) for index in range(size)]
         super().__init__(
-            launcher, lambda index: replace(spec, index=index, local_index=index), range(size), slots, _START_TIMEOUT
+            launcher, lambda index: replace(spec, index=index, local_index=index), range(size), slots, _TIMEOUT
         )
 
     def send(self, name: str, fn: Callable[..., Any], *args: Any) -> Begun:

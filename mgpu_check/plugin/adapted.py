@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -55,21 +56,26 @@ def run(rank: Rank, owner: TestClass, of_ranks: tuple[tuple[tuple[Any, ...], Map
     Raises:
         Exception: the error of the test's body, which the harness reports by an exit code and a text.
     """
+    import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
 
     cls = owner.load()
     logging.getLogger(HOME).setLevel(logging.CRITICAL)  # it logs the traceback that the report has anyway
     args, kwargs = of_ranks[rank.index]
+    code = 0
     kept, given = multiprocessing.Pipe()  # kept: an end that is closed would be an error of the other one
-    try:
-        cls._run(*(given if isinstance(arg, Pipe) else arg for arg in args), **kwargs)
-    except SystemExit as exit:
-        if exit.code == cls.TEST_ERROR_EXIT_CODE and isinstance(exit.__context__, Exception):
-            raise exit.__context__ from None
-        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-    finally:
-        kept.close()
-    return 0
+    with kept:
+        try:
+            cls._run(*(given if isinstance(arg, Pipe) else arg for arg in args), **kwargs)
+        except SystemExit as exit:
+            if exit.code == cls.TEST_ERROR_EXIT_CODE and isinstance(exit.__context__, Exception):
+                raise exit.__context__ from None
+            code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    if dist.is_initialized():
+        # The end of a process of the harness closes its connections, and ranks that wait for it raise.
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    return code
 
 
 _skipped: str | None = None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from _pytest.unittest import TestCaseFunction
 
+from mgpu_check.plugin.adapted import HOME
+
 if TYPE_CHECKING:
     from mgpu_check.plugin.harnesses import HarnessRuns
     from mgpu_check.plugin.session import GpuSession
@@ -35,7 +37,6 @@ def adapt(cls: _T) -> _T:
     Raises:
         TypeError: `cls` is not based on one of these classes.
     """
-    from mgpu_check.plugin.adapted import HOME
     from mgpu_check.plugin.harnesses import REPLACED, harness_of
 
     if not isinstance(cls, type) or harness_of(cls) is None:
@@ -56,7 +57,7 @@ class Adapting:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Find the tests to adapt, and begin to start the fork server of their ranks."""
-        if "torch.testing._internal.common_distributed" not in sys.modules or session.config.option.collectonly:
+        if HOME not in sys.modules or session.config.option.collectonly:
             return
         from mgpu_check.plugin.harnesses import REPLACED, HarnessRuns, harness_of
 

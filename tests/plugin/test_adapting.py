@@ -79,6 +79,13 @@ class TestSpawned(Base):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
+    def test_early_exit(self):
+        self.join()
+        if self.rank == 0:
+            sys.exit(0)
+        with self.assertRaises(RuntimeError):  # as from the end of a process
+            dist.barrier()
+
     def test_exit_code(self):
         sys.exit(3)
 
@@ -167,7 +174,7 @@ def test_the_decorator_is_for_harnesses():
 def test_outcomes_and_reports(pytester, run):
     pytester.makepyfile(expecttest=EXPECTTEST, test_it=SPAWNED)
     result = run("--adapt-torch-tests", "-rs")
-    result.assert_outcomes(passed=6, failed=5, skipped=3, xfailed=1)
+    result.assert_outcomes(passed=7, failed=5, skipped=3, xfailed=1)
     text = result.stdout.str()
     for said in (
         "rank 1 of 2 raised AssertionError: the other one",
@@ -180,7 +187,7 @@ def test_outcomes_and_reports(pytester, run):
         assert f"\n{said}" in text or f" {said}" in text, said
     assert "Captured stdout of rank 0 of 2" in text and "printed by 0" in text
     assert "Need at least 2 CUDA devices" in text
-    assert "mgpu-check: 15 tests of torch's harnesses ran on forked ranks\n" in text
+    assert "mgpu-check: 16 tests of torch's harnesses ran on forked ranks\n" in text
 
 
 def test_marked_classes_only_and_on_workers(pytester, run):
