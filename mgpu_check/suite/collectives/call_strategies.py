@@ -48,6 +48,7 @@ LARGE = {
 A run has every second of them, by the seed.
 """
 _FUNCTIONS = (*REDUCING, *COPYING)
+_IN_A_ROW = 3
 _SPECIAL = (*FLOATING, "complex64", "complex128")
 
 
@@ -323,16 +324,17 @@ def options(size: int, seed: int, *, more: bool) -> list[CollectiveCall]:
 def asynchronous(seed: int) -> list[CollectiveCall]:
     """Return every collective as an asynchronous call, with few, more than 4,096 and more than 64 Ki elements.
 
-    The largest calls are only on devices, the others also on the CPU. Each reduction occurs as a sum at least once.
+    The largest calls are only on devices, the others also on the CPU. Each reduction occurs as a sum at least once. The
+    small calls of a function come three times in a row on each place, and are all under way at once.
     """
     calls = []
-    for turn, (elements, places) in enumerate(((37, PLACES), (5003, PLACES), ((1 << 16) + 1, PLACES[:1]))):
+    rows = ((37, PLACES, _IN_A_ROW), (5003, PLACES, 1), ((1 << 16) + 1, PLACES[:1], 1))
+    for turn, (elements, places, times) in enumerate(rows):
         for number, function in enumerate(_FUNCTIONS):
             op = "SUM" if turn == 0 else None
-            for place in places:
-                calls.append(
-                    _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True, op=op)
-                )
+            for again, place in itertools.product(range(times), places):
+                drawn = number + turn + again
+                calls.append(_drawn(function, drawn, seed, elements=elements, place=place, asynchronous=True, op=op))
     return calls
 
 

@@ -130,6 +130,15 @@ def counted_twice_when_late(seen: Seen) -> None:
         seen.first.add_(seen.first)
 
 
+@fault("the third asynchronous all_reduce in a row is doubled", _ASYNC,
+       by=before(*_NOT_IN_PLACE, "all_reduce", "broadcast"), when=LATE)  # fmt: skip
+def third_in_a_row_doubled(seen: Seen) -> None:
+    mine = seen.real.__name__ == "all_reduce"
+    seen.kept["in a row"] = seen.kept.get("in a row", 0) + 1 if mine else 0
+    if seen.kept["in a row"] == 3:
+        seen.first.add_(seen.first)
+
+
 @fault("waiting for an asynchronous scatter does not wait", _ASYNC, by=instead("scatter"), when=LATE & DEVICE)
 def not_waited_for(seen: Seen) -> Any:
     seen.kept[len(seen.kept)] = work = seen.call()  # work that is dropped may be waited for
