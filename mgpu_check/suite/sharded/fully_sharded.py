@@ -125,9 +125,11 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     of the parts. All other parameters are divided along the first dimension. Each rank must hold exactly its chunk
     before and after each step.
 
+    The sum of gradients is also divided by numbers that are no power of two.
+
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
-        ShardError: this rank does not hold its parts of the parameters.
+        ShardError: this rank does not hold its parts of the parameters, or a sum was divided by another number.
     """
     __tracebackhide__ = True
     expected = one_device(training, scale=scale_of(rank.size))
@@ -158,6 +160,21 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
                 got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
             with findings.collected():
                 assert_same(got, wanted, what, rank.index)
+        _judge_divisors(mesh, rank, findings)
+
+
+def _judge_divisors(mesh: DeviceMesh, rank: Rank, findings: Findings) -> None:
+    """Require that gradients are divided by the given number. The float32 nearest to 1/3 or 1/6 times 72 is exact."""
+    for divisor in (6.0, 3.0, 1.0):
+        layer: Any = fully_shard(nn.Linear(4, 3, bias=False).to(rank.device), mesh=mesh)
+        layer.set_gradient_divide_factor(divisor)
+        layer(torch.full((1, 4), 72.0, device=rank.device)).sum().backward()
+        right = 72.0 * rank.size / divisor
+        own = copied(layer.weight.grad.to_local())
+        what = f"fully_shard over {tuple(mesh.shape)}, gradient divide factor {divisor}, on {rank.device}"
+        findings.require(
+            bool((own == right).all()), f"{what}: the gradient is {own}, expected {right}", ranks=[rank.index]
+        )
 
 
 def _step_of_windows(

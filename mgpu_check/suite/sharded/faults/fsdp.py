@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -312,6 +313,9 @@ def norm_of_the_part(real: Any, self: Any, max_norm: float, norm_type: float = 2
 
 register(
     __name__,
+    FaultRow("divisor-rounded", "the number that divides gradients is rounded to a power of two",
+        ("test_fully_shard", "test_hybrid_shard"), given(FSDPModule, "set_gradient_divide_factor"),
+        lambda self, factor: (self, 2.0 ** int(math.log2(factor))), "other divisors than powers of two"),
     FaultRow("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
         given(FSDPParam, "to_sharded_dtensor"),
         lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()), _COLUMNS),
