@@ -98,7 +98,8 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
-    """Check two optimizers with one scaler; each in turn has an infinite gradient."""
+    """Check two optimizers with one scaler, which scales a list or a tuple of losses; each in turn has an infinite
+    gradient."""
     for spoilt in (0, 1):
         parameters = [nn.Parameter(torch.ones(3, device=rank.device)) for _ in range(2)]
         optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
@@ -106,7 +107,8 @@ def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
         losses = [
             parameter.sum() * (math.inf if number == spoilt else 1.0) for number, parameter in enumerate(parameters)
         ]
-        scaler.scale(torch.stack(losses).sum()).backward()
+        for scaled in scaler.scale(losses if spoilt else tuple(losses)):
+            scaled.backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()

@@ -74,6 +74,15 @@ def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> N
 
 
 @scaler(
+    "GradScaler leaves the last of several losses as it is",
+    returned(torch.amp.GradScaler, "scale"),
+    When("lists and tuples", lambda scaled, *_: not isinstance(scaled, torch.Tensor)),
+)
+def last_loss_unscaled(scaled: Any, self: torch.amp.GradScaler, outputs: Any) -> Any:
+    return type(scaled)([*scaled[:-1], outputs[-1]])
+
+
+@scaler(
     "GradScaler updates its scale by the first optimizer only",
     given(torch.amp.GradScaler, "update"),
     "two optimizers, an infinity in the second",
