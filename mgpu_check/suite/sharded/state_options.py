@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from mgpu_check.asserts.bits import same_bits
@@ -31,8 +40,9 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
     "strict": (True, False),
     "flatten_optimizer_state_dict": _WAYS,
     "dsd_fqn_modifiers": ("_fqn_modifiers", "_no_modifiers"),
+    "apart": _WAYS,
 }
-"""Options of state dicts, the default first."""
+"""Options of state dicts, the default first, and whether the optimizer has calls of its own."""
 
 
 def _together(row: Mapping[str, Any]) -> bool:
@@ -73,9 +83,8 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=2):
             what = f"state dict with {words_of(row, _OPTIONS)}, on {rank.device}, rank {rank.index}"
-            options = StateDictOptions(**row)
-            taken: Any = get_state_dict(model, optimizer, options=options)
-            parameters, moments = taken
+            options = StateDictOptions(**{name: value for name, value in row.items() if name != "apart"})
+            parameters, moments = _taken(model, optimizer, options, apart=row["apart"])
             whole = {name: _whole(value) for name, value in parameters.items()}
             kept = [name for name in held if not (row["ignore_frozen_params"] and name == _FROZEN)]
             findings.require([*whole] == kept, f"{what}: has {[*whole]}, expected {kept}", ranks=[rank.index])
@@ -90,7 +99,11 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
             fresh.get_parameter(_FROZEN).requires_grad_(False)
             left = [] if row["strict"] else [kept[-1]]
             given = {name: value for name, value in parameters.items() if name not in left}
-            found = set_state_dict(fresh, again, model_state_dict=given, optim_state_dict=moments, options=options)
+            if row["apart"]:
+                found = set_model_state_dict(fresh, given, options=options)
+                set_optimizer_state_dict(fresh, again, moments, options=options)
+            else:
+                found = set_state_dict(fresh, again, model_state_dict=given, optim_state_dict=moments, options=options)
             # Torch completes a full state by the model's own values.
             named = row["full_state_dict"] or {*found.missing_keys} - {_FROZEN} == {*left}
             findings.require(named, f"{what}: {found.missing_keys} are missing, expected {left}", ranks=[rank.index])
@@ -103,6 +116,13 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
                     wrong = [key for key, one in held[name].items() if not same_bits(one, state.get(key, _NONE))]
                     message = f"{what}, set again: {', '.join(wrong)} of {name} is another one"
                     findings.require(not wrong, message, ranks=[rank.index])
+
+
+def _taken(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions, *, apart: bool) -> Any:
+    """Return the state dicts of a model and its optimizer, by one call or by two."""
+    if not apart:
+        return get_state_dict(model, optimizer, options=options)
+    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
 
 
 def _copies(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
