@@ -93,6 +93,7 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         for line in notes:
             tell(line)
         done = ScriptComparison(plan)
+        other.made.runs = one.made.runs  # no run may load what a run of the other side wrote
         for runs in sides:
             try:
                 run_all(runs, given.repeats, tell)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_check.compare.alignment import KINDS, Aligned, Kind, deviation
 from mgpu_check.compare.first_difference import ratio_of
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.telling import TENSORS
-from mgpu_check.compare.trace import State
+from mgpu_check.compare.trace import State, TensorSummary
 from mgpu_check.processes.rank_lists import grouped, named
 
 _COLUMNS = 24  # more steps would not fit the page
@@ -18,6 +18,9 @@ _ROWS = 40  # more modules would make the picture unreadable; then they are join
 _LISTED = 6  # tensors of a cell
 _DARKEST = 60  # percent: text stays readable
 _BITS = 1e-300  # some bits differ, and the numbers of the summary do not
+_MISSED = -1.0  # not compared
+_Value = tuple[float, str] | None
+"""How many tolerances a tensor deviates, and its numbers in words; None for a gradient that neither run has."""
 _PASSES: dict[Kind, str] = {
     "before": "start: parameters",
     "gradient": "backward: gradients",
@@ -32,7 +35,7 @@ class DifferenceCell:
 
     Attributes:
         text: how many tolerances the most different tensor deviates; "" for equal bits, "·" for rounding, "?" without a
-            tolerance, "-" for tensors that were not compared.
+            tolerance, "-" if nothing differs and a tensor was not compared.
         shade: percent of colour, which grows with the deviation beyond the tolerance.
         lines: the tensors with their values, the most different first.
     """
@@ -69,23 +72,23 @@ def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None)
         mark: the first step that differs, counted from 1.
     """
     steps = shown_steps(min(aligned.steps, max(aligned.compared, mark or 0)), mark)
-    by_rank = []
-    for trace in aligned.ranks:
-        losses = [_cell(_loss(aligned, rounding, step - 1), rounding is not None) for step in steps]
-        rows: dict[str, dict[str, list[DifferenceCell]]] = {"forward": {"mean loss of the ranks": losses}}
-        for kind in KINDS:
-            modules = joined_modules(aligned, kind)
-            for module, names in modules.items():
-                cells = [
-                    _cell(_tensors(aligned, rounding, step - 1, kind, names, trace.rank), rounding is not None)
-                    for step in steps
-                ]
+    losses = [_cell([_loss(aligned, rounding, step - 1)], rounding is not None) for step in steps]
+    by_rank: dict[int, dict[str, dict[str, list[DifferenceCell]]]] = {
+        trace.rank: {"forward": {"mean loss of the ranks": losses}} for trace in aligned.ranks
+    }
+    for kind in KINDS:
+        for module, names in joined_modules(aligned, kind).items():
+            found = [_by_rank([_tensor(aligned, rounding, step - 1, kind, n) for n in names]) for step in steps]
+            for rank, rows in by_rank.items():
+                cells = [_cell(values[rank], rounding is not None) for values in found]
                 if kind != "before" or any(cell.shade for cell in cells):
                     rows.setdefault(_PASSES[kind], {})[module] = cells
-        by_rank.append((rows, trace.rank))
-    groups = grouped((repr(rows), rank) for rows, rank in by_rank)
-    known = {rank: rows for rows, rank in by_rank}
-    return [HeatPicture(named(ranks), steps, known[ranks[0]]) for _, ranks in groups]
+    groups = grouped((repr(rows), rank) for rank, rows in by_rank.items())
+    return [HeatPicture(named(ranks), steps, by_rank[ranks[0]]) for _, ranks in groups]
+
+
+def _by_rank(tensors: Sequence[Mapping[int, _Value]]) -> dict[int, list[_Value]]:
+    return {rank: [tensor[rank] for tensor in tensors] for rank in tensors[0]}
 
 
 def shown_steps(count: int, mark: int | None) -> list[int]:
@@ -115,17 +118,17 @@ def joined_modules(aligned: Aligned, kind: Kind) -> dict[str, list[str]]:
         depth -= 1
 
 
-def _cell(values: Iterable[tuple[float, str]], measured: bool) -> DifferenceCell:
-    """Return the cell of some values: how many tolerances each deviates, and the value in words.
+def _cell(values: Sequence[_Value], measured: bool) -> DifferenceCell:
+    """Return the cell of some values.
 
     Args:
         measured: there are tolerances.
     """
-    found = sorted(values, key=lambda one: -one[0])
-    if not found:
-        return DifferenceCell("-")
-    worst = found[0][0]
+    found = sorted((value for value in values if value is not None), key=lambda one: -one[0])
+    worst = found[0][0] if found else _MISSED
     lines = [line for _, line in found[:_LISTED]] + [f"and {len(found) - _LISTED} more"] * (len(found) > _LISTED)
+    if worst <= 0 and (not found or found[-1][0] == _MISSED):
+        return DifferenceCell("-", 0, tuple(lines))
     if not worst:
         return DifferenceCell("")
     if not measured:
@@ -137,35 +140,47 @@ def _cell(values: Iterable[tuple[float, str]], measured: bool) -> DifferenceCell
     return DifferenceCell(text, int(min(20 + 10 * size, _DARKEST)), tuple(lines))
 
 
-def _loss(aligned: Aligned, rounding: Rounding | None, step: int) -> Iterator[tuple[float, str]]:
+def _loss(aligned: Aligned, rounding: Rounding | None, step: int) -> _Value:
     one, mean, _ = aligned.losses(step)
     tolerance = 1.0 if rounding is None else rounding.of_loss(step)
     if one is None or mean is None or not math.isfinite(tolerance):
-        return
+        return _MISSED, "the mean loss: not compared"
     excess = abs(mean - one) / (abs(one) or 1.0) / tolerance
     counted = f"; {excess:.3g} tolerances of {tolerance:.2g}" if rounding is not None and excess else ""
-    yield excess, f"the mean loss: {mean:.7g} instead of {one:.7g}{counted}"
+    return excess, f"the mean loss: {mean:.7g} instead of {one:.7g}{counted}"
 
 
-def _tensors(
-    aligned: Aligned, rounding: Rounding | None, step: int, kind: Kind, names: Sequence[str], rank: int
-) -> Iterator[tuple[float, str]]:
-    """Yield how many tolerances each tensor of a rank deviates, and its values in words."""
-    for name in names:
-        expected, here = aligned.found(step, kind, name)
-        got = here.get(rank)
-        if rank not in here or (expected is None and got is None):
+def _tensor(aligned: Aligned, rounding: Rounding | None, step: int, kind: Kind, name: str) -> dict[int, _Value]:
+    """Return the value of a tensor on each rank: how many tolerances it deviates, and its numbers in words."""
+    expected, here = aligned.found(step, kind, name)
+    tolerance = 1.0 if rounding is None else rounding.tolerance(step, kind, name)
+    told: dict[TensorSummary | None, _Value] = {}  # most ranks hold the same values
+    found: dict[int, _Value] = {}
+    for trace in aligned.ranks:
+        got = here.get(trace.rank)
+        if trace.rank not in here or not math.isfinite(tolerance):
+            why = "rounding hides everything" if trace.rank in here else "not compared"
+            found[trace.rank] = _MISSED, f"{TENSORS[kind].format(name)}: {why}"
             continue
-        apart = deviation(got, expected, aligned.parameter(name).shape)
-        tolerance = 1.0 if rounding is None else rounding.tolerance(step, kind, name)
-        if not math.isfinite(tolerance):
-            continue  # rounding hides everything
-        same = got is not None and expected is not None and got.bits == expected.bits
-        excess = apart.size / tolerance or (0.0 if same else _BITS)
-        ratio = ratio_of(got, expected)
-        words = [f"{TENSORS[kind].format(name)}: {apart}" if str(apart) else f"{TENSORS[kind].format(name)}: equal"]
-        if rounding is not None and apart.size:
-            words.append(f"{excess:.3g} tolerances of {tolerance:.2g}")
-        if ratio is not None and abs(ratio - 1) > 1e-3:
-            words.append(f"norm x {ratio:.5g}")
-        yield excess, "; ".join(words)
+        if got not in told:
+            told[got] = _compared(got, expected, aligned.parameter(name).shape, tolerance, rounding is not None)
+        value = told[got]
+        found[trace.rank] = value and (value[0], f"{TENSORS[kind].format(name)}: {value[1]}")
+    return found
+
+
+def _compared(
+    got: TensorSummary | None, expected: TensorSummary | None, shape: Sequence[int], tolerance: float, measured: bool
+) -> _Value:
+    if got is None and expected is None:
+        return None
+    apart = deviation(got, expected, shape)
+    same = got is not None and expected is not None and got.bits == expected.bits
+    excess = apart.size / tolerance or (0.0 if same else _BITS)
+    words = [str(apart) or "equal"]
+    if measured and apart.size:
+        words.append(f"{excess:.3g} tolerances of {tolerance:.2g}")
+    ratio = ratio_of(got, expected)
+    if ratio is not None and abs(ratio - 1) > 1e-3:
+        words.append(f"norm x {ratio:.5g}")
+    return excess, "; ".join(words)

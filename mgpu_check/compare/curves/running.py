@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mgpu_check.compare.arguments import repeated
-from mgpu_check.compare.comparison import SEED, crashes_at_exit, run_script
+from mgpu_check.compare.comparison import SEED, crashes_at_exit, found_what_was_left, run_script
 from mgpu_check.compare.curves.judging import RunCurve, Side
 from mgpu_check.compare.curves.reading import curve_of
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.traces.recording import RunRecording, check_run
+from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, check_run
 
 
 @dataclass
@@ -47,7 +47,7 @@ def run_all(runs: RepeatedRuns, repeats: int, tell: Callable[[str], None]) -> No
     Runs that do not differ by an argument are moved by roundoffs, except for the first one.
 
     Raises:
-        NotRecorded: the script fails, or makes no optimizer step.
+        NotRecorded: the script fails, makes no optimizer step, or loads what an earlier run wrote.
     """
     made, plan, by_seeds = runs.recording.made, runs.recording.made.plan, runs.by_seeds
     for number in range(repeats):
@@ -57,11 +57,14 @@ def run_all(runs: RepeatedRuns, repeats: int, tell: Callable[[str], None]) -> No
         environment = plan.several if runs.world > 1 or plan.world == 1 else plan.single
         done = run_script(made, tell, label, runs.world, moved=moved, environment=environment)
         check_run(runs.recording, done)
+        if left := found_what_was_left(made.runs):
+            raise NotRecorded(left.report, failed=False)
         runs.curves.append(curve_of(f"run {number + 1}", done.traces))
         if not number:
             runs.samples = _seen(done.traces)
             runs.remarks += crashes_at_exit([done])
-        made.runs.clear()  # traces of hundreds of steps are large
+        for trace in done.traces:
+            trace.steps.clear()  # hundreds of steps are large
     made.plan = plan
 
 
