@@ -113,7 +113,7 @@ class KeeperSocket:
             yield
 
     def connected(self) -> socket.socket | None:
-        """Return a connection to the keeper; None if there is none."""
+        """Return a connection to the keeper; None without a keeper."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(self._address)
@@ -174,7 +174,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """Return the process id of the keeper that `attach` would ask; None if there is none.
+    """Return the process id of the keeper that `attach` would ask; None without a keeper.
 
     Raises:
         NotKept: see `KeeperSocket`.
@@ -230,7 +230,7 @@ class KeptServer:
             data = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
         except ConnectionResetError:
             data = b""
-        if len(data) < NUMBER.size:  # the keeper was killed: nobody knows the exit code, so expect the worst
+        if len(data) < NUMBER.size:  # the keeper was killed and the exit code is lost, so expect the worst
             if self._forked:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGKILL)
@@ -255,7 +255,7 @@ def attach(
     directory: str,
     preload: Sequence[str],
 ) -> KeptServer:
-    """Ask the keeper of this environment for a fork server, and start a keeper if there is none.
+    """Ask the keeper of this environment for a fork server, and start a keeper if it is missing.
 
     Args:
         interpreter: runs `keeper.main` with the arguments that follow.
@@ -304,7 +304,7 @@ def _started(
             stderr=log,
             env=dict(environment),
             start_new_session=True,
-        )  # returns at once: the keeper is a child of nobody
+        )  # returns at once, because the keeper is not its child
         connection = place.connected()
         if starter.returncode or connection is None:
             log.seek(0)

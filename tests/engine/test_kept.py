@@ -1,4 +1,4 @@
-"""Imports that later runs share: who attaches to which keeper, what ends with a run, and how a keeper ends."""
+"""Imports that later runs share: how runs attach to a keeper, what ends with a run, and how a keeper ends."""
 
 from __future__ import annotations
 
@@ -239,10 +239,10 @@ def sockets_of_others(directory: Path) -> set[str]:
 
 def test_code_that_has_changed_never_runs_stale(ask, tmp_path):
     module, seen = tmp_path / "kept_module.py", tmp_path / "seen"
-    code = f"VALUE = %d\ndef tell(): open({str(seen)!r}, 'a').write(f'{{VALUE}} ')\n"
+    code = f"VALUE = %d\ndef note(): open({str(seen)!r}, 'a').write(f'{{VALUE}} ')\n"
     module.write_text(code % 1)
     os.utime(module, (1, 1))
-    of = {"preload": ("kept_module:tell",)}
+    of = {"preload": ("kept_module:note",)}
     one, control = ask("kept_module", **of)
     assert told(control) == {"event": "ready"} and one.poll() is None
     keeper = parent_of(one.pid)
@@ -257,13 +257,13 @@ def test_code_that_has_changed_never_runs_stale(ask, tmp_path):
     os.kill(keeper, signal.SIGKILL)
 
 
-def test_a_socket_that_nobody_serves_is_replaced(ask):
+def test_a_socket_without_a_keeper_is_replaced(ask):
     first, control = ask()
     assert told(control) == {"event": "ready"} and first.poll() is None
     keeper = parent_of(first.pid)
     os.kill(keeper, signal.SIGKILL)
     assert ended(keeper)
-    assert first.wait(30.0) == -signal.SIGKILL  # nobody knows how it ended
+    assert first.wait(30.0) == -signal.SIGKILL  # how it ended is unknown
     second, another = ask(keep=0.0)
     assert told(another) == {"event": "ready"} and second.poll() is None
     assert parent_of(second.pid) != keeper
