@@ -48,6 +48,7 @@ class ImportKeeper:
         self.keep = 0.0
         self.end = time.monotonic() + _PATIENCE  # the run that has started this process is connecting
         self.stamps = _stamps()
+        self.own = _stamps([str(path)])
         self.wake_read, self.wake_write = os.pipe()
         for end in (self.wake_read, self.wake_write):
             os.set_blocking(end, False)
@@ -73,8 +74,9 @@ class ImportKeeper:
         with locked(self.path):
             if select.select([self.listener], [], [], 0)[0]:
                 return False
-            for file in (self.path, self.path.with_suffix(".log")):
-                file.unlink(missing_ok=True)
+            if _stamps([str(self.path)]) == self.own:  # else it was removed, and another keeper may listen there
+                self.path.unlink(missing_ok=True)
+                self.path.with_suffix(".log").unlink(missing_ok=True)
             self.listener.close()
             return True
 

@@ -270,6 +270,24 @@ def test_a_socket_without_a_keeper_is_replaced(ask):
     end(second, another)
 
 
+def test_a_keeper_whose_socket_was_removed_leaves_that_of_the_next_one(ask, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    first, control = ask(keep=0.0)
+    assert told(control) == {"event": "ready"}
+    keeper = parent_of(first.pid)
+    (at,) = [path for path in tmp_path.glob("mgpu-check-*/*") if path.is_socket()]
+    at.unlink()
+    second, another = ask()
+    assert told(another) == {"event": "ready"}
+    end(first, control)
+    assert ended(keeper)
+    third, last = ask(keep=0.0)
+    assert told(last) == {"event": "ready"}
+    assert parent_of(third.pid) == parent_of(second.pid) != keeper
+    end(third, last)
+    end(second, another)
+
+
 def test_imports_that_fail_are_told(ask):
     server, control = ask("no_such_module")
     event = told(control)
