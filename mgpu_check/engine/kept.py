@@ -90,7 +90,7 @@ def key_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 class KeeperSocket:
-    """The socket at which the keeper of a key listens, in a directory that only this user can enter.
+    """The socket of the keeper of a key, in a directory that only this user can enter.
 
     Raises:
         NotKept: the directory is not safe.
