@@ -10,7 +10,7 @@ import logging
 import sys
 import types
 import unittest
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,11 @@ class Pipe:
     """A placeholder for a connection to the pytest process among arguments: the rank makes an unread pipe instead."""
 
 
-def run(rank: Rank, owner: TestClass, of_ranks: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]) -> int:
-    """Call ``_run`` of a `MultiProcessTestCase` with the arguments of this rank, and return the exit code.
+def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> tuple[int, str]:
+    """Call ``_run`` of a `MultiProcessTestCase` with the arguments of this rank.
+
+    Returns:
+        The exit code; and the reason if the body raised `SkipTest`, which the exit code does not tell.
 
     Raises:
         Exception: the error of the test's body, which the harness reports by an exit code and a text.
@@ -62,7 +65,7 @@ def run(rank: Rank, owner: TestClass, of_ranks: tuple[tuple[tuple[Any, ...], Map
     cls = owner.load()
     logging.getLogger(HOME).setLevel(logging.CRITICAL)  # it logs the traceback that the report has anyway
     args, kwargs = of_ranks[rank.index]
-    code = 0
+    code, reason = 0, ""
     kept, given = multiprocessing.Pipe()  # kept: an end that is closed would be an error of the other one
     with kept:
         try:
@@ -70,12 +73,13 @@ def run(rank: Rank, owner: TestClass, of_ranks: tuple[tuple[tuple[Any, ...], Map
         except SystemExit as exit:
             if exit.code == cls.TEST_ERROR_EXIT_CODE and isinstance(exit.__context__, Exception):
                 raise exit.__context__ from None
+            reason = str(exit.__context__) if isinstance(exit.__context__, unittest.SkipTest) else ""
             code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     if dist.is_initialized():
         # The end of a process of the harness closes its connections, and ranks that wait for it raise.
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-    return code
+    return code, reason
 
 
 _skipped: str | None = None

@@ -133,18 +133,20 @@ class _SpawnedRanks:
             return theirs(test, fn)
         began = time.monotonic()
         try:
-            codes = self._runs.results(self._world, self._begun, test.id())
+            ends = self._runs.results(self._world, self._begun, test.id())
         except RankDied as died:
             if fn not in test.skip_return_code_checks and fn not in test.special_return_code_checks:
                 raise
             account: Any = died.account
-            codes = [
-                account.died[rank].exit_code if rank in account.died else 0 if rank in account.finished else None
+            ends = [
+                (account.died[rank].exit_code if rank in account.died else 0 if rank in account.finished else None, "")
                 for rank in range(len(self._processes))
             ]
         try:
-            for process, code in zip(self._processes, codes, strict=True):
+            for process, (code, _) in zip(self._processes, ends, strict=True):
                 process.exitcode = code
+            if reason := ends[0][1]:
+                raise unittest.SkipTest(reason)
             test._check_return_codes(fn, time.monotonic() - began)
         finally:
             for pipe in test.pid_to_pipe.values():

@@ -94,7 +94,7 @@ class TestSpawned(Base):
         pass
 
     def test_skip(self):
-        raise unittest.SkipTest("why")
+        raise unittest.SkipTest("for a reason")
 
     @unittest.expectedFailure
     def test_expected(self):
@@ -186,7 +186,7 @@ def test_outcomes_and_reports(pytester, run):
     ):
         assert f"\n{said}" in text or f" {said}" in text, said
     assert "Captured stdout of rank 0 of 2" in text and "printed by 0" in text
-    assert "Need at least 2 CUDA devices" in text
+    assert "Need at least 2 CUDA devices" in text and ": for a reason\n" in text
     assert "mgpu-check: 16 tests of torch's harnesses ran on forked ranks\n" in text
 
 
