@@ -19,6 +19,7 @@ from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, number
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
+from mgpu_check.processes.launched import FLOAT32
 
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
 
@@ -73,6 +74,11 @@ def add_run_options(parser: argparse.ArgumentParser, steps: str) -> None:
         "--fresh-directory",
         action="store_true",
         help="start each run in a fresh copy of the current directory, without files of other runs",
+    )
+    add(
+        "--float32",
+        action="store_true",
+        help="turn autocast and GradScaler off in all runs: the rounding of narrower dtypes masks differences",
     )
 
 
@@ -198,7 +204,9 @@ def plan_of(given: argparse.Namespace, program: Sequence[str], command: Sequence
     Args:
         count: number of devices; 0: torch sees none.
     """
-    single, several = _environments(given.gpus, given.simulate)
+    single, several = (
+        {**own, FLOAT32: "1"} if given.float32 else own for own in _environments(given.gpus, given.simulate)
+    )
     launcher, variables = launched_by(program)
     return ComparisonPlan(
         command,

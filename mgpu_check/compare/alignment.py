@@ -136,11 +136,11 @@ class Samples:
 
     @property
     def repeated_on_each_rank(self) -> bool:
-        """True if all ranks have seen the same samples."""
+        """True if all ranks have seen the same samples; equal samples of constant data are no evidence."""
         return (
             len(self.ranks) > 1
             and not self.divided
-            and bool(self.ranks[0])
+            and (len(self.ranks[0]) > 1 or self.ranks[0].total() == 1)
             and all(part == self.ranks[0] for part in self.ranks)
         )
 

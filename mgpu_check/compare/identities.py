@@ -24,6 +24,8 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
     attempts, world = Attempts(), len(ranks)
     found: list[Finding] = []
     for _, epochs in _loaders(ranks):
+        if not _share_data(epochs):
+            continue
         whole = [set(epoch["indices"]) for epoch in epochs]
         length = epochs[0]["length"]
         if length > 1 and all(len(own) > _WHOLE * length for own in whole):
@@ -46,6 +48,13 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
 def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
     """Report what the loaders of the ranks give, in lines."""
     for number, epochs in _loaders(ranks):
+        if not _share_data(epochs):
+            lengths = ", ".join(str(len(set(epoch["indices"]))) for epoch in epochs)
+            yield (
+                f"in an epoch of loader {number} the ranks get {lengths} samples of datasets of their own, whose "
+                "samples were not compared"
+            )
+            continue
         counts = Counter(index for epoch in epochs for index in set(epoch["indices"]))
         shared = sum(count > 1 for count in counts.values())
         if shared >= len(ranks):  # fewer may come again, so that each rank has the same number
@@ -61,6 +70,11 @@ def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
     first = [event for event in ranks[0].of("sampler") if event["iteration"] == 1]
     if any(event["shuffle"] and not event["set_epoch"] for event in first):
         yield "set_epoch was not called before the first epoch: without it each epoch has the same order"
+
+
+def _share_data(epochs: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the ranks have the same dataset: an index means the same sample on all of them."""
+    return len({epoch["data"] for epoch in epochs}) == 1
 
 
 def _loaders(ranks: Sequence[Trace]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

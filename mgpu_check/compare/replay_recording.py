@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.replay_draws import RecordedDraws
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.tape import Tape, place
@@ -110,7 +111,8 @@ def epoch_of(loader: Any) -> dict[str, Any] | None:
         stride = -(-length // _LISTED)
         drawn = itertools.islice(iter(loader._index_sampler), _LONGEST)
         entries = itertools.chain.from_iterable(one if isinstance(one, (list, tuple)) else [one] for one in drawn)
+        data = fingerprint(loader.dataset)
         indices = [int(index) for index in itertools.islice(entries, _LONGEST) if int(index) % stride == 0]
     except Exception:  # a sampler or a dataset of the user that has no epoch by itself
         return None
-    return {"length": -(-length // stride), "indices": indices, "workers": loader.num_workers}
+    return {"length": -(-length // stride), "indices": indices, "workers": loader.num_workers, "data": data}

@@ -34,6 +34,8 @@ def failed_run(run: ScriptRun, failed: Ended, one_device: bool) -> Report:
     kind = "not comparable" if one_device else "differs"
     verb = "hung" if failed.how == "hung" else "failed"
     remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
+    if failed.how == "hung" and run.has("autocast"):
+        remarks += _todo(["pass --float32: on simulated GPUs, processors may compute very slowly in float16"])
     return Report(f"{kind}: {where} the script {verb}: {failed}", remarks=remarks)
 
 

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.summaries import whole
+from mgpu_check.processes.launched import FLOAT32
 from mgpu_check.torch_hooks.patches import Patches
 
 
@@ -73,6 +74,10 @@ def install(witness: Witness, world: int) -> Patches:
     _groups(patches, witness)
     _starts(patches, witness, world)
     _temporary(patches, note)
+    _autocast(patches, note)
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        # With this variable alone, torch refuses to call a function that was compiled with fullgraph=True.
+        patches.replace(torch.compile, lambda model=None, **options: (lambda f: f) if model is None else model)
 
     def scaled(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -243,6 +248,23 @@ def _temporary(patches: Patches, note: Note) -> None:
             note("temporary", directory=directory)
 
     patches.wrap(multiprocessing.util, "get_temp_dir", functools.partial(_after, told=told))
+
+
+def _autocast(patches: Patches, note: Note) -> None:
+    """Record that the script uses autocast, or turn autocast and scalers off if the command asks for float32."""
+    off = FLOAT32 in os.environ
+    told: list[str] = []
+
+    def made(result: Any, mode: Any, *args: Any, **kwargs: Any) -> None:
+        if off:
+            mode._enabled = False
+        elif mode._enabled and not told:
+            told.append(mode.device)
+            note("autocast", device=mode.device)
+
+    patches.wrap(torch.amp.autocast, "__init__", functools.partial(_after, told=made))
+    if off:
+        patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_after, told=made))
 
 
 def _random(patches: Patches, note: Note) -> None:

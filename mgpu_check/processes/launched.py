@@ -14,6 +14,9 @@ OF_LAUNCHERS = re.compile(
 )
 """Variables that describe one launched process, and would be wrong in its children."""
 
+FLOAT32 = "_MGPU_CHECK_FLOAT32"
+"""The variable of a script's processes in which autocast is off."""
+
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     "torchrun": {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), "{rank}"),

@@ -28,6 +28,7 @@ from mgpu_check.compare.trace import (
     positions,
     read,
 )
+from mgpu_check.processes.launched import FLOAT32
 from mgpu_check.torch_hooks.tensors import as_bits
 from tests.compare.conftest import script
 
@@ -142,6 +143,29 @@ dist.destroy_process_group()
         "mpiexec",
     )
     assert [ended.how for ended in run.ranks] == ["finished"] * 2, [ended.stderr for ended in run.ranks]
+
+
+def test_float32_turns_autocast_and_scalers_off(record, monkeypatch):
+    monkeypatch.setenv(FLOAT32, "1")
+    run = record(
+        """
+import torch
+net, scaler = torch.nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=8.0)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    loss = net(torch.ones(1, 2)).sum()
+assert loss.dtype is torch.float32 and scaler.scale(loss) is loss
+loss.backward()
+scaler.step(torch.optim.SGD(net.parameters(), lr=0.1))
+scaler.update()
+"""
+    )
+    assert run.failed is None, run.ranks[0].stderr
+    assert len(run.traces[0].steps) == 1 and not run.has("autocast")
+
+
+def test_a_function_that_needs_a_whole_graph_runs_uncompiled(record):
+    run = record("import torch\nassert torch.compile(lambda x: x + 1, fullgraph=True)(torch.ones(1)) == 2")
+    assert run.failed is None, run.ranks[0].stderr
 
 
 @pytest.mark.parametrize(

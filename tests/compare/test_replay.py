@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
@@ -94,9 +95,10 @@ def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_
 
 
 def test_what_the_loaders_of_ranks_give_in_an_epoch():
-    def ranks(*indices, workers=0, **sampler):
+    def ranks(*indices, workers=0, data=("same", "same"), **sampler):
         told = {"event": "sampler", "shuffle": True, "set_epoch": True, "iteration": 1, "after": 0, **sampler}
-        epochs = [{"event": "epoch", "length": 8, "indices": own, "workers": workers, "seed": 5} for own in indices]
+        common = {"event": "epoch", "length": 8, "workers": workers, "seed": 5}
+        epochs = [{**common, "indices": own, "data": of} for own, of in zip(indices, data, strict=True)]
         steps = [Step(0, [0.0], [], [], {}, {}, {})] * 8
         return [Trace(rank, 2, steps=steps, events=[told, epoch]) for rank, epoch in enumerate(epochs)]
 
@@ -106,12 +108,27 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
     assert overlap[0] == "in an epoch of loader 1 ranks share 2 of 6 samples"
     assert "the same seeds on each rank" in overlap[1] and "set_epoch was not called" in overlap[2]
     assert mistakes_of(ranks(*halves)) == []
+    whole = list(range(8))
+    assert [finding.mistake for finding in mistakes_of(ranks(whole, whole))] == ["dataset-not-split"]
+    assert mistakes_of(ranks(whole, whole, data=("first half", "second half"))) == []
+    (told,) = remarks_of(ranks(whole, whole, data=("first half", "second half")))
+    assert told.startswith("in an epoch of loader 1 the ranks get 8, 8 samples of datasets of their own")
     (finding,) = mistakes_of(ranks(*halves, set_epoch=False, iteration=2, after=4))
     assert (finding.mistake, finding.evidence) == (
         "epochs-not-reshuffled",
         "epoch 2 begins at step 5, and set_epoch was never called",
     )
     assert mistakes_of(ranks(*halves, set_epoch=False, iteration=2, after=8)) == []  # the epoch that is listed
+
+
+def test_data_of_ranks_have_equal_fingerprints_if_they_are_equal():
+    class Data:
+        def __init__(self, values):
+            self.values, self.change = values, lambda value: value
+
+    equal = [fingerprint(Data(["a", torch.arange(300.0)])) for _ in range(2)]
+    assert equal[0] == equal[1] != fingerprint(Data(["b", torch.arange(300.0)]))
+    assert fingerprint(torch.arange(4)) != fingerprint(torch.arange(5)) and fingerprint([1]) != fingerprint([2])
 
 
 def parts(*values):

@@ -1,0 +1,156 @@
+"""The public scripts: their arguments, and what `compare` has to say of each, also with a mistake planted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["SCRIPTS", "Mistake", "Script"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A change of a checkout that makes its training wrong on several ranks.
+
+    Attributes:
+        old, new: a text that occurs once in `file`, and the text that replaces it.
+        words: that the report must contain, such as the name of the mistake.
+        arguments: in place of a change: more arguments of the script.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of a public repository.
+
+    Attributes:
+        checkout: directory of the repository, in that of all checkouts.
+        command: the script and its arguments; ``@`` is the directory of its data.
+        data: kind of data; see `data.MAKERS`.
+        code, words: of `compare`: its exit code, and words that the report must contain.
+        files: further files, which a user would write.
+        path: directories of the checkout that Python must search.
+        ends: more arguments with which the script ends soon when it is simulated; "" to end it after a minute.
+    """
+
+    name: str
+    checkout: str
+    command: str
+    data: str = ""
+    code: int = 0
+    words: tuple[str, ...] = ("equal: 2 steps on 2 ranks",)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    path: tuple[str, ...] = ()
+    ends: str = ""
+    packages: str = ""
+    options: tuple[str, ...] = ()
+    mistakes: tuple[Mistake, ...] = ()
+
+
+_DENOISING = """\
+from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
+
+model = Unet(dim=8, dim_mults=(1, 2), flash_attn=False)
+diffusion = GaussianDiffusion(model, image_size=16, timesteps=100, sampling_timesteps=10)
+trainer = Trainer(
+    diffusion,
+    "@",
+    train_batch_size=16,
+    train_num_steps=4,
+    gradient_accumulate_every=2,
+    save_and_sample_every=100,
+    calculate_fid=False,
+)
+trainer.train()
+"""
+
+SCRIPTS = (
+    Script(
+        "llm.c",
+        "llm.c",
+        "train_gpt2.py --input_bin=@/train.bin --model=d12 --batch_size=1 --sequence_length=16 "
+        "--total_batch_size=64 --write_tensors=0 --overfit_single_batch=0 --num_iterations=3",
+        "tokens",
+    ),
+    Script("modded-nanogpt", "modded-nanogpt", "train_gpt.py", code=2),
+    Script(
+        "nanochat",
+        "nanochat",
+        "-m scripts.base_train --depth=2 --head-dim=32 --aspect-ratio=32 --max-seq-len=64 --device-batch-size=2 "
+        "--total-batch-size=512 --eval-every=-1 --core-metric-every=-1 --sample-every=-1 --num-iterations=4",
+        "documents",
+        environment={"NANOCHAT_BASE_DIR": "@", "NANOCHAT_DTYPE": "float32"},
+    ),
+    Script(
+        "open_clip",
+        "open_clip",
+        "-m open_clip_train.main --dataset-type=csv --train-data=@/captions.csv --batch-size=2 --workers=1 "
+        "--model=ViT-S-32-alt --precision=fp32 --epochs=1 --warmup=1 --gather-with-grad --local-loss",
+        "captions",
+        path=("src",),
+    ),
+    Script(
+        "timm",
+        "pytorch-image-models",
+        "train.py --data-dir=@ --model=test_vit --num-classes=2 -b=4 --epochs=1 --workers=1 --img-size=64",
+        "classes",
+    ),
+    Script(
+        "MAE",
+        "mae",
+        "main_pretrain.py --data_path=@ --batch_size=2 --epochs=1 --warmup_epochs=0 --num_workers=1",
+        "classes",
+        packages="lib_mae",
+        options=("--float32",),
+    ),
+    Script(
+        "DINO",
+        "dino",
+        "main_dino.py --data_path=@/train --arch=vit_tiny --out_dim=64 --batch_size_per_gpu=2 --local_crops_number=2 "
+        "--use_fp16=false --num_workers=1 --epochs=1 --warmup_epochs=0",
+        "classes",
+        environment={"TORCH_HOME": "@"},
+    ),
+    Script(
+        "Barlow Twins",
+        "barlowtwins",
+        "main.py @ --batch-size=8 --workers=1 --epochs=1 --projector=64-64",
+        "classes",
+        options=("--float32",),
+    ),
+    Script(
+        "EDM",
+        "edm",
+        "train.py --outdir=runs --data=@ --batch=8 --cbase=8 --cres=1,2 --duration=0.001 --tick=1 --workers=1 --seed=1",
+        "numbered",
+    ),
+    Script(
+        "improved-diffusion",
+        "improved-diffusion",
+        "mpiexec -n 2 python scripts/image_train.py --data_dir=@ --image_size=64 --num_channels=32 --num_res_blocks=1 --batch_size=2 "
+        "--microbatch=64 --diffusion_steps=100 --lr_anneal_steps=3",
+        "numbered",
+        path=(".",),
+    ),
+    Script(
+        "ignite cifar10",
+        "ignite",
+        "examples/cifar10/main.py run --data_path=@ --output_path=runs --model=squeezenet1_1 --batch_size=8 "
+        "--num_epochs=2 --num_warmup_epochs=1 --num_workers=1 --backend=nccl",
+        "cifar",
+    ),
+    Script(
+        "denoising-diffusion",
+        "denoising-diffusion-pytorch",
+        "train.py",
+        "numbered",
+        files={"train.py": _DENOISING},
+    ),
+)
