@@ -177,9 +177,13 @@ def _targets(mesh: DeviceMesh, seed: int) -> list[tuple[Placement, ...]]:
 
 
 def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
-    """Distribute the tensor of one rank, while the others pass different values, and yield the errors."""
-    for number, target in enumerate(_targets(mesh, seed)):
-        case = _RedistributionCase((2 * rank.size + 1, rank.size + 1), torch.float32, (), target)
+    """Distribute the tensor of one rank, while the others pass different values, and yield the errors.
+
+    Some ranks get several rows and others fewer or none.
+    """
+    rows = 2 * rank.size + 1, max(1, rank.size - 1)
+    for number, (target, long) in enumerate(itertools.product(_targets(mesh, seed), rows)):
+        case = _RedistributionCase((long, rank.size + 1), torch.float32, (), target)
         whole = _whole(case, seed + number)
         # With None each rank keeps its part of its own tensor.
         source = (0, mesh.size() - 1 if mesh.ndim == 1 else 0, None)[(seed + number) % 3]

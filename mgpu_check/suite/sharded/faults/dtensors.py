@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last, ranks_here
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 device_meshes = caught_by("test_device_meshes")
@@ -171,3 +171,12 @@ register(
         "test_gradients_of_redistribution", given(api._ToTorchTensor, "forward"),
         lambda ctx, tensor, *_: (ctx, tensor, None), "to_local with placements of the gradient"),
 )  # fmt: skip
+
+
+@fault("distribute_tensor negates the last of fewer rows than ranks", "test_redistribution",
+       by=returned("mgpu_check.suite.sharded.redistribution", "distribute_tensor"), least_gpus=3,
+       when="one dimension, fewer rows than ranks")  # fmt: skip
+def last_of_few_rows_negated(made: DTensor, *_: Any, **__: Any) -> None:
+    mesh = made.device_mesh
+    if mesh.ndim == 1 and made.placements[0].is_shard(0) and mesh.get_local_rank() == len(made) - 1 < mesh.size() - 1:
+        made.to_local().detach().neg_()
