@@ -144,6 +144,10 @@ def _pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.de
     return sorted(((a, b) for a in places for b in places if a != b), key=lambda pair: str(pair[0]) < str(pair[1]))
 
 
+_WORDS = ("", "transposed ", "with gaps ")
+"""The layouts of the next function in words."""
+
+
 def _laid_out(data: torch.Tensor, layout: int, device: torch.device) -> torch.Tensor:
     """Return a matrix on a device: contiguous, transposed or with gaps."""
     if layout == 1:
@@ -192,9 +196,7 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
                 key = source, dtype, layout
                 if key not in held:
                     held[key] = _laid_out(data, layout, source)
-                case = (
-                    f"{name} of {name_of(dtype)} {('', 'transposed ', 'with gaps ')[layout]}from {source} to {target}"
-                )
+                case = f"{name} of {name_of(dtype)} {_WORDS[layout]}from {source} to {target}"
                 if what := _arrived(call, held[key], target, data):
                     wrong.append(((source, target), case, what))
                 count += 1
@@ -250,15 +252,16 @@ def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
     """
     __tracebackhide__ = True
     count, wrong = 0, Found()
-    for dtype, other in _CASTS:
+    for number, (dtype, other) in enumerate(_CASTS):
+        layout = (number + seed) % 3
         data = significands((6, 7), dtype, seed)
         if dtype == torch.int64 and other == torch.int32:
             data = data >> 33
         expected = data.to(other)
-        at = {place: data.to(place) for place in (_HOST, *devices)}
+        at = {place: _laid_out(data, layout, place) for place in (_HOST, *devices)}
         for source, target in _pairs(devices):
             for name, call in _casting(other).items():
-                case = f"{name} of {name_of(dtype)} to {name_of(other)} from {source} to {target}"
+                case = f"{name} of {name_of(dtype)} {_WORDS[layout]}to {name_of(other)} from {source} to {target}"
                 if what := _arrived(call, at[source], target, expected):
                     wrong.append(((source, target), case, what))
                 count += 1

@@ -170,6 +170,24 @@ def conversions_through_bfloat16(copy: Any, target: Tensor, source: Tensor, *arg
     return copy(target, source.bfloat16(), *args, **kwargs)
 
 
+@converting(
+    "copy_ that converts reads a transposed matrix as it lies in memory",
+    around(Tensor, "copy_"),
+    call(
+        "from device to device, transposed, another dtype",
+        lambda x, source, *_, **__: (
+            x.is_cuda
+            and getattr(source, "is_cuda", False)
+            and (source.dtype, source.stride()) != (x.dtype, x.stride())
+            and source.dim() == 2
+            and source.stride(0) == 1
+        ),
+    ),
+)
+def transposed_conversions_as_they_lie(copy: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return copy(target, source.t().reshape(source.shape), *args, **kwargs)
+
+
 @pinned(
     "pin_memory leaves out the last element of tensors above 64 KiB",
     around(Tensor, "pin_memory"),
