@@ -6,14 +6,19 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from mgpu_check.asserts.findings import run_all
+from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.pairs import drawn_rows
 from mgpu_check.suite.parallelism.tensor_pipeline import assert_schedule_agrees
+from mgpu_check.torch_hooks.tensors import copied
 
 _BY_ROWS = TensorChunkSpec(0)
 _VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -85,4 +90,19 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
             options=others,
         )
         checks.append(check)
-    run_all(checks)
+    run_all([*checks, functools.partial(_assert_uneven_parts_are_joined, rank)])
+
+
+def _assert_uneven_parts_are_joined(rank: Rank) -> None:
+    """Assert that a stage alone returns its outputs in order for micro-batches of several lengths: several stages
+    cannot have these."""
+    alone, groups = dist.new_subgroups_by_enumeration([[one] for one in range(rank.size)])
+    layer = nn.Linear(3, 2, bias=False).to(rank.device)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(6.0).view(2, 3))
+    x = torch.arange(21.0, device=rank.device).view(7, 3)
+    outputs = pipelining.ScheduleGPipe(pipelining.PipelineStage(layer, 0, 1, rank.device, group=alone), 3).step(x)
+    what = f"ScheduleGPipe of 3 micro-batches of 7 samples in one stage, on {rank.device}"
+    assert_same({"outputs": copied(outputs)}, {"outputs": copied(layer(x)).double()}, what, rank.index)
+    for group in groups:
+        dist.destroy_process_group(group)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last, ranks_here
@@ -67,6 +68,11 @@ register(
     FaultRow("specified-chunks-reversed", "parts of keyword arguments that are specified come in reverse order",
         "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
         lambda found, *given: (found[0], found[1][::-1]) if given[4] else None, "kwargs_chunk_spec"),
+    FaultRow("uneven-parts-exchanged", "outputs of the last two of three micro-batches are exchanged",
+        "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
+        lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
+        When("micro-batches of several lengths",
+             lambda chunks, *_: len({len(pytree.tree_leaves(one)[0]) for one in chunks}) > 1)),
     FaultRow("gradients-divided-all-the-same",
         "gradients are divided by the number of micro-batches even with scale_grads=False", _SCHEDULES,
         around(f"{_SCHEDULE}:PipelineScheduleMulti", "__init__"),
