@@ -86,6 +86,10 @@ def main() -> None:
             for harness in (OWN, ADAPTED):
                 runs[harness].append(measured(asked.directory, file, asked.pattern, harness))
         found[file] = runs
+        if not all(run["outcomes"] for each in runs.values() for run in each):
+            sys.exit(
+                f"{file}: a harness ran no test of it; is it below {asked.directory}, and is expecttest installed?"
+            )
         cells = [
             f"`{file}`",
             ", ".join(f"{n} {what}" for what, n in Counter(runs[OWN][0]["outcomes"].values()).items()),
@@ -98,6 +102,7 @@ def main() -> None:
         if asked.json is not None:
             asked.json.write_text(json.dumps(found, indent=1))
     print("\n".join(["", *lines] if lines else ["", "each test has the same outcome in both harnesses"]))
+    sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

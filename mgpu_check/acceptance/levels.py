@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from hypothesis import HealthCheck, Phase, settings
@@ -37,13 +38,14 @@ def drawn(*, quick: int, standard: int, long: int) -> settings:
 _MOST_SLOWDOWN = 3.0
 
 
-def slowdown() -> float:
-    """Return how many processes share a core of this host, from 1 to 3: healthy GPUs answer later if their ranks wait
-    for a core."""
-    return min(_MOST_SLOWDOWN, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+def slowdown(most: float = math.inf) -> float:
+    """Return how many processes share a core of the host of pytest, from 1 to `most`: healthy GPUs answer later if
+    their ranks wait for a core."""
+    return min(most, max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))
 
 
 def seconds_for_a_call() -> float:
     """Return the time limit in seconds of one call on all GPUs: that of the level, longer on a busy host, or
-    ``--rank-timeout`` if it is less."""
-    return min(_SECONDS[active().depth] * slowdown(), active().rank_timeout)
+    ``--rank-timeout`` if that was given and is less."""
+    own, given = _SECONDS[active().depth] * slowdown(_MOST_SLOWDOWN), active().origins.get("rank_timeout", "default")
+    return own if given == "default" else min(own, active().rank_timeout)

@@ -247,6 +247,7 @@ def test_a_hundred_failures_are_eight_lines():
 
 def test_markdown_for_the_page_of_a_job():
     text = markdown.render(report("bad"))
+    assert "- planted: `x`\n\n" in markdown.render(replace(report("bad"), planted=("x",)))
     assert text.startswith("# mgpu-check accept: REJECTED: GPU 3, link GPU 0 -&#62; GPU 5; 1 failure")
     assert "```sh\nmgpu-check accept --gpus=8 -k 'compute or training' --hypothesis-seed=7\n```" in text
     assert "| compute | **failed** | 8 | 3 | 1 | 0 | 60 s | 40 operations |" in text

@@ -135,13 +135,23 @@ class LatePool:
 
 
 @pytest.mark.parametrize(
-    ("load", "most", "limit"), [(1.0, 90.0, 20.0), (4.0, 90.0, 40.0), (80.0, 90.0, 60.0), (4.0, 5.0, 5.0)]
+    ("level", "load", "given", "limit"),
+    [
+        ("quick", 1.0, None, 20.0),
+        ("quick", 4.0, None, 40.0),
+        ("quick", 80.0, None, 60.0),
+        ("quick", 4.0, 5.0, 5.0),
+        ("standard", 1.0, None, 120.0),
+        ("standard", 1.0, 60.0, 60.0),
+    ],
 )
 def test_calls_get_more_time_on_a_busy_host(
-    monkeypatch: pytest.MonkeyPatch, load: float, most: float, limit: float
+    monkeypatch: pytest.MonkeyPatch, level: str, load: float, given: float | None, limit: float
 ) -> None:
-    monkeypatch.setattr(levels, "active", lambda: SimpleNamespace(depth="quick", rank_timeout=most))
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    origins = {} if given is None else {"rank_timeout": "command line"}
+    settings = SimpleNamespace(depth=level, rank_timeout=given or 60.0, origins=origins)
+    monkeypatch.setattr(levels, "active", lambda: settings)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert levels.seconds_for_a_call() == limit
 
@@ -150,8 +160,8 @@ def test_after_a_call_that_was_late_on_all_gpus_each_is_asked_whether_it_answers
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node, "seconds_for_a_call", lambda: 60.0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    for silent, load, limit in (((), 1.0, 10.0), ((1,), 5.0, 25.0), ((), 80.0, 30.0)):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for silent, load, limit in (((), 1.0, 10.0), ((1,), 5.0, 25.0), ((), 80.0, 60.0)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         pool, log = LatePool(*silent), RunLog()
         gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(3)]

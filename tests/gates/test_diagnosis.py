@@ -32,8 +32,9 @@ def step_of(program: Diagnosed, *, wrong: bool):
     return functools.partial(program.step, wrong=wrong)
 
 
-OFTEN = {program.mistake: name for name, program in ALL.items() if program.parting}.values()
-"""By mistake: a program whose ranks part at a line. That each mistake is named is shown by the programs of the pages."""
+OFTEN = [*{program.mistake: name for name, program in ALL.items() if program.parting}.values(), "sums_all_terms"]
+"""By mistake: a program whose ranks part at a line; and one whose ranks do not. That each mistake is named is shown by
+the programs of the pages."""
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,11 @@ BETWEEN = [
     ("copy-by-engine", ENGINE, "it holds zeros"),
     ("copy-under-load", TOGETHER, "is inverted"),
     ("copy-lanes", ENGINE, "of bytes are inverted"),
-    ("copy-wraps", FAR, "bytes outside of the destination of 66001 bytes were changed: it holds the data of the copy"),
+    (
+        "copy-wraps",
+        FAR,
+        "bytes in and around the destination of 66001 bytes are wrong, some outside: it holds the data of the copy",
+    ),
     ("copy-out", ENGINE, "1000 of 66001 bytes are wrong, from byte 65001 on"),
 ]
 WITH_HOST = [
@@ -167,7 +171,7 @@ def test_a_copy_that_does_nothing_is_wrong_and_sizes_are_cut_to_the_memory():
             seen = [*examine_copies(devices, ENGINE)]
             failed = [entry for entry in seen if entry.outcome == "failed"]
         assert {entry.subject for entry in failed} == {Subject("copy", (1, 0))}
-        assert failed[0].seen.startswith("1 bytes outside of the destination of 66001 bytes were changed")
+        assert failed[0].seen.startswith("1 bytes in and around the destination of 66001 bytes are wrong, some outside")
 
 
 def test_bandwidth_and_latency_are_measured_for_each_way_and_a_slow_link_shows():

@@ -122,7 +122,12 @@ def reaches(node: Node) -> list[int]:
 
 
 @drawn(quick=1, standard=4, long=16)
-@given(size=st.integers(4096, 64 << 10), source=ALIGNMENTS, destination=ALIGNMENTS, seed=st.integers(0, 2**30))
+@given(
+    size=st.integers((64 << 10) + 1, 128 << 10),
+    source=ALIGNMENTS,
+    destination=ALIGNMENTS,
+    seed=st.integers(0, 2**30),
+)
 def test_copies_at_far_addresses(node: Node, size: int, source: int, destination: int, seed: int) -> None:
     """Copies from and to places gigabytes into an allocation arrive there, and change nothing at its start."""
     for reach in reaches(node):

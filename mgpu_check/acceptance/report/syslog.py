@@ -59,7 +59,7 @@ def send(report: RunReport, interrupted: bool) -> str:
     """
     text = line(report, interrupted)
     if not LOG.is_socket():
-        return f"NOT sent to the system log: this host has no {LOG}: {text}"
+        return f"NOT sent to the system log: --syslog needs {LOG}; mount it, or use --verdict-file: {text}"
     syslog.openlog("mgpu-check", syslog.LOG_PID, syslog.LOG_DAEMON)
     syslog.syslog(_PRIORITIES[report.verdict.kind], text)
     syslog.closelog()

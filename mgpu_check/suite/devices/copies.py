@@ -144,7 +144,7 @@ def _pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.de
     return sorted(((a, b) for a in places for b in places if a != b), key=lambda pair: str(pair[0]) < str(pair[1]))
 
 
-_WORDS = ("", "transposed ", "with gaps ")
+_WORDS = ("", "transposed ", "gapped ")
 """The layouts of the next function in words."""
 
 
@@ -196,7 +196,7 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
                 key = source, dtype, layout
                 if key not in held:
                     held[key] = _laid_out(data, layout, source)
-                case = f"{name} of {name_of(dtype)} {_WORDS[layout]}from {source} to {target}"
+                case = f"{name} of {_WORDS[layout]}{name_of(dtype)} from {source} to {target}"
                 if what := _arrived(call, held[key], target, data):
                     wrong.append(((source, target), case, what))
                 count += 1
@@ -261,7 +261,7 @@ def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
         at = {place: _laid_out(data, layout, place) for place in (_HOST, *devices)}
         for source, target in _pairs(devices):
             for name, call in _casting(other).items():
-                case = f"{name} of {name_of(dtype)} {_WORDS[layout]}to {name_of(other)} from {source} to {target}"
+                case = f"{name} of {_WORDS[layout]}{name_of(dtype)} to {name_of(other)} from {source} to {target}"
                 if what := _arrived(call, at[source], target, expected):
                     wrong.append(((source, target), case, what))
                 count += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,6 +60,8 @@ def _examine(ways: Sequence[_Direction], devices: Sequence[torch.device], case: 
         names[way.tag(case.seed)] = f"the data of the copy {way}"
         names[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
     free = _free(devices)
+    if case.reach > free // 4:
+        case = replace(case, reach=1 << max(1, free // 4).bit_length() - 1)
     largest = _largest(free, case, copies=max(1, len(devices) - 1) if case.together else 1)
     found: dict[_Direction, list[_GuardedCopy]] = {way: [] for way in ways}
     for size in _cut(case.sizes, largest):
@@ -191,7 +193,7 @@ class _GuardedCopy:
         width = self._dtype.itemsize
         of = self.size * width
         if self.outside:
-            return f"{count} bytes outside of the destination of {of} bytes were changed: {first.looks}"
+            return f"{count} bytes in and around the destination of {of} bytes are wrong, some outside: {first.looks}"
         at = (first.first // width - self._begin) // self._step * width
         return f"{count} of {of} bytes are wrong, from byte {at} on: {first.looks}"
 

@@ -128,8 +128,9 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     The sum of gradients is also divided by numbers that are no power of two.
 
     Raises:
-        GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
-        ShardError: this rank does not hold its parts of the parameters, or a sum was divided by another number.
+        GradientMismatch: outputs of this rank's samples, gradients or parameters differ, or a sum was divided by
+            another number.
+        ShardError: this rank does not hold its parts of the parameters.
     """
     __tracebackhide__ = True
     expected = one_device(training, scale=scale_of(rank.size))
