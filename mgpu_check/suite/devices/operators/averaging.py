@@ -23,6 +23,13 @@ _RULES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "default decay": lambda: {"avg_fn": swa_utils.get_ema_avg_fn()},
     "default decay by lists": lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn()},
 }
+_DECAYS = {
+    "decay by parameter": 0.5,
+    "decay by lists": 0.75,
+    "default decay": 0.999,
+    "default decay by lists": 0.999,
+}
+"""What the rules keep of an average; the others take the mean."""
 _AVERAGES: Mapping[str, Sequence[Any]] = {
     "rule": tuple(_RULES),
     "use_buffers": (False, True),
@@ -59,16 +66,35 @@ def _averaged(row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
             parameter.copy_(shaped(x, *parameter.shape))
     device = x.device if row["device"] else None
     average = swa_utils.AveragedModel(model, device, use_buffers=row["use_buffers"], **_RULES[row["rule"]]())
+    seen = []
     for number in range(row["updates"]):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(number + 0.5)
         model(x * (number + 1))
         average.update_parameters(model)
+        seen.append([value.detach().clone() for value in (*model.parameters(), *model.buffers())])
+    if not x.is_cuda:
+        _put_averages(row, average.module, seen)
     found = [value.detach().to(x.device, copy=True) for value in (*average.parameters(), *average.buffers())]
     swa_utils.update_bn([x, (x * 2, None)], average, device=device)
     average.eval()
     return [*found, *(value.to(x.device, copy=True) for value in average.buffers()), average(x).detach()]
+
+
+def _put_averages(row: Mapping[str, Any], model: nn.Module, seen: Sequence[Sequence[Tensor]]) -> None:
+    """Give the averages of the reference to its model: torch's code could be wrong in the same way on each device."""
+    parameters = [*model.parameters()]
+    decay = _DECAYS.get(row["rule"])
+    with torch.no_grad():
+        for number, (own, values) in enumerate(
+            zip((*parameters, *model.buffers()), zip(*seen, strict=True), strict=True)
+        ):
+            held = values[0]
+            for count, value in enumerate(values[1:], start=1):
+                weight = 1 / (count + 1) if decay is None else 1 - decay
+                held = (held + (value - held) * weight).to(value.dtype)
+            own.copy_(held if number < len(parameters) or row["use_buffers"] else values[-1])
 
 
 def _hooked(x: Tensor) -> list[Tensor]:

@@ -1,9 +1,12 @@
-"""Step optimizers and GradScaler with each pair of values of their options, next to float64 on the CPU."""
+"""Step optimizers and GradScaler with each pair of values of their options, next to float64 on the CPU.
+
+Optimizers whose steps `documented_steps` has are compared with them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,7 @@ from mgpu_check.suite.common.agreement import Case
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.values import small
 from mgpu_check.suite.devices.operators.averaging import averaging_cases
+from mgpu_check.suite.devices.operators.documented_steps import STEPS, DocumentedSteps
 from mgpu_check.suite.devices.operators.optimizing import FUSED, by_tensors
 
 _Options = Mapping[str, Sequence[Any]]
@@ -35,7 +39,7 @@ class _Kind(NamedTuple):
             closure that is called several times.
     """
 
-    make: Callable[..., torch.optim.Optimizer]
+    make: Any
     values: _Options
     forms: tuple[str, ...] = ("loop", "lists", "capturable", "differentiable")
     data: str = "flat"
@@ -230,6 +234,10 @@ def _stepped(kind: _Kind, row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
     leaf = x.detach().clone().requires_grad_()
     before = _parts(leaf if inner else x, kind.data)
     parameters = [part.clone() if inner else part.detach().clone().requires_grad_() for part in before]
+    # The corrections of a differentiable Adam are powers in float32.
+    if not x.is_cuda and kind.make in STEPS and not (inner and "betas" in kind.values):
+        moved = torch.cat([one.reshape(-1) for one in _documented(kind, row, parameters, 1 if inner else 2)])
+        return [moved.detach(), *(torch.autograd.grad(moved.sum(), [leaf]) if inner else ())]
     groups: Any = parameters
     if row["groups"] and kind.data == "loss":
         groups = [{"params": parameters, "lr": 0.125}]
@@ -244,6 +252,16 @@ def _stepped(kind: _Kind, row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
     if kind.data == "matrices" and row["dtype"] != torch.bfloat16:  # Muon computes in bfloat16
         return [(moved - torch.cat([part.reshape(-1) for part in before])).detach().bfloat16()]
     return [moved.detach(), *(torch.autograd.grad(moved.sum(), [leaf]) if inner else ())]
+
+
+def _documented(kind: _Kind, row: Mapping[str, Any], parameters: list[Tensor], count: int) -> list[Tensor]:
+    """Return the parameters after steps as torch documents them."""
+    steps = DocumentedSteps(kind.make, {name: row[name] for name in kind.values})
+    rates = [0.125 if number < 2 or not row["groups"] else 0.0625 for number in range(len(parameters))]
+    for step in range(count):
+        gradients = [_gradient(one.detach(), kind.data, number, step) for number, one in enumerate(parameters, start=1)]
+        parameters = steps.stepped(parameters, gradients, rates)
+    return parameters
 
 
 def _parts(x: Tensor, data: str) -> list[Tensor]:
