@@ -258,7 +258,7 @@ _ALIKE = ("clock-beside", "collective-of-three")
 """Faults other than those of inventory and speed that only a majority shows, or groups of three."""
 
 
-_OF_FOUR = ("slow-collective",)
+_OF_FOUR = ("slow-collective", "slow-small-collectives")
 """Faults that three GPUs do not show: the one pair that is not slow may have a faster link."""
 
 
