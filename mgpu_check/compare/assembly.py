@@ -23,7 +23,6 @@ from mgpu_check.compare.trace import (
     named_state,
     positions,
 )
-from mgpu_check.compare.within_step import put_rows_together
 from mgpu_check.processes.rank_lists import named
 
 
@@ -114,7 +113,6 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
             if step is not None:
                 made[index].steps.append(_step(step, names[index], pieces_of[index], users, index, views))
     _take_unused(users, made)
-    put_rows_together(one, made)
     divided = any(name in one.parameters for name in pieces) or any(
         name in one.parameters and 0 < sum(name in trace.parameters for trace in made) < len(made)
         for trace in made

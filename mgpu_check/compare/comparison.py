@@ -32,6 +32,7 @@ from mgpu_check.compare.verdict import (
     verdict_of,
     without_steps,
 )
+from mgpu_check.compare.within_step import with_rows_together
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.record import relative
@@ -231,7 +232,7 @@ def constants_placed(
 def _aligned(one: ScriptRun, found: Assembly, world: int) -> Aligned:
     return Aligned(
         one.traces[0],
-        found.ranks,
+        with_rows_together(one.traces[0], found.ranks),
         world,
         found.divided,
         found.reasons,

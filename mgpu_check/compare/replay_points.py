@@ -198,9 +198,18 @@ def _random_states() -> tuple[int, ...]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers by their names without wrappers, which one device may lack."""
+    wrappers = [f"{name}.module." for name, part in module.named_modules() if name and unwrapped(part) is not part]
     named = [*module.named_parameters(), *module.named_buffers()]
     return {
-        name: tensor
+        _without(name, wrappers): tensor
         for name, tensor in named
         if not nn.parameter.is_lazy(tensor) and not hasattr(tensor, "full_tensor") and not tensor.is_meta
     }
+
+
+def _without(name: str, wrappers: Sequence[str]) -> str:
+    for prefix in reversed(wrappers):  # inner ones first: their names have those of outer ones
+        if name.startswith(prefix):
+            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return name

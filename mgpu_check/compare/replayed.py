@@ -20,6 +20,7 @@ from mgpu_check.compare.tape import STEPS, write_joint
 from mgpu_check.compare.telling import last_words
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
+from mgpu_check.compare.within_step import with_rows_together
 from mgpu_check.processes.rank_lists import few
 
 
@@ -77,7 +78,8 @@ def replayed(
                     return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
                 runs.append(done.traces[0])
             trace, shifted = runs
-            aligned = Aligned(trace, [_until(rank, until) for rank in ranks], len(ranks), replayed=True)
+            shown = with_rows_together(trace, [_until(rank, until) for rank in ranks])
+            aligned = Aligned(trace, shown, len(ranks), replayed=True)
             rounding = Rounding(trace, [shifted])
             return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
 

@@ -78,7 +78,13 @@ class Rounding:
         grown = self._grown[kind, name]
         if step >= len(grown):
             return math.inf
-        return self.margin * max(grown[step], self._medians[kind][step], least)
+        own = self.margin * max(grown[step], self._medians[kind][step], least)
+        of = self._one.states[name].of if kind == "state" else ""
+        if not of or of not in self._one.parameters:
+            return own
+        # A square, such as the second moment of Adam, deviates by twice as much as the gradient may.
+        squared = 2 * self.tolerance(step, "gradient", of)
+        return max(own, squared) if math.isfinite(squared) else own
 
     def _dtypes(self, name: str) -> list[str]:
         """Return the dtypes that a tensor is rounded to, for a state also that of its parameter."""

@@ -52,35 +52,51 @@ def _is_mean(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool
     if expected is None or len(known) < max(aligned.world, 2) or all(value == known[0] for value in known):
         return False
     mean = replace(mean_of(known, [1 / len(known)] * len(known)), norm=expected.norm)
-    tolerance = rounding.tolerance(step, "gradient", name)
+    # Parts that cancel have larger rounding errors than their mean.
+    cancelled = max(value.norm for value in known) / (expected.norm or math.inf)
+    tolerance = rounding.tolerance(step, "gradient", name) * max(cancelled, 1.0)
     return deviation(mean, expected, aligned.parameter(name).shape).size <= tolerance
 
 
-def put_rows_together(one: Trace, ranks: Sequence[Trace]) -> None:
-    """Replace states that each rank keeps of its own rows by the state of all rows.
+def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
+    """Return the ranks with the states of all rows, in place of states that each rank keeps of its own rows.
 
     The rows of a rank follow those of the rank before; the last rank may pad its rows with zeros. The norm and the sum
     of all rows are known. The other numbers of the summary are those of one device.
     """
-    for name, whole in one.states.items():
-        own = [trace.states.get(name) for trace in ranks]
-        rows = -(-whole.shape[0] // len(ranks)) if whole.key and whole.shape else 0
-        shape = (rows, *whole.shape[1:])
-        if len(ranks) < 2 or shape == whole.shape or any(state is None or state.shape != shape for state in own):
-            continue
-        found = [
-            _together(at.states.get(name), [trace.steps[number].states.get(name) for trace in ranks])
-            for number, at in enumerate(one.steps[: min(len(trace.steps) for trace in ranks)])
-        ]
-        first = next((pair for pair in zip(found, one.steps, strict=False) if pair[0] is not None), None)
-        if first is None or deviation(first[0], first[1].states[name], whole.shape).size > _NEAR:
-            continue
-        for trace, state in zip(ranks, own, strict=True):
-            assert state is not None
-            trace.states[name] = replace(whole, dtype=state.dtype, device=state.device, constant=state.constant)
-            for step, value in zip(trace.steps, found, strict=False):
-                if value is not None:
-                    step.states[name] = value
+    whole = {name: found for name in one.states if (found := _rows(one, ranks, name))}
+    return [
+        replace(
+            trace,
+            states={
+                name: replace(one.states[name], dtype=own.dtype, device=own.device) if name in whole else own
+                for name, own in trace.states.items()
+            },
+            steps=[
+                replace(step, states={**step.states, **{name: found[i] for name, found in whole.items() if i in found}})
+                for i, step in enumerate(trace.steps)
+            ],
+        )
+        for trace in ranks
+    ]
+
+
+def _rows(one: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
+    """Return a state of all rows by step; empty if ranks do not keep it in this way."""
+    whole, own = one.states[name], [trace.states.get(name) for trace in ranks]
+    rows = -(-whole.shape[0] // len(ranks)) if whole.key and whole.shape else 0
+    shape = (rows, *whole.shape[1:])
+    if len(ranks) < 2 or shape == whole.shape or any(state is None or state.shape != shape for state in own):
+        return {}
+    found = {}
+    for number, at in enumerate(one.steps[: min(len(trace.steps) for trace in ranks)]):
+        joined = _together(at.states.get(name), [trace.steps[number].states.get(name) for trace in ranks])
+        if joined is not None:
+            found[number] = joined
+    first = min(found, default=None)
+    if first is None or deviation(found[first], one.steps[first].states[name], whole.shape).size > _NEAR:
+        return {}
+    return found
 
 
 def _together(expected: TensorSummary | None, parts: Sequence[TensorSummary | None]) -> TensorSummary | None:

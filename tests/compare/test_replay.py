@@ -10,6 +10,7 @@ import torch
 from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
+from mgpu_check.compare.replay_points import tensors_of
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
 from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
@@ -202,3 +203,9 @@ def test_a_tape_has_a_limit(tmp_path, monkeypatch):
         made = Tapes(joint.fileno())
         assert isinstance(made.first("start", "here"), Unstored)  # a large model leaves room for batches
         assert [len(part) for part in made.turn("call", "here")] == [20] and made.turn("call", "here") == []
+
+
+def test_tensors_have_the_same_names_inside_of_a_wrapper():
+    plain, wrapped = (torch.nn.ModuleDict({"net": torch.nn.Linear(2, 1)}) for _ in range(2))
+    wrapped["net"] = torch.nn.DataParallel(wrapped["net"])
+    assert tensors_of(wrapped).keys() == tensors_of(plain).keys() == {"net.weight", "net.bias"}

@@ -9,7 +9,7 @@ import torch
 
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.rounding import Rounding, repeatability, roundoff
-from mgpu_check.compare.trace import chunk_sizes
+from mgpu_check.compare.trace import State, chunk_sizes
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from tests.compare.training import (
     Training,
@@ -118,3 +118,17 @@ def test_the_sum_that_is_named_has_its_elements():
     got[998] = -1.0  # its norm is the same, and this element is not stored
     first = 1000 - chunk_sizes(1000)[-1]
     assert deviation(summary(got), summary(expected), (1000,)).what == f"sum of elements {first} to 999 of 1000"
+
+
+def test_a_square_of_a_gradient_may_deviate_twice_as_much():
+    single, moved = Training(steps=1), Training(steps=1)
+    moved.gradient = lambda number: [g * (1 + 1e-4) for g in gradients(number)]
+    traces = single.trace(), moved.trace()
+    for trace in traces:
+        parameter = trace.parameters["net.weight"]
+        state = State(**{**vars(parameter), "name": "square of net.weight"}, of="net.weight", key="square")
+        trace.states[state.name] = state
+        trace.steps[0].states[state.name] = traces[0].steps[0].parameters["net.weight"]  # the same in both runs
+    rounding = Rounding(traces[0], [traces[1]])
+    gradient = rounding.tolerance(0, "gradient", "net.weight")
+    assert rounding.tolerance(0, "state", "square of net.weight") == 2 * gradient > 2e-4
