@@ -102,7 +102,8 @@ def _traveled(
         if me == root:
             dist.send_object_list(carried, group=group, **end("dst", target))
         elif me == target:
-            dist.recv_object_list(carried, group=group, **end("src", root))
+            sender = dist.recv_object_list(carried, group=group, **end("src", root))
+            yield from differing("the sender that recv_object_list returns", [sender], [members[root]])
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
             yield from differing(f"send_object_list of rank {members[root]}", carried, right)
 

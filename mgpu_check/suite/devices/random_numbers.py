@@ -116,10 +116,10 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
     for device in reversed(devices):
         torch.cuda.set_device(device)
         others = {other: torch.cuda.get_rng_state(other) for other in devices if other != device}
-        torch.cuda.manual_seed(seed + 2)
-        torch.cuda.manual_seed(seed)
-        if torch.cuda.initial_seed() != seed:
-            raise _wrong(f"{device}: torch.cuda.initial_seed() is {torch.cuda.initial_seed()}, expected {seed}", device)
+        for given in (seed + (1 << 40), seed):
+            torch.cuda.manual_seed(given)
+            if (found := torch.cuda.initial_seed()) != given:
+                raise _wrong(f"{device}: torch.cuda.initial_seed() is {found}, expected {given}", device)
         for other, state in others.items():
             if not torch.equal(torch.cuda.get_rng_state(other), state):
                 raise _wrong(

@@ -40,7 +40,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
     "strict": (True, False),
     "flatten_optimizer_state_dict": _WAYS,
     "dsd_fqn_modifiers": ("_fqn_modifiers", "_no_modifiers"),
-    "apart": _WAYS,
+    "apart": (True, False),
 }
 """Options of state dicts, the default first, and whether the optimizer has calls of its own."""
 

@@ -84,6 +84,8 @@ register(
         When("2 ranks and more", lambda _, own, objects=None, *__, **___: len(objects or ()) > 1)),
     FaultRow("objects-in-reverse", "a list of objects arrives in reverse", _OBJECTS, _object_lists("recv_object_list"),
         lambda _, objects, *__, **___: objects.reverse(), "messages of objects"),
+    FaultRow("sender-unknown", "recv_object_list returns -1 as its sender", _OBJECTS,
+        returned(dist, "recv_object_list"), lambda *_, **__: -1),
     FaultRow("objects-cut-on-devices", "objects lose their end in a broadcast over devices", _OBJECTS,
         _object_lists("broadcast_object_list"), lambda _, objects, *__, **___: _filled(objects, [*objects[:-1], None]),
         When("groups with no backend for the CPU", lambda *_, group=None, **__: dist.get_backend(group) == "nccl")),

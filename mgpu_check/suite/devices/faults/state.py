@@ -38,6 +38,15 @@ def one_device_not_seeded(seed: Any, number: int) -> Any:
         return seed(number)
 
 
+@generators(
+    "torch.cuda.manual_seed cuts seeds to 32 bits",
+    around(torch.cuda, "manual_seed"),
+    first("seeds from 2^32", lambda seed: seed >= 1 << 32),
+)
+def seed_cut(real: Any, seed: int) -> None:
+    real(seed & 0xFFFF_FFFF)
+
+
 @generators("torch.cuda.manual_seed seeds all devices", around(torch.cuda, "manual_seed"), NOT_CURRENT)
 def all_devices_seeded(_: Any, seed: int) -> None:
     """As `manual_seed_all` does."""
