@@ -15,7 +15,6 @@ class Mistake:
     Attributes:
         old, new: a text that occurs once in `file`, and the text that replaces it.
         words: that the report must contain, such as the name of the mistake.
-        arguments: in place of a change: more arguments of the script.
     """
 
     name: str
@@ -36,7 +35,8 @@ class Script:
         code, words: of `compare`: its exit code, and words that the report must contain.
         files: further files, which a user would write.
         path: directories of the checkout that Python must search.
-        ends: more arguments with which the script ends soon when it is simulated; "" to end it after a minute.
+        packages: a further directory of packages, in that of all packages.
+        options: further options of `compare`.
     """
 
     name: str
@@ -48,7 +48,6 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     path: tuple[str, ...] = ()
-    ends: str = ""
     packages: str = ""
     options: tuple[str, ...] = ()
     mistakes: tuple[Mistake, ...] = ()
@@ -117,6 +116,16 @@ SCRIPTS = (
         "--use_fp16=false --num_workers=1 --epochs=1 --warmup_epochs=0",
         "classes",
         environment={"TORCH_HOME": "@"},
+        mistakes=(
+            Mistake("center", "main_dino.py", "dist.all_reduce(batch_center)", "pass", ("buffers-drift",)),
+            Mistake(
+                "sampler",
+                "main_dino.py",
+                "DistributedSampler(dataset, shuffle=True)",
+                "DistributedSampler(dataset, num_replicas=1, rank=0)",
+                ("dataset-not-split",),
+            ),
+        ),
     ),
     Script(
         "Barlow Twins",
@@ -145,6 +154,22 @@ SCRIPTS = (
         "examples/cifar10/main.py run --data_path=@ --output_path=runs --model=squeezenet1_1 --batch_size=8 "
         "--num_epochs=2 --num_warmup_epochs=1 --num_workers=1 --backend=nccl",
         "cifar",
+        mistakes=(
+            Mistake(
+                "factor",
+                "examples/cifar10/main.py",
+                "scaler.scale(loss).backward()",
+                "scaler.scale(loss * idist.get_world_size()).backward()",
+                ("world-size-factor",),
+            ),
+            Mistake(
+                "not wrapped",
+                "examples/cifar10/main.py",
+                "model = idist.auto_model(model)",
+                "model = model.to(idist.device())",
+                ("different-initialization",),
+            ),
+        ),
     ),
     Script(
         "denoising-diffusion",
