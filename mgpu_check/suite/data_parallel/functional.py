@@ -61,9 +61,11 @@ def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
     __tracebackhide__ = True
     model, indices = _Scaled().to(order[0]), indices_of(order)
     inputs = parallel.scatter(x.to(order[0]), indices)
-    outputs = parallel.parallel_apply(parallel.replicate(model, indices)[: len(inputs)], inputs)
+    keywords = [{"shift": float(part), "sign": -1} for part in range(len(inputs))]
+    outputs = parallel.parallel_apply(parallel.replicate(model, indices)[: len(inputs)], inputs, keywords)
     got = parallel.gather(outputs, order[-1])
     what = f"scatter, replicate, parallel_apply and gather on {', '.join(map(str, order))}"
-    require_same(f"{what}: the output", got.detach(), x * 3, order[-1])
+    shifts = torch.cat([torch.full((len(part), 1), float(number)) for number, part in enumerate(inputs)])
+    require_same(f"{what}: the output", got.detach(), x * -3 + shifts, order[-1])
     got.sum().backward()
-    require_same(f"{what}: the gradient", model.weight.grad, x.sum().view(1, 1), order[0])
+    require_same(f"{what}: the gradient", model.weight.grad, -x.sum().view(1, 1), order[0])

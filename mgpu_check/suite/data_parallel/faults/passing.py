@@ -255,5 +255,9 @@ register(
         "output_device other than the first"),
     FaultRow("outputs-of-parts-reversed", "parallel_apply without devices returns outputs in reverse order",
         "test_functional_form", returned(parallel, "parallel_apply"), lambda results, *_: results[::-1],
-        When("called by hand", lambda results, modules, inputs, *more: not more)),
+        When("called by hand", lambda results, modules, inputs, keywords=None, devices=None: devices is None)),
+    FaultRow("first-keywords-for-all-parts", "parallel_apply gives each module the keyword arguments of the first",
+        "test_functional_form", around(parallel, "parallel_apply"),
+        lambda real, modules, inputs, keywords, *more: real(modules, inputs, keywords[:1] * len(modules), *more),
+        When("several keyword arguments", lambda modules, inputs, keywords=None, *more: len(keywords or ()) > 1)),
 )  # fmt: skip

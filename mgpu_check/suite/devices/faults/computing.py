@@ -177,6 +177,15 @@ def sums_along_memory(cumsum: Any, x: Tensor, dim: int) -> Any:
 
 
 @reductions(
+    "cumsum of columns starts again after 1024 elements",
+    around(Tensor, "cumsum"),
+    call("columns above 1024", lambda x, dim: x.is_cuda and x.dim() == 2 and dim == 0 and len(x) > 1024),
+)
+def cumulative_columns_in_blocks(cumsum: Any, x: Tensor, dim: int) -> Any:
+    return torch.cat([cumsum(part, dim) for part in x.split(1024)])
+
+
+@reductions(
     "argmax takes the last of equal elements on one device",
     around(torch, "argmax"),
     one_device(text="one device, equal elements"),
@@ -193,6 +202,15 @@ def last_of_equals(argmax: Any, x: Tensor, dim: int) -> Any:
 def stable_sorts_turned_round(sort: Any, x: Tensor, dim: int, **kwargs: Any) -> Any:
     values, places = sort(x.flip(dim), dim=dim, **kwargs)
     return torch.return_types.sort((values, x.shape[dim] - 1 - places))
+
+
+@moves(
+    "index_add forgets alpha",
+    around(torch, "index_add"),
+    call("alpha", lambda x, *_, alpha=1: x.is_cuda and alpha != 1),
+)
+def sums_without_alpha(index_add: Any, x: Tensor, dim: int, places: Tensor, source: Tensor, *, alpha: int = 1) -> Any:
+    return index_add(x, dim, places, source)
 
 
 @moves(

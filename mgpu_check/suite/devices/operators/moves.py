@@ -105,6 +105,7 @@ def _added(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     data = whole((_ROWS, _COLUMNS), dtype, seed)
     calls: tuple[tuple[str, Function], ...] = (
         ("index_add", lambda a, i: torch.index_add(torch.zeros_like(a), 0, i, a)),
+        ("index_add with alpha", lambda a, i: torch.index_add(torch.ones_like(a), 0, i, a, alpha=2)),
         ("scatter_add", lambda a, i: torch.zeros_like(a).scatter_add_(0, i[:, None].expand_as(a), a)),
         ("index_put accumulate", lambda a, i: torch.zeros_like(a).index_put_((i,), a, accumulate=True)),
     )

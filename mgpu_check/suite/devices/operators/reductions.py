@@ -20,6 +20,11 @@ def _long(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.reshape(1, -1)
 
 
+def _tall(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of two columns of 1632 elements: kernels for columns above 1024 add up in blocks."""
+    return matrix.reshape(-1, 1).repeat(3, 2)
+
+
 _SUMS: tuple[tuple[str, Function, Sequence[torch.dtype]], ...] = (
     ("sum", lambda a: torch.sum(a), REAL),
     ("sum of rows", lambda a: a.sum(dim=1), REAL),
@@ -135,6 +140,7 @@ def reduction_cases(seed: int = 0) -> Iterator[Case]:
     for dtype in (*FLOATS[:2], *INTEGERS):  # narrower dtypes do not hold so long sums
         data = whole(shape, dtype, seed)
         yield Case(f"cumsum of long rows of {name_of(dtype)}", lambda a: _long(a).cumsum(1), (data,), "numbers")
+        yield Case(f"cumsum of long columns of {name_of(dtype)}", lambda a: _tall(a).cumsum(0), (data,), "numbers")
     yield from _comparisons(shape, seed)
     yield Case("bincount", lambda a: torch.bincount(a, minlength=9), (whole((99,), torch.int64, seed, 8).abs(),))
     gaps = Window(significands((_ROWS, 2 * _COLUMNS), torch.int64, seed), lambda storage: storage[:, ::2])
