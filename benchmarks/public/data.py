@@ -27,7 +27,7 @@ def _patched(name, module):
     if name == "tiktoken_ext.openai_public":
         ranks = {bytes([i]): i for i in range(256)} | {bytes([i % 256, i // 256]): 256 + i for i in range(50000)}
         module.ENCODING_CONSTRUCTORS["gpt2"] = lambda: {
-            "name": "gpt2", "explicit_n_vocab": 50257, "pat_str": r"\\\\S+|\\\\s+", "mergeable_ranks": ranks,
+            "name": "gpt2", "explicit_n_vocab": 50257, "pat_str": r"\\S+|\\s+", "mergeable_ranks": ranks,
             "special_tokens": {"<|endoftext|>": 50256},
         }
 

@@ -78,7 +78,7 @@ SCRIPTS = (
         "--total_batch_size=64 --write_tensors=0 --overfit_single_batch=0 --num_iterations=3",
         "tokens",
     ),
-    Script("modded-nanogpt", "modded-nanogpt", "train_gpt.py", code=2),
+    Script("modded-nanogpt", "modded-nanogpt", "train_gpt.py", code=2, words=("ModuleNotFoundError",)),
     Script(
         "nanochat",
         "nanochat",
