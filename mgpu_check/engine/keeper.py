@@ -57,17 +57,20 @@ class ImportKeeper:
         """Fork on request, until no run has been there for the time that the last one asked for."""
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.listener.listen()  # again, so that runs see the id of this process
         selector = selectors.DefaultSelector()
         selector.register(self.listener, selectors.EVENT_READ)
         selector.register(self.wake_read, selectors.EVENT_READ)
         while self.runs or time.monotonic() < self.end or not self.left():
-            for key, _ in selector.select(None if self.runs else max(0.0, self.end - time.monotonic())):
+            for key, _ in selector.select(None if self.runs else self.patience()):
                 if key.fileobj is self.listener:
                     self.accept()
                 else:
                     os.read(self.wake_read, 4096)
             self.reap()
+
+    def patience(self) -> float:
+        """Return the seconds to wait for a run, no more than `select` accepts."""
+        return min(3600.0, max(0.0, self.end - time.monotonic()))
 
     def left(self) -> bool:
         """Remove the socket, unless a run has just connected, and return whether it is removed."""
@@ -200,8 +203,15 @@ def main(argv: Sequence[str]) -> None:
             modules, see `forkserver.import_all`.
     """
     listener, path, served, *modules = argv
-    if not served and os.fork():
-        os._exit(0)
+    if not served:
+        ready, done = os.pipe()
+        if os.fork():
+            os.close(done)
+            os.read(ready, 1)
+            os._exit(0)
+        os.close(ready)
+        socket.socket(fileno=os.dup(int(listener))).listen()  # here, so that runs see the id of this process
+        os.close(done)
     prctl.adopt_orphans()
     runs = {int(pid): socket.socket(fileno=file) for pid, file in json.loads(served or "{}").items()}
     for connection in runs.values():

@@ -73,7 +73,7 @@ def key_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
     facts = {
         "command": command,
         "versions": (sys.version, version(), torch_version()),
-        "directory": os.getcwd(),
+        "directory": (os.getcwd(), *os.stat(".")[1:3]),  # a new one may have the path of one that was removed
         "environment": {
             name: value
             for name, value in environment.items()
@@ -123,11 +123,10 @@ class KeeperSocket:
         return connection
 
     def listening(self) -> socket.socket:
-        """Return a new socket that listens here, for a new keeper."""
+        """Return a new socket at which a new keeper can listen."""
         self.path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self._address)
-        listener.listen()
         return listener
 
     @property
@@ -140,7 +139,8 @@ class KeeperSocket:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of the directory of a socket."""
-    file = os.open(path.with_name(_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with _creating(lock := path.with_name(_LOCK)):
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -148,8 +148,19 @@ def locked(path: Path) -> Iterator[None]:
         os.close(file)
 
 
+@contextlib.contextmanager
+def _creating(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NotKept(
+            f"{path} cannot be created: {error.strerror}; set XDG_RUNTIME_DIR to a directory that you may write to, "
+            "or omit the option"
+        ) from None
+
+
 def _opened(directory: Path) -> int:
-    with contextlib.suppress(FileExistsError):
+    with _creating(directory), contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     try:
         opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -295,7 +306,10 @@ def _started(
     place: KeeperSocket, interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
 ) -> socket.socket:
     """Start a keeper, and return a connection to it, which it accepts when it has done its imports."""
-    with place.listening() as listener, open(place.path.with_suffix(".log"), "w+b") as log:
+    with contextlib.ExitStack() as opened:
+        with _creating(place.path):
+            listener = opened.enter_context(place.listening())
+            log = opened.enter_context(open(place.path.with_suffix(".log"), "w+b"))
         starter = subprocess.run(
             [*interpreter, str(listener.fileno()), str(place.path), "", *modules],
             pass_fds=[listener.fileno()],
@@ -304,9 +318,9 @@ def _started(
             stderr=log,
             env=dict(environment),
             start_new_session=True,
-        )  # returns at once, because the keeper is not its child
+        )  # returns when the keeper listens, which is not its child
         connection = place.connected()
         if starter.returncode or connection is None:
             log.seek(0)
-            raise NotKept(f"a keeper did not start: {log.read().decode(errors='replace')}")
+            raise NotKept(f"a keeper did not start; omit the option. Its output: {log.read().decode(errors='replace')}")
     return connection

@@ -17,7 +17,7 @@ import pytest
 
 from mgpu_check.engine import hash_seeds
 from mgpu_check.engine.forkserver import END
-from mgpu_check.engine.kept import KeeperSocket, KeptServer, NotKept, attach, keeper_of
+from mgpu_check.engine.kept import KeeperSocket, KeptServer, NotKept, attach, keeper_of, key_of
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from tests.engine.processes import gone, pids
@@ -176,6 +176,18 @@ def test_another_directory_and_other_limits_have_another_keeper(keeper, monkeypa
     assert keeper_of(*launcher().keeper()) is None
 
 
+def test_a_directory_that_was_made_again_has_another_keeper(monkeypatch, tmp_path):
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    before = key_of([], {})
+    held = os.open(here, os.O_RDONLY)  # as a keeper does
+    here.rmdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert key_of([], {}) != before
+    os.close(held)
+
+
 # Keepers without torch
 
 
@@ -216,9 +228,11 @@ def end(server: KeptServer, control: socket.socket) -> None:
 
 def test_a_keeper_ends_when_no_run_has_used_it_for_the_time(ask, own_directory):
     server, control = ask(keep=0.05)
+    before = server._pid  # nothing was heard yet
     assert told(control) == {"event": "ready"}
     assert server.poll() is None  # which also hears its process id
     keeper = parent_of(server.pid)
+    assert before == keeper != os.getpid()
     end(server, control)
     assert ended(keeper)
     assert {path.name for path in own_directory.glob("*/*")} <= {"lock", *sockets_of_others(own_directory)}
@@ -313,4 +327,14 @@ def test_a_directory_that_others_can_enter_is_refused(monkeypatch, tmp_path):
     directory.rename(tmp_path / "elsewhere")
     directory.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(NotKept, match="is not a directory of this user"):
+        KeeperSocket("key")
+
+
+def test_a_directory_that_cannot_be_made_is_told(monkeypatch, tmp_path):
+    def mkdir(path: Path, mode: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(NotKept, match=r"cannot be created: Permission denied; set XDG_RUNTIME_DIR to .*, or omit the"):
         KeeperSocket("key")
