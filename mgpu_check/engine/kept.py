@@ -34,6 +34,7 @@ PEER = struct.Struct("3i")
 """Process, user and group of the other end of a socket, as SO_PEERCRED gives them."""
 
 _LOCK = "lock"
+_AFTER_KILL = 5.0  # seconds for the keeper to tell the end of a killed fork server
 _VOLATILE = frozenset(
     [
         *("_", "OLDPWD", "PWD", "SHLVL"),
@@ -202,13 +203,19 @@ def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: M
 
 
 class KeptServer:
-    """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses."""
+    """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    Attributes:
+        end_of_keeper: says that the keeper has ended before it forked, and what it has printed; "" if it has forked.
+    """
+
+    def __init__(self, connection: socket.socket, log: Path) -> None:
+        """Take the connection to the keeper, and the file with its output."""
+        self._connection, self._log = connection, log
         self._pid = peer(connection)[0]
-        self._forked = False
+        self._forked = self._killed = False
         self.returncode: int | None = None
+        self.end_of_keeper = ""
 
     @property
     def pid(self) -> int:
@@ -217,12 +224,17 @@ class KeptServer:
         return self._pid
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        limit = _AFTER_KILL if timeout is None and self._killed else timeout
+        deadline = None if limit is None else time.monotonic() + limit
         while self.returncode is None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._connection], [], [], left)[0]:
-                raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
+                if timeout is None:  # the keeper was stopped, and tells no end
+                    self._end(-signal.SIGKILL)
+                    break
+                raise subprocess.TimeoutExpired("the fork server", timeout)
             self._hear()
+        assert self.returncode is not None
         return self.returncode
 
     def poll(self) -> int | None:
@@ -232,7 +244,8 @@ class KeptServer:
 
     def kill(self) -> None:
         if self.poll() is None and self._forked:
-            os.kill(self._pid, signal.SIGKILL)
+            self._kill()
+            self._killed = True
         elif self.returncode is None:  # the keeper still imports: the fork server will find its socket closed, and end
             self._end(-signal.SIGKILL)
 
@@ -243,13 +256,20 @@ class KeptServer:
             data = b""
         if len(data) < NUMBER.size:  # the keeper was killed and the exit code is lost, so expect the worst
             if self._forked:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
+                self._kill()
+            else:
+                with contextlib.suppress(OSError):
+                    self.end_of_keeper = self._log.read_text(encoding="utf-8", errors="replace")[-20_000:]
+                self.end_of_keeper = f"the keeper ended during its imports. Its output:\n{self.end_of_keeper}"
             self._end(-signal.SIGKILL)
         elif self._forked:
             self._end(NUMBER.unpack(data)[0])
         else:
             self._forked, self._pid = True, NUMBER.unpack(data)[0]
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -280,26 +300,32 @@ def attach(
     Raises:
         NotKept: see `KeeperSocket`; or a new keeper does not start.
     """
+    asked = {
+        "keep": keep,
+        "parent": os.getpid(),
+        "run": directory,
+        "preload": list(preload),
+        "environment": dict(os.environ),
+    }
     place = KeeperSocket(key_of([*interpreter, *modules], environment))
     try:
-        with place.locked():
-            connection = place.connected() or _started(place, interpreter, modules, environment)
-            if peer(connection)[1] != os.geteuid():
-                connection.close()
-                raise NotKept(f"another user listens at {place.path}")
-        asked = {
-            "keep": keep,
-            "parent": os.getpid(),
-            "run": directory,
-            "preload": list(preload),
-            "environment": dict(os.environ),
-        }
         with open(os.memfd_create("request"), "wb", buffering=0) as request:
             request.write(json.dumps(asked).encode())
-            socket.send_fds(connection, [b"A"], [request.fileno(), *files])
+            for _ in range(2):
+                with place.locked():
+                    connection = place.connected() or _started(place, interpreter, modules, environment)
+                if peer(connection)[1] != os.geteuid():
+                    connection.close()
+                    raise NotKept(f"another user listens at {place.path}; remove it, or omit the option")
+                try:
+                    socket.send_fds(connection, [b"A"], [request.fileno(), *files])
+                except OSError:
+                    connection.close()  # the keeper was killed meanwhile
+                else:
+                    return KeptServer(connection, place.path.with_suffix(".log"))
     finally:
         place.close()
-    return KeptServer(connection)
+    raise NotKept("two keepers have ended before they could be asked; omit the option")
 
 
 def _started(

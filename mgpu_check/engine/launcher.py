@@ -328,8 +328,7 @@ class LocalLauncher:
         return failure
 
     def _release(self) -> None:
-        """Close the connections in a forked copy of this process: the server and ranks must notice when this one
-        ends."""
+        """Close the connections in a forked copy of this process: the server and ranks must notice its end."""
         if self._control is not None:
             self._control.close()
         for process in self._processes.values():
@@ -391,6 +390,8 @@ class LocalLauncher:
             code = self._server.wait(1.0)
         except subprocess.TimeoutExpired:
             return "its socket closed"
+        if isinstance(self._server, KeptServer) and self._server.end_of_keeper:
+            return self._server.end_of_keeper
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _log_text(self) -> str:

@@ -75,9 +75,10 @@ class Adapting:
                 wanted = True
         if wanted:
             from mgpu_check.engine.bare import BareProcesses
+            from mgpu_check.plugin.early import started
 
             processes = BareProcesses(("mgpu_check.plugin.adapted", *_modules_of_torch()))
-            processes.start()
+            started(processes.start)
             session.config.add_cleanup(processes.close)
             self._runs = HarnessRuns(processes.fork, self._session.settings)
 

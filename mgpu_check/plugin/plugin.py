@@ -222,11 +222,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 item.stash[MISUSE] = misuse  # because a usage error in an xdist worker would look like a crash
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
+        from mgpu_check.plugin.early import started
         from mgpu_check.plugin.packaged import used_by_ranks
         from mgpu_check.plugin.replacements import Replacements
 
         gpu_session.preload += used_by_ranks(session.items)
-        gpu_session.pool.start()
+        started(gpu_session.pool.start)
         replacements = Replacements()
         replacements.start()
         gpu_session.replacements = replacements.pickled

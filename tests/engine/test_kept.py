@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.engine import hash_seeds
+from mgpu_check.engine import hash_seeds, kept
 from mgpu_check.engine.forkserver import END
 from mgpu_check.engine.kept import KeeperSocket, KeptServer, NotKept, attach, keeper_of, key_of
 from mgpu_check.engine.launcher import LocalLauncher
@@ -307,6 +307,48 @@ def test_imports_that_fail_are_told(ask):
     event = told(control)
     assert event["event"] == "failed" and "No module named 'no_such_module'" in event["headline"]
     assert server.wait(30.0) == -signal.SIGKILL
+
+
+def test_a_keeper_that_ends_during_its_imports_is_told_with_its_output(ask, tmp_path):
+    (tmp_path / "deadly.py").write_text("import os; os.write(2, b'no such driver'); os._exit(3)")
+    server, _ = ask("deadly")
+    assert server.wait(30.0) == -signal.SIGKILL
+    assert server.end_of_keeper == "the keeper ended during its imports. Its output:\nno such driver"
+
+
+def test_a_keeper_that_was_killed_before_it_is_asked_is_replaced(ask, monkeypatch):
+    first, control = ask()
+    assert told(control) == {"event": "ready"} and first.poll() is None
+    keeper = parent_of(first.pid)
+    connected = KeeperSocket.connected
+
+    def killed(place: KeeperSocket) -> socket.socket | None:
+        connection = connected(place)
+        if connection is not None and not ended_now(keeper):
+            os.kill(keeper, signal.SIGKILL)
+            assert ended(keeper)
+        return connection
+
+    monkeypatch.setattr(KeeperSocket, "connected", killed)
+    second, another = ask(keep=0.0)
+    assert told(another) == {"event": "ready"} and second.poll() is None
+    assert first.wait(30.0) == -signal.SIGKILL
+    assert parent_of(second.pid) != keeper
+    end(second, another)
+
+
+def test_a_fork_server_of_a_stopped_keeper_is_killed_without_it(ask, monkeypatch):
+    monkeypatch.setattr(kept, "_AFTER_KILL", 0.1)
+    server, control = ask(keep=0.0)
+    assert told(control) == {"event": "ready"} and server.poll() is None
+    keeper = parent_of(server.pid)
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        server.kill()
+        assert server.wait() == -signal.SIGKILL
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    assert ended(keeper)
 
 
 def test_a_directory_of_another_user_is_refused(monkeypatch, tmp_path):

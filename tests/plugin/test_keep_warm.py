@@ -48,3 +48,21 @@ def test_a_run_that_measures_every_process_keeps_nothing(run, pytester, monkeypa
     pytester.makepyfile("def test_nothing(): pass")
     result = run("--gpus=2", "--simulate", "--gpu-keep-warm")
     result.stdout.fnmatch_lines(["*; imports are not kept warm, because coverage measures every process"])
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_start_that_fails_during_the_collection_is_wrong_usage(run, pytester, early):
+    pytester.makeconftest("""
+        from mgpu_check.engine.launcher import LocalLauncher
+        from mgpu_check.errors import StartupFailure
+
+        def start(self):
+            raise StartupFailure("no room; make some")
+
+        LocalLauncher.start = start
+    """)
+    mark = "ranks" if early else "ra' 'nks"
+    pytester.makepyfile(test_ranks=f"import pytest\n@getattr(pytest.mark, '{mark}')(2)\ndef test_it(rank): pass")
+    result = run("--gpus=2", "--simulate")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: mgpu-check: no room; make some"])
