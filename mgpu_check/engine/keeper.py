@@ -1,7 +1,8 @@
 """The keeper: a process that has done the imports of a fork server, and forks one for each run that asks; see `kept`.
 
 It shares imports of torch and of this package only, never a module of the user, and touches no device. Before each fork
-it compares the files of its modules with the disk. If a file has changed, it starts over in the same process.
+it compares the files of its modules with the disk. If a file has changed, it starts over: in the same process, or in a
+new one while it has runs.
 """
 
 from __future__ import annotations
@@ -37,17 +38,25 @@ class ImportKeeper:
 
     Args:
         path: of the socket.
-        runs: the connections of the runs that an earlier program of this process has served, by their fork server.
         failure: the message that the imports have failed, for each run; None if they have not.
+        began: when the imports began, in nanoseconds.
+
+    Attributes:
+        runs: the connection of each run, by the process id of its fork server.
+        heir: the process that has taken over the socket; 0 before.
     """
 
-    def __init__(
-        self, listener: socket.socket, path: Path, runs: dict[int, socket.socket], failure: dict[str, str] | None
-    ) -> None:
-        self.listener, self.path, self.runs, self.failure = listener, path, runs, failure
+    def __init__(self, listener: socket.socket, path: Path, failure: dict[str, str] | None, began: int) -> None:
+        self.listener, self.path, self.failure = listener, path, failure
+        self.runs: dict[int, socket.socket] = {}
+        self.heir = 0
         self.keep = 0.0
         self.end = time.monotonic() + _PATIENCE  # the run that has started this process is connecting
-        self.stamps = _stamps()
+        self.stamps = {
+            # Saved during the imports: which content was imported is unknown. A time in the future tells nothing.
+            file: (0, 0, 0) if began <= stamp[0] <= time.time_ns() else stamp
+            for file, stamp in _stamps().items()
+        }
         self.own = _stamps([str(path)])
         self.wake_read, self.wake_write = os.pipe()
         for end in (self.wake_read, self.wake_write):
@@ -60,10 +69,13 @@ class ImportKeeper:
         selector = selectors.DefaultSelector()
         selector.register(self.listener, selectors.EVENT_READ)
         selector.register(self.wake_read, selectors.EVENT_READ)
-        while self.runs or time.monotonic() < self.end or not self.left():
+        while self.runs or (not self.heir and (time.monotonic() < self.end or not self.left())):
             for key, _ in selector.select(None if self.runs else self.patience()):
                 if key.fileobj is self.listener:
                     self.accept()
+                    if self.heir:
+                        selector.unregister(self.listener)
+                        self.listener.close()
                 else:
                     os.read(self.wake_read, 4096)
             self.reap()
@@ -86,6 +98,7 @@ class ImportKeeper:
     def accept(self) -> None:
         if _stamps(self.stamps) != self.stamps:
             self.start_over()  # the run waits in the queue of the socket
+            return
         connection, _ = self.listener.accept()
         connection.settimeout(_PATIENCE)
         files: list[int] = []
@@ -133,7 +146,8 @@ class ImportKeeper:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
-            by_imports = {name: value for name, value in os.environ.items() if name not in _environment()}
+            given = _environment()
+            by_imports = {name: value for name, value in os.environ.items() if name not in given}
             os.environ.clear()
             os.environ.update({**by_imports, **asked["environment"], MARK: asked["run"]})
             forkserver.run(control, asked["parent"], asked["run"], asked["preload"])
@@ -152,18 +166,24 @@ class ImportKeeper:
                     connection.close()
                     self.end = time.monotonic() + self.keep
         for pid in children_but_managers():
-            if pid not in self.runs:
+            if pid not in self.runs and pid != self.heir:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def start_over(self) -> NoReturn:
-        """Run this program again, with the modules that are on the disk now. The fork servers stay its children."""
-        runs = {str(pid): connection.fileno() for pid, connection in self.runs.items()}
-        for file in (self.listener.fileno(), *runs.values()):
-            os.set_inheritable(file, True)
-        command = [*sys.orig_argv]
-        command[-len(sys.argv) + 3] = json.dumps(runs)
-        os.execve(sys.executable, command, _environment())
+    def start_over(self) -> None:
+        """Run this program again, with the modules that are on the disk now; in a new process if runs need this one."""
+        if self.runs and (heir := os.fork()):
+            self.heir = heir
+            return
+        try:
+            self.listener.set_inheritable(True)
+            command = [*sys.orig_argv]
+            command[-len(sys.argv) + 3] = "again"
+            os.execve(sys.executable, command, _environment())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(70)
 
 
 def _tell(connection: socket.socket, number: int) -> None:
@@ -186,7 +206,8 @@ def _stamps(of: Iterable[str] | None = None) -> dict[str, Stamp]:
     if of is None:
         modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
         files = [vars(module).get("__file__") for module in modules]
-        of = [*(file for file in files if isinstance(file, str)), *site.getsitepackages()]
+        own = [file for file in files if isinstance(file, str)]
+        of = [*own, *site.getsitepackages(), site.getusersitepackages()]
     found = {}
     for file in of:
         with contextlib.suppress(OSError):
@@ -199,23 +220,22 @@ def main(argv: Sequence[str]) -> None:
     """Leave the process that has started this one, import modules, and serve.
 
     Args:
-        argv: the number of the socket; its path; the runs that are served already, as JSON, or "" in a new process; and
-            modules, see `forkserver.import_all`.
+        argv: the number of the socket; its path; "again" if a keeper has started over, else ""; and modules, see
+            `forkserver.import_all`.
     """
-    listener, path, served, *modules = argv
-    if not served:
-        ready, done = os.pipe()
-        if os.fork():
-            os.close(done)
-            os.read(ready, 1)
-            os._exit(0)
-        os.close(ready)
-        socket.socket(fileno=os.dup(int(listener))).listen()  # here, so that runs see the id of this process
+    number, path, again, *modules = argv
+    began = time.time_ns()
+    listener = socket.socket(fileno=int(number))
+    listener.set_inheritable(False)
+    ready, done = os.pipe()
+    if not again and os.fork():
         os.close(done)
+        os.read(ready, 1)
+        os._exit(0)
+    listener.listen()  # here, so that runs see the id of this process
+    os.close(ready)
+    os.close(done)
     prctl.adopt_orphans()
-    runs = {int(pid): socket.socket(fileno=file) for pid, file in json.loads(served or "{}").items()}
-    for connection in runs.values():
-        connection.set_inheritable(False)
     failure = forkserver.import_all(modules)
-    ImportKeeper(socket.socket(fileno=int(listener)), Path(path), runs, failure).serve()
+    ImportKeeper(listener, Path(path), failure, began).serve()
     os._exit(0)  # the cleanup of torch at exit is slow

@@ -258,9 +258,7 @@ class KeptServer:
             if self._forked:
                 self._kill()
             else:
-                with contextlib.suppress(OSError):
-                    self.end_of_keeper = self._log.read_text(encoding="utf-8", errors="replace")[-20_000:]
-                self.end_of_keeper = f"the keeper ended during its imports. Its output:\n{self.end_of_keeper}"
+                self.end_of_keeper = _end_with(self._log)
             self._end(-signal.SIGKILL)
         elif self._forked:
             self._end(NUMBER.unpack(data)[0])
@@ -274,6 +272,13 @@ class KeptServer:
     def _end(self, code: int) -> None:
         self.returncode = code
         self._connection.close()
+
+
+def _end_with(log: Path) -> str:
+    output = ""
+    with contextlib.suppress(OSError):
+        output = log.read_text(encoding="utf-8", errors="replace")[-20_000:]
+    return f"the keeper ended during its imports. Its output:\n{output}"
 
 
 def attach(
@@ -325,7 +330,7 @@ def attach(
                     return KeptServer(connection, place.path.with_suffix(".log"))
     finally:
         place.close()
-    raise NotKept("two keepers have ended before they could be asked; omit the option")
+    raise NotKept(f"omit the option, because {_end_with(place.path.with_suffix('.log'))}")
 
 
 def _started(

@@ -264,11 +264,30 @@ def test_code_that_has_changed_never_runs_stale(ask, tmp_path):
     other, another = ask("kept_module", **of)
     assert told(another) == {"event": "ready"} and other.poll() is None
     assert seen.read_text() == "1 22 "
-    assert parent_of(one.pid) == parent_of(other.pid) == keeper  # which runs its program again
+    heir = parent_of(other.pid)
+    assert parent_of(one.pid) == keeper == parent_of(heir)  # which hands its socket over
     end(one, control)
-    other.kill()
-    assert other.wait(30.0) == -signal.SIGKILL
-    os.kill(keeper, signal.SIGKILL)
+    assert ended(keeper)
+    assert other.poll() is None
+    module.write_text(code % 333)
+    end(other, another)
+    third, last = ask("kept_module", keep=0.0, **of)
+    assert told(last) == {"event": "ready"} and third.poll() is None
+    assert seen.read_text() == "1 22 333 "
+    assert parent_of(third.pid) == heir  # which has no run, and runs its program again
+    end(third, last)
+    assert ended(heir)
+
+
+def test_a_module_that_is_saved_during_its_import_never_runs_stale(ask, tmp_path):
+    module, seen = tmp_path / "saved_module.py", tmp_path / "seen"
+    after = f"def note(): open({str(seen)!r}, 'a').write(f'{{VALUE}} ')\n"
+    module.write_text(f"VALUE = 1\nopen(__file__, 'w').write({'VALUE = 22' + chr(10) + after!r})\n{after}")
+    os.utime(module, (1, 1))
+    server, control = ask("saved_module", keep=0.0, preload=("saved_module:note",))
+    assert told(control) == {"event": "ready"}
+    assert seen.read_text() == "22 "
+    end(server, control)
 
 
 def test_a_socket_without_a_keeper_is_replaced(ask):
@@ -310,8 +329,12 @@ def test_imports_that_fail_are_told(ask):
 
 
 def test_a_keeper_that_ends_during_its_imports_is_told_with_its_output(ask, tmp_path):
-    (tmp_path / "deadly.py").write_text("import os; os.write(2, b'no such driver'); os._exit(3)")
+    os.mkfifo(gate := tmp_path / "gate")
+    (tmp_path / "deadly.py").write_text(
+        f"import os; open({str(gate)!r}).read(); os.write(2, b'no such driver'); os._exit(3)"
+    )
     server, _ = ask("deadly")
+    gate.write_text("")  # the keeper has its request
     assert server.wait(30.0) == -signal.SIGKILL
     assert server.end_of_keeper == "the keeper ended during its imports. Its output:\nno such driver"
 
