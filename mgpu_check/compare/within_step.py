@@ -30,8 +30,20 @@ def reduced_within(aligned: Aligned, rounding: Rounding, step: int, apart: Colle
     return [
         name
         for name in aligned.names
-        if name not in off and _shows(aligned, step, name) and _is_mean(aligned, rounding, step, name)
+        if name not in off
+        and _shows(aligned, step, name)
+        and _alike(aligned, step, name)
+        and _is_mean(aligned, rounding, step, name)
     ]
+
+
+def _alike(aligned: Aligned, step: int, name: str) -> bool:
+    """Return whether ranks have a parameter of equal bits, as a reduction leaves it.
+
+    A step smaller than the tolerance of the parameter would hide gradients that stay on each rank.
+    """
+    _, here = aligned.found(step, "parameter", name)
+    return len({value.bits for value in here.values() if value is not None}) == 1
 
 
 def _shows(aligned: Aligned, step: int, name: str) -> bool:
@@ -73,7 +85,12 @@ def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
                 for name, own in trace.states.items()
             },
             steps=[
-                replace(step, states={**step.states, **{name: found[i] for name, found in whole.items() if i in found}})
+                replace(
+                    step,
+                    states={name: value for name, value in step.states.items() if name not in whole}
+                    # Where some rank lacks a state, the others have rows only.
+                    | {name: found[i] for name, found in whole.items() if i in found},
+                )
                 for i, step in enumerate(trace.steps)
             ],
         )
@@ -84,9 +101,10 @@ def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
 def _rows(one: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
     """Return a state of all rows by step; empty if ranks do not keep it in this way."""
     whole, own = one.states[name], [trace.states.get(name) for trace in ranks]
-    rows = -(-whole.shape[0] // len(ranks)) if whole.key and whole.shape else 0
-    shape = (rows, *whole.shape[1:])
-    if len(ranks) < 2 or shape == whole.shape or any(state is None or state.shape != shape for state in own):
+    if len(ranks) < 2 or not whole.key or not whole.shape:
+        return {}
+    shape = (-(-whole.shape[0] // len(ranks)), *whole.shape[1:])
+    if shape == whole.shape or any(state is None or state.shape != shape for state in own):
         return {}
     found = {}
     for number, at in enumerate(one.steps[: min(len(trace.steps) for trace in ranks)]):

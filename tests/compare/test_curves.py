@@ -114,6 +114,9 @@ def test_what_cannot_be_judged_is_said():
     noise = [[draw.gauss(0, 1) for _ in range(64)] for _ in range(6)]
     kind, text = kind_of(noise[:3], noise[3:])
     assert kind == "undecided" and "would hide that half of the training has no effect" in text
+    noise = [[3 + 1e-7 * row[0], *row[1:]] for row in noise]  # the first step alone is judged
+    kind, text = kind_of(noise[:3], noise[3:])
+    assert kind == "undecided" and "has no effect on 63 of 64 steps" in text
     kind, text = kind_of(rows[:4], [row[:60] for row in rows[4:]])
     assert kind == "undecided" and "the 60 common steps agree, and 4 were not compared" in text
     kind, text = kind_of([[]], [[]])

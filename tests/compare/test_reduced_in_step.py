@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.compare.conftest import script
+from tests.compare.training import gradients, verdict
 
 REDUCED = script("reduced_in_step")
 
@@ -32,3 +33,15 @@ def test_gradients_may_be_reduced_within_the_step(compare):
 def test_a_mistake_within_the_step_is_refuted(compare, changed, old, new, tensor, mistake):
     outcome = compare(changed(REDUCED, (old, new)), code=1)
     assert (outcome.json["tensor"], outcome.json["mistakes"]) == (tensor, [mistake])
+
+
+def test_steps_smaller_than_the_tolerance_do_not_hide_that_nothing_is_reduced():
+    def slow(training):
+        training.rate, training.steps = 1e-7, 2
+
+    def own(training):
+        sign = 1 if training.rank == 0 else -1
+        training.gradient = lambda number: [g + sign * 0.5 * g.flip(0) for g in gradients(number)]
+
+    found = verdict(own, one=slow)
+    assert (found.kind, found.report.mistakes) == ("differs", ("gradients-not-synchronized",))

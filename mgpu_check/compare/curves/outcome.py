@@ -59,17 +59,16 @@ def _judged(found: CurveComparison) -> tuple[Kind, str, list[str]]:
         return "differs", what, scale
     if (ended := _ended_apart(found)) is not None:
         return ended
-    if not found.telling:
-        return "undecided", (
-            "repeated runs part so far that they would hide that half of the training has no effect: "
-            f"{one}, {other}"
-        ), ["do: give more runs of each side, or more steps"]  # fmt: skip
+    count = sum(span.length for span in found.telling)
+    if 2 * count < len(found.steps):
+        what = "repeated runs part so far that they would hide that half of the training has no effect"
+        where = f" on {len(found.steps) - count} of {len(found.steps)} steps" if count else ""
+        return "undecided", f"{what}{where}: {one}, {other}", ["do: give more runs of each side, or more steps"]
     if found.uncommon:
         return "undecided", f"the {len(found.steps)} common steps agree, and {found.uncommon} were not compared", [
             "not compared: steps that only some curves have; do: give curves with the same steps, or --curve=STEPS"
         ]  # fmt: skip
     hidden = [span for span in found.rows if span not in found.telling]
-    count = sum(span.length for span in found.telling)
     finest = min(found.telling, key=lambda span: span.tolerance or 0.0)
     own = [
         f"it would have seen a difference of {finest.tolerance:.3g} over {finest}, where the loss is "
