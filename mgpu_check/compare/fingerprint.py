@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import os
 import pickle
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 _LIMIT = 2**26  # bytes of one attribute, to bound the time
 _ENDS = 64  # elements at each end of an array
+_SPREAD = 4096  # elements of a whole array
+_PARTS = 256  # of a list or dict that is too large, or cannot be pickled
 _DEPTH = 4  # of datasets within datasets
+_SMALL = (int, float, bool, str, type(None))
+_DATA = (torch.Tensor, list, tuple, dict, set, frozenset, bytes, PurePath, Dataset)
+_OF_A_RANK = (torch.device, torch.Generator, random.Random)
 
 
 class _TooLargeError(Exception):
@@ -24,36 +35,88 @@ class _Hashing:
         self.hash, self._size = hashlib.sha256(), 0
 
     def write(self, data: bytes) -> int:
-        self._size += len(data)
-        if self._size > _LIMIT:
+        if (room := _LIMIT - self._size) < len(data):
+            self.hash.update(data[:room] + bytes(data[:: max(1, len(data) // _SPREAD)]))
             raise _TooLargeError
+        self._size += len(data)
         self.hash.update(data)
         return len(data)
 
 
-class _PicklerOfEnds(pickle.Pickler):
-    """Pickles shape and ends of arrays, instead of all elements."""
+class _PicklerOfData(pickle.Pickler):
+    """Pickles the data of datasets: shape, ends and spread elements of arrays, and no state of a process."""
 
     def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, _OF_A_RANK) or kind.__module__.startswith("numpy.random"):
+            return str, (kind.__name__,)
         if isinstance(value, torch.Tensor):
-            flat = value.detach().reshape(-1)
-            return str, (repr((tuple(value.shape), flat[:_ENDS].tolist(), flat[-_ENDS:].tolist())),)
-        if type(value).__module__ == "numpy" and hasattr(value, "ravel"):
-            flat = value.ravel()
-            return str, (repr((value.shape, flat[:_ENDS].tolist(), flat[-_ENDS:].tolist())),)
+            return str, (repr((tuple(value.shape), _elements(value.detach().reshape(-1)))),)
+        if _is_array(value):
+            return str, (repr((value.shape, _elements(value.ravel()))),)
+        if isinstance(value, Dataset):
+            return str, (kind.__qualname__,), _data_of(value.__dict__)
         return NotImplemented
 
 
+def _elements(flat: Any) -> list[Any]:
+    parts = flat[:_ENDS], flat[-_ENDS:], flat[:: max(1, len(flat) // _SPREAD)]
+    return [part.tolist() for part in parts]
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "ravel")
+
+
+def _data_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a dataset that are data: no rank, device or counter beside arrays and lists."""
+    ordered = {
+        name: sorted(map(repr, part)) if isinstance(part, (set, frozenset)) else part
+        for name, part in sorted(parts.items())
+    }
+    if not any(isinstance(part, _DATA) or _is_array(part) for part in parts.values()):
+        return {name: _drawn_from(part) for name, part in ordered.items()}
+    return {name: part for name, part in ordered.items() if not _is_small(name, part)}
+
+
+def _drawn_from(part: Any) -> Any:
+    """Return the state of a generator, from which a dataset without data may draw its samples; else `part`."""
+    if isinstance(part, torch.Generator):
+        return part.get_state().tolist()
+    if isinstance(part, random.Random):
+        return part.getstate()
+    return repr(part.bit_generator.state) if hasattr(part, "bit_generator") else part
+
+
+def _is_small(name: str, part: Any) -> bool:
+    """Return whether an attribute says nothing of the data: it is no seed, and no path."""
+    return isinstance(part, _SMALL) and "seed" not in name.lower() and not (isinstance(part, str) and os.sep in part)
+
+
 def fingerprint(dataset: Any, depth: int = _DEPTH) -> str:
-    """Return a hash of a dataset: equal for equal data. Attributes that cannot be pickled are hashed by their own
-    attributes, or left out.
+    """Return a hash of a dataset: equal for equal data.
+
+    What is too large or cannot be pickled is hashed by its attributes or elements, or left out.
     """
+    parts = getattr(dataset, "__dict__", None)
+    whole = dataset if not parts or isinstance(dataset, (type, *_DATA)) else (type(dataset).__name__, _data_of(parts))
     made = _Hashing()
     try:
-        _PicklerOfEnds(made, protocol=4).dump(dataset)
+        _PicklerOfData(made, protocol=4).dump(whole)
         return made.hash.hexdigest()
+    except _TooLargeError:
+        found = made.hash.hexdigest()
     except Exception:  # such as a function within a transformation, or code of the user
-        parts = getattr(dataset, "__dict__", None)
-        if not parts or not depth:
-            return type(dataset).__name__
-        return "".join(f"{name} {fingerprint(parts[name], depth - 1)} " for name in sorted(parts))
+        found = type(dataset).__name__
+    if depth:
+        found += "".join(f" {name} {fingerprint(part, depth - 1)}" for name, part in _parts_of(dataset))
+    return hashlib.sha256(found.encode()).hexdigest()
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, part in itertools.islice(items, 0, None, max(1, len(value) // _PARTS)):
+            yield repr(name)[:99] if isinstance(name, (int, str)) else "", part
+    elif isinstance(parts := getattr(value, "__dict__", None), dict) and not isinstance(value, type):
+        yield from _data_of(parts).items()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
 import torch
+from torch.utils.data import Dataset, Subset
 
 from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.identities import mistakes_of, remarks_of
@@ -130,6 +132,52 @@ def test_data_of_ranks_have_equal_fingerprints_if_they_are_equal():
     equal = [fingerprint(Data(["a", torch.arange(300.0)])) for _ in range(2)]
     assert equal[0] == equal[1] != fingerprint(Data(["b", torch.arange(300.0)]))
     assert fingerprint(torch.arange(4)) != fingerprint(torch.arange(5)) and fingerprint([1]) != fingerprint([2])
+
+
+def data(**attributes) -> Dataset:
+    made = Dataset()
+    made.__dict__ |= attributes
+    return made
+
+
+def test_what_differs_between_ranks_beside_the_data_is_no_data():
+    numpy = pytest.importorskip("numpy")
+    x, drawn = torch.arange(9), [random.Random(3), torch.Generator().manual_seed(3), numpy.random.default_rng(3)]
+    others = [random.Random(4), torch.Generator().manual_seed(4), numpy.random.default_rng(4)]
+    for one, other in [
+        *zip(drawn, others, strict=True),
+        (0, 1),
+        ("cuda:0", "cuda:1"),
+        (torch.device("cuda", 0), torch.device("cuda", 1)),
+    ]:
+        assert len({fingerprint(Subset(data(x=x, own=own), [0, 1])) for own in (one, other)}) == 1, one
+        assert len({fingerprint(data(x=x, own=own)) for own in (one, other)}) == 1, one
+    for one, other in zip([0, *drawn], [1, *others], strict=True):  # the samples depend on it
+        assert fingerprint(data(own=one)) != fingerprint(data(own=other)), one
+    assert fingerprint(data(seed=1, x=x)) != fingerprint(data(seed=2, x=x))
+    assert fingerprint(data(root="/a/0", x=x)) != fingerprint(data(root="/a/1", x=x))
+
+
+def test_shards_that_differ_anywhere_have_other_fingerprints(monkeypatch):
+    def middle(value):
+        whole = torch.zeros(20, 28, 28)
+        whole[:, 4:24] = value
+        return whole
+
+    assert fingerprint(data(x=middle(1))) != fingerprint(data(x=middle(2)))
+    assert fingerprint(data(x=middle(1).numpy())) != fingerprint(data(x=middle(2).numpy()))
+    functions = [[data(x=torch.full((3,), value), change=lambda x: x)] for value in (0, 1)]
+    assert fingerprint(data(of=functions[0])) != fingerprint(data(of=functions[1]))
+    monkeypatch.setattr("mgpu_check.compare.fingerprint._LIMIT", 2**10)
+    lines = [b"%d" % number * 10 for number in range(2000)]
+    equal = [fingerprint(data(lines=list(lines))) for _ in range(2)]
+    assert equal[0] == equal[1] != fingerprint(data(lines=[*lines[:1000], *reversed(lines[1000:])]))
+    assert fingerprint(bytes(9000)) != fingerprint(bytes(4000) + b"1" * 5000)
+
+
+def test_sets_have_the_fingerprint_of_their_elements():
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other) and fingerprint(data(own=one)) == fingerprint(data(own=other))
 
 
 def parts(*values):
