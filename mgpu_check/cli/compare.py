@@ -17,6 +17,7 @@ from mgpu_check.cli.comparing import (
     counted,
     interruptible,
     plan_of,
+    refuse,
     script_command,
     tell,
     writable,
@@ -137,6 +138,8 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
     if given.curve is not None and given.golden:
         parser.error("--curve repeats runs, and --golden compares one; record traces, and give them: --curve A.trace B")
+    if given.curve is None:
+        refuse(given, ("repeats", "tag"), "only --curve uses them; give it, or leave them out", parser)
     if not chosen and given.gpus < 2:
         parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
     return bool(chosen)

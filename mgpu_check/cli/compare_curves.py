@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mgpu_check.cli.codes import number
 from mgpu_check.cli.compare_runs import recordings
-from mgpu_check.cli.comparing import conclude, interruptible, tell
+from mgpu_check.cli.comparing import OF_RUNS, conclude, interruptible, refuse, tell
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.curves.judging import CurveComparison, RunCurve, Side, judge
 from mgpu_check.compare.curves.outcome import table, verdict_of, write_json, write_page
@@ -60,6 +60,8 @@ def of_files(given: argparse.Namespace, words: Sequence[str], parser: argparse.A
             f"curves of {len(words)} sides given: {', '.join(words)}; give two sides, each a file, a directory, or a "
             "pattern in quotes: compare --curve 'old/*.csv' 'new/*.csv'"
         )
+    why = "curves of files are compared without running a script; only --tag, --html, --json and --sarif go with them"
+    refuse(given, (*OF_RUNS, "unjudged"), why, parser)
     try:
         one, other = (_until(side_of(word, given.tag), given.curve) for word in words)
     except ValueError as error:
@@ -80,7 +82,9 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
     """Run a script repeatedly on both sides, and compare its curves."""
     if given.tag:
         parser.error(f"--tag={given.tag} names a curve in a file, and a script has one, its loss; leave --tag out")
-    plan = replace(plan, steps=given.curve or plan.steps)
+    why = "--curve compares losses, over --curve=STEPS steps, and no parameters; leave them out"
+    refuse(given, ("steps", "unjudged"), why, parser)
+    plan = replace(plan, steps=given.curve or None)
     with interruptible(), ExitStack() as undo:
         if given.against or given.a:
             one, other, notes = recordings(given, plan, 0, undo, parser)
@@ -89,6 +93,8 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
             names, notes = ("one device", f"{plan.world} ranks"), ()
             one, other = (RunRecording(name, ScriptComparison(plan)) for name in names)
             sides = RepeatedRuns(one, 1), RepeatedRuns(other, plan.world)
+        if sides[0].by_seeds != sides[1].by_seeds:
+            parser.error("{R} is in the arguments of one side only; put it in those of both sides, or of none")
         print(f"mgpu-check compare: {plan.shown}: curves of {other.name} and {one.name}{plan.note}", flush=True)
         for line in notes:
             tell(line)
@@ -100,6 +106,9 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
             except NotRecorded as stopped:
                 kind: Kind = "differs" if runs is sides[1] and stopped.failed else "not comparable"
                 told = stopped.told(kind, f"{runs.recording.name}: ")
+                if given.html:
+                    none = CurveComparison((sides[0].side, sides[1].side), [])
+                    write_page(given.html, plan.shown, ComparisonVerdict(kind, told), none)
                 return _conclude(given, done, ComparisonVerdict(kind, told), None)
         return _of_sides(given, done, *sides)
 
@@ -116,8 +125,9 @@ def _of_sides(given: argparse.Namespace, done: ScriptComparison, one: RepeatedRu
             todo = "let both see the same samples; or compare by seeds: put {R} in the arguments, as in --seed={R}"
             refusal = of_inputs(f"{why}, and repeats that differ by rounding do not", [todo])
             return _conclude(given, done, refusal, found)
-        remarks.append(f"a possible cause: {why}")
     verdict = verdict_of(found, remarks)
+    if verdict.kind == "differs" and step is not None:
+        verdict = verdict_of(found, [*remarks, f"a possible cause: {why}"])
     if verdict.kind == "differs" and not by_seeds:
         do = "do: compare the first steps tensor by tensor, which names the mistake: the same command without --curve"
         verdict = replace(verdict, report=replace(verdict.report, remarks=[*verdict.report.remarks, do]))

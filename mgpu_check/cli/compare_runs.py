@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG
-from mgpu_check.cli.comparing import conclude, interruptible, tell
+from mgpu_check.cli.comparing import OF_RUNS, conclude, interruptible, refuse, tell
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.page import write_page
@@ -33,10 +33,8 @@ def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.A
     """Compare two traces."""
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
-    if given.against or given.a or given.b or given.golden:
-        parser.error(
-            "two traces are compared without running a script; only --unjudged, --html, --json and --sarif go with them"
-        )
+    why = "two traces are compared without running a script; only --unjudged, --html, --json and --sarif go with them"
+    refuse(given, (*OF_RUNS, "curve", "tag"), why, parser)
     one, other = (_read(Path(file), parser) for file in files)
     print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
     plan = ComparisonPlan([], shlex.join(files), other.world, {}, {}, "", 0.0, None, unjudged=dict(given.unjudged))
@@ -64,8 +62,12 @@ def _judge(
     found = compare_runs(one, other, done.plan.unjudged)
     report = replace(found.verdict.report, remarks=[*found.verdict.report.remarks, *remarks])
     done.aligned, done.rounding, done.verdict = found.aligned, found.rounding, replace(found.verdict, report=report)
+    return _written(given, done, one.name)
+
+
+def _written(given: argparse.Namespace, done: ScriptComparison, reference: str) -> int:
     if given.html:
-        write_page(given.html, done, one.name)
+        write_page(given.html, done, reference)
     return conclude(done, json=given.json, sarif=given.sarif)
 
 
@@ -133,7 +135,7 @@ def _both(given: argparse.Namespace, plan: ComparisonPlan, one: RunRecording, ot
         if stopped is not None:
             kind: Kind = "differs" if found and stopped.failed else "not comparable"
             done.verdict = ComparisonVerdict(kind, stopped.told(kind, f"{side.name}: "))
-            return conclude(done, json=given.json, sarif=given.sarif)
+            return _written(given, done, one.name)
     return _judge(given, done, found[0], found[1], [*one.remarks, *other.remarks])
 
 
@@ -155,7 +157,7 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         except NotRecorded as stopped:
             kind: Kind = "differs" if stopped.failed else "not comparable"
             run.made.verdict = ComparisonVerdict(kind, stopped.told(kind))
-            return conclude(run.made, json=given.json, sarif=given.sarif)
+            return _written(given, run.made, golden.name)
         return _judge(given, run.made, golden, found, run.remarks)
 
 

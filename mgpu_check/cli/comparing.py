@@ -29,6 +29,11 @@ _LAUNCHERS = {
     "srun": "srun",
 }
 """Launcher -> the row of `mgpu_check.processes.launched.VARIABLES` that its ranks get."""
+OF_RUNS = (
+    *("gpus", "simulate", "steps", "timeout", "fresh_directory", "float32"),
+    *("against", "a", "b", "golden", "update_golden", "repeats"),
+)
+"""Options of runs, which have no effect on files."""
 _LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
 _PYTHON = re.compile(r"python[\d.]*")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -80,6 +85,19 @@ def add_run_options(parser: argparse.ArgumentParser, steps: str) -> None:
         action="store_true",
         help="turn autocast and GradScaler off in all runs: the rounding of narrower dtypes masks differences",
     )
+
+
+def refuse(given: argparse.Namespace, names: Sequence[str], why: str, parser: argparse.ArgumentParser) -> None:
+    """Refuse options that would have no effect.
+
+    Args:
+        names: attributes of `given`: options of which one has a value.
+
+    Raises:
+        SystemExit: by `parser`: some option has a value that is not its default.
+    """
+    if wrong := [name for name in names if getattr(given, name) != parser.get_default(name)]:
+        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in wrong)}: {why}")
 
 
 def launched_by(program: Sequence[str]) -> tuple[list[str], str]:

@@ -116,7 +116,7 @@ def write_sarif(path: Path, done: ScriptComparison) -> None:
     ]
     if not problems and verdict.kind != "equal":
         rule, title = (
-            ("results-differ", "a script trains another model on several ranks than on one device")
+            ("results-differ", "runs that should train the same model differ")
             if verdict.kind == "differs"
             else ("not-compared", "a script was not compared, or not in full")
         )

@@ -130,7 +130,11 @@ def test_runs_without_numbers_are_weighed_too():
     rows = [batches(draw, 64) for _ in range(16)]
     ended = [[*row[:40], *[math.nan] * 24] for row in rows[8:]]
     kind, text = kind_of(rows[:8], ended)
-    assert kind == "differs" and "at step 41 the loss is not finite in 0 of a (8 runs), 8 of b (8 runs)" in text
+    assert (
+        kind == "differs" and "from step 41 on the loss becomes not finite in 0 of a (8 runs), 8 of b (8 runs)" in text
+    )
+    at_other_steps = [[*row[: 40 + n], *[math.nan] * (24 - n)] for n, row in enumerate(rows[8:])]
+    assert kind_of(rows[:8], at_other_steps)[0] == "differs"
     kind, text = kind_of(rows[:3], ended[:3])
     assert kind == "undecided" and "with a probability of up to 0.1" in text
     assert kind_of(rows[:3], [*ended[:1], *rows[4:6]])[0] == "undecided"
@@ -230,6 +234,13 @@ def test_event_files_without_the_extra(tmp_path, monkeypatch):
     [
         (["--curve", "a.csv"], "curves of 1 sides given: a.csv; give two sides"),
         (["--curve", "a.csv", "b.csv"], "a.csv: there is no such file"),
+        (
+            ["--curve", "--against=main", "--repeats=9", "--gpus=4", "a.csv", "b.csv"],
+            "--gpus, --against, --repeats: curv",
+        ),
+        (["--curve", "--steps=3", "--unjudged=a=b", "--", __file__], "--steps, --unjudged: "),
+        (["--repeats=9", "--tag=a", "--", "a.py"], "--repeats, --tag: only --curve"),
+        (["--curve", "--a=--seed={R}", "--b=--seed=2", "--", __file__], "{R} is in the arguments of one side only"),
         (["--curve=0", "a.csv", "b.csv"], "'0' is not a number of steps"),
         (["--curve", "--repeats=1", "--", "a.py"], "'1' is not a number of runs"),
         (["--curve", "--golden=a.trace", "--", "a.py"], "--curve repeats runs, and --golden compares one"),

@@ -89,7 +89,8 @@ class CurveComparison:
         levels: the spans of 1, 2, 4, … steps.
         freedom: degrees of freedom; 0 if no run was repeated.
         alike: for each side, how many of its curves repeat another curve in each digit, and were left out.
-        infinite: the first common step with a value that is not finite, and for each side the number of such curves.
+        infinite: the first common step with a value that is not finite, and for each side the number of curves with
+            such a value there or later.
         uncommon: number of steps that only some curves have.
     """
 
@@ -149,8 +150,9 @@ def judge(one: Side, other: Side, alarm: float = ALARM) -> CurveComparison:
     common = sorted(functools.reduce(lambda a, b: a & b, known, set(known[0]) if known else set()))
     made = CurveComparison((one, other), common, uncommon=len(set().union(*known)) - len(common))
     for number, step in enumerate(common):
-        off = [sum(not math.isfinite(curve.values[step]) for curve in side.curves) for side in made.sides]
-        if any(off):
+        if not all(math.isfinite(curve.values[step]) for curve in curves):
+            rest = common[number:]
+            off = [sum(not all(math.isfinite(c.values[s]) for s in rest) for c in side.curves) for side in made.sides]
             made.infinite, made.steps = (step, (off[0], off[1])), common[:number]
             break
     rows = [_distinct([[c.values[step] for step in made.steps] for c in side.curves]) for side in made.sides]

@@ -96,7 +96,7 @@ def _ended_apart(found: CurveComparison) -> tuple[Kind, str, list[str]] | None:
         return None
     step, counts = found.infinite
     told = ", ".join(f"{n} of {side}" for n, side in zip(counts, found.sides, strict=True))
-    what = f"at step {step} the loss is not finite in {told}; before, the curves agree"
+    what = f"from step {step} on the loss becomes not finite in {told}; before, the curves agree"
     sizes = [len(side.curves) for side in found.sides]
     one_side = counts in ((sizes[0], 0), (0, sizes[1]))
     chance = 2 / math.comb(sum(sizes), sum(counts))
