@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -134,8 +135,8 @@ def test_data_of_ranks_have_equal_fingerprints_if_they_are_equal():
     assert fingerprint(torch.arange(4)) != fingerprint(torch.arange(5)) and fingerprint([1]) != fingerprint([2])
 
 
-def data(**attributes) -> Dataset:
-    made = Dataset()
+def data(**attributes):
+    made: Dataset[Any] = Dataset()
     made.__dict__ |= attributes
     return made
 
