@@ -44,7 +44,7 @@ def line_of(site: str, environment: Mapping[str, str] = os.environ) -> tuple[str
         return None
     file = os.path.abspath(file)
     path = os.path.relpath(file, os.path.abspath(environment.get("GITHUB_WORKSPACE", os.getcwd())))
-    return (file if path.startswith(os.pardir) else path), int(line)
+    return (file if path.split(os.sep)[0] == os.pardir else path), int(line)
 
 
 def _escaped(text: str, more: str = "") -> str:

@@ -60,6 +60,7 @@ def test_the_format(tmp_path, monkeypatch):
     assert read(annotation("a", "b", f"{tmp_path}/train.py:4", here))[0]["file"] == "train.py"
     assert read(annotation("a", "b", "/elsewhere/train.py:4", here))[0] == {"title": "a"}
     assert read(annotation("a", "b", "", here))[0] == {"title": "a"}
+    assert read(annotation("a", "b", "..train/a.py:4", here))[0]["file"] == "..train/a.py"
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,20 @@ def test_each_failure_is_at_the_line_that_it_is_about(run, pytester, monkeypatch
     }
     assert {one["ruleId"] for one in scanned["results"]} == {"wrong-reduction", "failed-test"}
     assert scanned["invocations"][0]["executionSuccessful"] is False  # the failure without ranks is not in the file
+
+
+def test_a_run_from_another_directory_that_stops_early(run, pytester, monkeypatch):
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    pytester.makeini("[pytest]")
+    tests = pytester.mkdir("tests")
+    body = "import pytest\n@pytest.fixture\ndef broken(ranks): 1 / 0\ndef test_a(broken): pass\ndef test_b(): pass"
+    (tests / "test_it.py").write_text(body)
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(pytester.path))
+    monkeypatch.chdir(tests)
+    result = run(*GPUS, "-x", "--gpu-annotations=github", "--gpu-report=out.sarif")
+    (line,) = [line for line in result.outlines if line.startswith("::")]
+    assert read(line)[0]["file"] == "tests/test_it.py"
+    (done,) = json.loads((tests / "out.sarif").read_text())["runs"][0]["invocations"]
+    assert done["executionSuccessful"] is False
+    told = done["toolExecutionNotifications"][0]["message"]["text"]
+    assert told == "the run ended before its last test: stopping after 1 failures"

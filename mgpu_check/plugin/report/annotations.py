@@ -15,8 +15,8 @@ class Annotations:
     It runs in the process that receives the reports of all tests.
     """
 
-    def __init__(self) -> None:
-        self._outcomes = Outcomes()
+    def __init__(self, config: pytest.Config) -> None:
+        self._outcomes = Outcomes(config.rootpath)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._outcomes.add(report)

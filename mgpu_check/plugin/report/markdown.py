@@ -44,7 +44,7 @@ class Summary:
             pytest.UsageError: a file cannot be written; the message names the option, the file and the reason.
         """
         self._session = session
-        self._outcomes = Outcomes()
+        self._outcomes = Outcomes(config.rootpath)
         self._paths = [Path(config.invocation_params.dir, file) for file in session.settings.gpu_report]
         self._trouble: list[str] = []
         for path, file in zip(self._paths, session.settings.gpu_report, strict=True):
@@ -67,8 +67,11 @@ class Summary:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         for path in self._paths:
             try:
-                rendering = sarif.render if _is_sarif(path) else render
-                content = rendering(self._outcomes, self._session, session.exitstatus)
+                if _is_sarif(path):
+                    stopped = session.shouldfail or session.shouldstop
+                    content = sarif.render(self._outcomes, session.exitstatus, str(stopped or ""))
+                else:
+                    content = render(self._outcomes, self._session, session.exitstatus)
                 path.write_text(content, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 self._trouble.append(f"{OPTIONS['gpu_report'].flag}: {path} cannot be written: {error.strerror}")

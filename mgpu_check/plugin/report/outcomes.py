@@ -23,7 +23,7 @@ class TestOutcome:
         phase: "setup", "call", "teardown", or "" for a file that was not collected.
         headline: the failure, or the reason for a skip, in one line.
         story: the whole report of a failure, without the replay lines.
-        line: the line of the test's file where the failure is, "tests/test_step.py:40".
+        line: the line of the test's file where the failure is, "/home/me/tests/test_step.py:40".
         properties: the report's properties from mgpu-check, by the last part of their names.
     """
 
@@ -59,9 +59,14 @@ class TestOutcome:
 
 
 class Outcomes:
-    """The outcomes of a run."""
+    """The outcomes of a run.
 
-    def __init__(self) -> None:
+    Args:
+        root: the directory that the paths in its reports start from.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._tests: dict[str, TestOutcome] = {}
         self._failed: list[TestOutcome] = []
 
@@ -88,7 +93,7 @@ class Outcomes:
         outcome = TestOutcome(report.nodeid, kind, str(report.when), properties=properties)
         if kind in ("failed", "errors"):
             story = report.longreprtext
-            outcome.headline, outcome.line = _headline(report), _line(report)
+            outcome.headline, outcome.line = _headline(report), _line(report, self._root)
             outcome.story = _REPLAY.split(story)[0].rstrip() if outcome.replay else story
             self._failed.append(outcome)
             if report.when != "teardown":
@@ -134,12 +139,12 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     return str(longrepr[2]).removeprefix("Skipped: ") if isinstance(longrepr, tuple) else ""
 
 
-def _line(report: pytest.TestReport) -> str:
+def _line(report: pytest.TestReport, root: Path) -> str:
     path, line, _ = report.location
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None and Path(crash.path).name == Path(path).name:
-        return f"{crash.path}:{crash.lineno}"
-    return f"{path}:{(line or 0) + 1}"
+        return f"{root / crash.path}:{crash.lineno}"
+    return f"{root / path}:{(line or 0) + 1}"
 
 
 def _headline(report: pytest.TestReport) -> str:

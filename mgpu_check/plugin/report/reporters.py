@@ -22,7 +22,7 @@ def register(config: pytest.Config, session: GpuSession) -> None:
         if wanted(session.settings.gpu_annotations):
             from mgpu_check.plugin.report.annotations import Annotations
 
-            config.pluginmanager.register(Annotations(), "mgpu_check_annotations")
+            config.pluginmanager.register(Annotations(config), "mgpu_check_annotations")
     if session.settings.asked and not config.option.collectonly:
         from mgpu_check.plugin.early import EarlyStart
 

@@ -7,7 +7,6 @@ import pytest
 from mgpu_check import sarif
 from mgpu_check.diagnosis.registry import all_mistakes
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
-from mgpu_check.plugin.session import GpuSession
 from mgpu_check.sarif import Problem
 
 _JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -30,8 +29,12 @@ def origin_of(failed: TestOutcome) -> list[str]:
     return [f"test: {failed.name}", *(f"repeat with: {line}" for line in failed.replay.splitlines()[:1])]
 
 
-def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
-    """Return the text of a file. A run that was not judged as a whole says so in it."""
+def render(outcomes: Outcomes, exit_status: int, stopped: str) -> str:
+    """Return the text of a file. A run that was not judged as a whole says so in it.
+
+    Args:
+        stopped: why pytest has stopped before the last test, as with ``-x``; "" if it has not.
+    """
     problems = []
     for failed in outcomes.failed:
         if failed.ours:
@@ -40,6 +43,9 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
             problems.append(Problem(**{**vars(problem), "message": message}))
     others = len(outcomes.failed) - len(problems)
     why = "" if exit_status in _JUDGED else f"the run ended with exit code {int(exit_status)}"
+    if stopped and not why:
+        why = f"the run ended before its last test: {stopped}"
     if others and not why:
-        why = f"{others} failures of tests without ranks, or of files that were not collected, are not in this file"
+        number, are = ("1 failure", "is") if others == 1 else (f"{others} failures", "are")
+        why = f"{number} without ranks, of a test or of a file that was not collected, {are} not in this file"
     return sarif.document(problems, why)
