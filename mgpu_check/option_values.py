@@ -56,7 +56,7 @@ def keep_warm(text: str) -> float | None:
     try:
         return 0.0 if float(text) == 0 else seconds(text)
     except ValueError:
-        raise ValueError("choose a number of seconds, such as 600; 0 ends it after this run") from None
+        raise ValueError("choose seconds, such as 600; 0 to end the keeper after this run; no for none") from None
 
 
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}

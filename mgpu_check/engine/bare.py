@@ -91,6 +91,11 @@ class BareWorld(World):
         self.broken = False  # each has answered, and may have entered other collectives than the others
         return results
 
+    def returned(self) -> dict[int, Any]:
+        """Return the results of the last call on the processes that have returned, although others have not."""
+        outcomes = {index: end for index, end in self._answers.items() if isinstance(end, protocol.Outcome)}
+        return {index: self.loaded(index, end.value) for index, end in outcomes.items() if end.value is not None}
+
     def output(self) -> list[tuple[str, str, str]]:
         """Return the non-empty output since the last call of this method: (process, "stdout" or "stderr", text)."""
         found = []

@@ -37,6 +37,7 @@ from mgpu_check.processes.signals import ENDING
 
 FORK = b"F"
 END = b"E"
+OPTIONAL = "?"  # before the name of a module that only saves time, and may fail
 FILES = 4  # stdout, stderr, stacks, record of collectives
 
 _TO_END = 5.0  # seconds for killed descendants to exit
@@ -245,7 +246,7 @@ def _tidy(parent: int, directory: str) -> None:
 
 
 def import_all(names: Iterable[str]) -> dict[str, str] | None:
-    """Import modules, and call those of their functions that are named: "module:function".
+    """Import modules, and call those of their functions that are named: "module:function"; see also `OPTIONAL`.
 
     Returns:
         The message about the first that fails; None if none does.
@@ -253,8 +254,13 @@ def import_all(names: Iterable[str]) -> dict[str, str] | None:
     try:
         with importing():
             for name in names:
-                module, _, function = name.partition(":")
-                imported = importlib.import_module(module)
+                module, _, function = name.removeprefix(OPTIONAL).partition(":")
+                try:
+                    imported = importlib.import_module(module)
+                except Exception:
+                    if name.startswith(OPTIONAL):
+                        continue
+                    raise
                 if function:
                     getattr(imported, function)()
     except BaseException as error:

@@ -118,7 +118,8 @@ class Adapting:
         told = Counter(str(value) for name, value in properties if name == _PROPERTY)
         if not told:
             return
-        parts = [f"{told.pop(_HERE, 0)} tests of torch's harnesses ran on forked ranks"]
+        here = told.pop(_HERE, 0)
+        parts = [f"{here} test{'s' * (here != 1)} of torch's harnesses ran on forked ranks"]
         parts += [f"{count} in their own harness: {why}" for why, count in told.items()]
         terminalreporter.line(f"mgpu-check: {'; '.join(parts)}", yellow=bool(told))
 
@@ -134,10 +135,12 @@ def _modules_of_torch() -> list[str]:
     """
     import torch
 
+    from mgpu_check.engine.forkserver import OPTIONAL
+
     if torch.cuda.is_available() and "_MGPU_CHECK_SIMULATE" not in os.environ:
         return []
     return [
-        name
+        OPTIONAL + name
         for name, module in list(sys.modules.items())
         if name.startswith("torch.") and getattr(module, "__spec__", None) and getattr(module, "__file__", None)
     ]

@@ -138,10 +138,9 @@ class _SpawnedRanks:
             if fn not in test.skip_return_code_checks and fn not in test.special_return_code_checks:
                 raise
             account: Any = died.account
-            ends = [
-                (account.died[rank].exit_code if rank in account.died else 0 if rank in account.finished else None, "")
-                for rank in range(len(self._processes))
-            ]
+            codes = {rank: end.exit_code for rank, end in account.died.items()}
+            returned = self._world.returned()
+            ends = [returned.get(rank, (codes.get(rank), "")) for rank in range(len(self._processes))]
         try:
             for process, (code, _) in zip(self._processes, ends, strict=True):
                 process.exitcode = code
@@ -173,7 +172,8 @@ class _KeptRanks:
         first = self._world is None or self._world.broken
         if self._world is not None and (first or test is None):
             self._world.discard()
-            os.remove(self._cls.rdvz_file)
+            with contextlib.suppress(OSError):
+                os.remove(self._cls.rdvz_file)
         if test is None:
             self._world = None
             return

@@ -111,6 +111,19 @@ class TestDeathOf(Base):
         assert self.world_size == 3
         os.kill(os.getpid(), signal.SIGKILL)
 
+class TestCodes(Base):
+    def setUp(self):
+        super().setUp()
+        self.special_return_code_checks = {{self.test_other.__wrapped__: 0}}
+
+    def test_other(self):
+        self.join()
+        if self.rank == 0:
+            sys.exit(3)
+        with self.assertRaises(RuntimeError):
+            dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
 class TestContinuous(MultiProcContinuousTest):
     world_size = 2
     pid = None
@@ -142,12 +155,16 @@ class TestContinuous(MultiProcContinuousTest):
 
 
 OURS = """
-import unittest
+import sys, types, unittest
+from importlib.machinery import ModuleSpec
 
 import pytest
 from test_it import Base
 
 import mgpu_check
+
+only_here = sys.modules["torch.only_here"] = types.ModuleType("torch.only_here")  # which no other process can import
+only_here.__spec__, only_here.__file__ = ModuleSpec("torch.only_here", None), "only_here.py"
 
 @mgpu_check.adapt
 class TestMarked(Base):
@@ -174,7 +191,7 @@ def test_the_decorator_is_for_harnesses():
 def test_outcomes_and_reports(pytester, run):
     pytester.makepyfile(expecttest=EXPECTTEST, test_it=SPAWNED)
     result = run("--adapt-torch-tests", "-rs")
-    result.assert_outcomes(passed=7, failed=5, skipped=3, xfailed=1)
+    result.assert_outcomes(passed=7, failed=6, skipped=3, xfailed=1)
     text = result.stdout.str()
     for said in (
         "rank 1 of 2 raised AssertionError: the other one",
@@ -182,19 +199,20 @@ def test_outcomes_and_reports(pytester, run):
         "stacks of all threads, when stopped",
         "rank 1 of 2 died: signal SIGKILL",
         "AssertionError: Scalars are not equal!",  # the harness judges exit codes
+        "but got 3 for pid",  # also that of a rank that has returned
         "rank 0 of 2 raised AssertionError",
     ):
         assert f"\n{said}" in text or f" {said}" in text, said
     assert "Captured stdout of rank 0 of 2" in text and "printed by 0" in text
     assert "Need at least 2 CUDA devices" in text and ": for a reason\n" in text
-    assert "mgpu-check: 16 tests of torch's harnesses ran on forked ranks\n" in text
+    assert "mgpu-check: 17 tests of torch's harnesses ran on forked ranks\n" in text
 
 
 def test_marked_classes_only_and_on_workers(pytester, run):
     pytester.makepyfile(expecttest=EXPECTTEST, test_it=BASE, test_ours=OURS)
     result = run("-n2", "test_ours.py")
     result.assert_outcomes(passed=4)
-    assert "mgpu-check: 1 tests of torch's harnesses ran on forked ranks\n" in result.stdout.str()
+    assert "mgpu-check: 1 test of torch's harnesses ran on forked ranks\n" in result.stdout.str()
 
 
 def test_what_cannot_be_adapted_is_counted(pytester, run):
