@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -20,6 +21,7 @@ from mgpu_check.engine.forkserver import END
 from mgpu_check.engine.kept import KeeperSocket, KeptServer, NotKept, attach, keeper_of, key_of
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
+from tests.conftest import processes_with
 from tests.engine.processes import gone, pids
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -49,12 +51,22 @@ def keeper(own_directory: Path) -> Iterator[int]:
     pids(first)
     first.close()
     found = keeper_of(*launcher().keeper())
-    assert found is not None
-    yield found
-    last = pool(keep=0.0)  # ends it
-    pids(last)
-    last.close()
-    assert ended(found)
+    try:
+        assert found is not None
+        yield found
+        last = pool(keep=0.0)  # ends it
+        pids(last)
+        last.close()
+        assert ended(found)
+    finally:
+        kill_keepers("XDG_RUNTIME_DIR", own_directory)
+
+
+def kill_keepers(variable: str, directory: Path) -> None:
+    """Kill the keepers with a directory in their environment, which a failed test would leave for their whole time."""
+    for pid in processes_with(variable, str(directory)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def ended(pid: int) -> bool:
@@ -213,6 +225,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..
     yield ask
     for control in opened:
         control.close()
+    kill_keepers("PYTHONPATH", tmp_path)
 
 
 def told(control: socket.socket) -> dict[str, str]:

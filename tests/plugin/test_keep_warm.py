@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.engine.test_kept import ended
+from tests.engine.test_kept import ended, kill_keepers
 
 RANKS = """
     import pytest
@@ -18,8 +18,16 @@ RANKS = """
 """
 
 
-def test_the_next_run_finds_the_imports(run, pytester, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(pytester.mkdir("run")))
+@pytest.fixture
+def own_directory(pytester, monkeypatch):
+    directory = pytester.mkdir("run")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    yield directory
+    kill_keepers("XDG_RUNTIME_DIR", directory)
+
+
+@pytest.mark.usefixtures("own_directory")
+def test_the_next_run_finds_the_imports(run, pytester):
     pytester.makepyfile(test_ranks=RANKS)
     given = ("--gpus=2", "--simulate")
     first = run(*given, "--gpu-keep-warm", "test_ranks.py")  # which is no value of the option
