@@ -195,6 +195,12 @@ def test_columns_of_tables(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             side_of(str(word), tag)
+    names = ("Step", "valiant-1 - loss", "a - loss", "valiant-1 - _step")
+    write(table, [(1, 0, 2.5, 1), ("inf", 1, 1, 1), ("nan", 1, 1, 1)], names)
+    assert [c.values for c in side_of(str(table), None).curves] == [{1: 0.0}, {1: 2.5}]
+    table.write_text("step,loss\n1,2\n", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"runs.csv is no table: .*give a CSV file in UTF-8"):
+        side_of(str(table), None)
     table.write_text("step,loss\n")
     with pytest.raises(ValueError, match="has no rows below its header"):
         side_of(str(table), None)

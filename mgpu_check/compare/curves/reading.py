@@ -19,9 +19,9 @@ from mgpu_check.compare.traces.run import mean_loss
 from mgpu_check.processes.rank_lists import few
 
 INSTALL = "pip install 'mgpu-check[curves]'"
-_STEPS = ("step", "steps", "global_step", "trainer/global_step", "iteration", "iter")
-_NO_VALUES = ("wall time", "epoch", "_runtime", "_timestamp", "__min", "__max")
-"""Names, or ends of names, of columns that are no curves; the last two are those of Weights & Biases."""
+_STEPS = ("step", "steps", "global_step", "trainer/global_step", "iteration", "iter", "_step")
+_NO_VALUES = ("wall time", "epoch", "_runtime", "_timestamp", " - _step", "__min", "__max")
+"""Names, or ends of names, of columns that are no curves; the last three are those of Weights & Biases."""
 _TABLES = (".csv", ".tsv")
 
 
@@ -51,7 +51,10 @@ def side_of(word: str, tag: str | None) -> Side:
     Raises:
         ValueError: there is no curve, or a file cannot be read.
     """
-    found = [curve for path in _paths(word) for curve in _read(path, tag)]
+    try:
+        found = [curve for path in _paths(word) for curve in _read(path, tag)]
+    except OSError as error:
+        raise ValueError(f"{word} cannot be read: {error}; give files that you may read") from None
     if not found:
         raise ValueError(f"{word}: there is no such file, and no curve in it; give a file, a directory, or a pattern")
     return Side(word, found)
@@ -90,26 +93,30 @@ def _of_trace(path: Path) -> Iterator[RunCurve]:
 
 
 def _of_table(path: Path, tag: str | None) -> Iterator[RunCurve]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        head = file.readline()
-        delimiter = next((one for one in "\t;" if one in head), ",")
-        file.seek(0)
-        try:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            head = file.readline()
+            delimiter = next((one for one in "\t;" if one in head), ",")
+            file.seek(0)
             rows = list(csv.DictReader(file, delimiter=delimiter))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no table: {error}; give a CSV file with a header") from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no table: {error}; give a CSV file in UTF-8 with a header") from None
     if not rows:
         raise ValueError(f"{path} has no rows below its header; give a CSV file with a header")
     columns = {name: [_number(row[name]) for row in rows] for name in rows[0] if name}
     steps = next((name for name in columns if name.lower() in _STEPS), None)
-    names = _chosen([name for name, cells in columns.items() if name != steps and any(cells)], tag, str(path))
+    names = _chosen([name for name, cells in columns.items() if name != steps and _has_numbers(cells)], tag, str(path))
     for name in names:
         values = {}
         for number, cell in enumerate(columns[name]):
             step = columns[steps][number] if steps else float(number + 1)
-            if cell is not None and step is not None:
+            if cell is not None and step is not None and math.isfinite(step):
                 values[int(step)] = cell
         yield RunCurve(path.name if len(names) == 1 else f"{path.name}: {name}", values)
+
+
+def _has_numbers(cells: Sequence[float | None]) -> bool:
+    return any(cell is not None for cell in cells)
 
 
 def _number(cell: str | None) -> float | None:
@@ -122,17 +129,21 @@ def _number(cell: str | None) -> float | None:
 def _chosen(names: Sequence[str], tag: str | None, where: str) -> list[str]:
     """Return the curves to read: one, or that of each run if the names are "RUN - TAG", as of Weights & Biases."""
     if tag is not None:
-        found = [name for name in names if name == tag or name.endswith(f" - {tag}")]
+        found = [tag] if tag in names else [name for name in names if name.endswith(f" - {tag}")]
         if not found:
             raise ValueError(f"--tag={tag}: {where} has no such curve; it has {few(names, 8) or 'none'}")
         return found
     useful = [name for name in names if not name.lower().endswith(_NO_VALUES)]
-    found = [n for n in useful if "loss" in n.lower() and not any(v in n.lower() for v in ("val", "eval", "test"))]
+    found = [name for name in useful if _is_training_loss(name.rpartition(" - ")[2].lower())]
     for some in (useful, found):
         if some and len({name.rpartition(" - ")[2] for name in some}) == 1:
             return some
     raise ValueError(f"{where} has several curves: {few(useful, 8)}; give one of them, as in --tag={useful[0]}"
                      if useful else f"{where} has no curve: no column or tag has numbers")  # fmt: skip
+
+
+def _is_training_loss(tag: str) -> bool:
+    return "loss" in tag and not any(other in tag for other in ("val", "eval", "test"))
 
 
 def _of_events(path: Path, tag: str | None) -> RunCurve:
@@ -145,7 +156,10 @@ def _of_events(path: Path, tag: str | None) -> RunCurve:
     events.Reload()
     scalars, tensors = events.scalars.Keys(), events.tensors.Keys()
     values: Mapping[int, float]  # of a step that a resumed run repeats, the last
-    (name,) = _chosen([*scalars, *tensors], tag, str(path))
+    names = _chosen([*scalars, *tensors], tag, str(path))
+    if len(names) > 1:
+        raise ValueError(f"{path} has several curves: {few(names, 8)}; give one of them, as in '--tag={names[0]}'")
+    (name,) = names
     if name in scalars:
         values = {event.step: event.value for event in events.Scalars(name)}
     else:
