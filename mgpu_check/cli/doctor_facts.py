@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -147,8 +148,8 @@ def _taken(given: str) -> int | None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
-        except OSError:
-            return port
+        except OSError as error:
+            return port if error.errno == errno.EADDRINUSE else None
     return None
 
 

@@ -191,8 +191,9 @@ def _ports(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgeme
     if facts.port is None:
         yield Judgement("ok", "ports", "torchrun's port is free")
     else:
+        fails = "a static rendezvous at this port fails"
         advice = "torchrun --standalone, or another port: torchrun --master-port=29501. The ranks of tests need no port"
-        yield Judgement("warn", "ports", f"another process listens at port {facts.port}, so torchrun fails", advice)
+        yield Judgement("warn", "ports", f"another process listens at port {facts.port}: {fails}", advice)
 
 
 def _variables(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:

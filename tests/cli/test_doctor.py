@@ -59,7 +59,7 @@ def test_a_healthy_machine_has_no_remarks(devices):
             {"port": 29500},
             "warn",
             "ports",
-            "another process listens at port 29500, so torchrun fails",
+            "another process listens at port 29500: a static rendezvous at this port fails",
         ),
         ({"memory": GIB}, "warn", "memory", "1.0 GiB available; 4 ranks need about 1.2 GiB"),
         ({"shared_memory": 2**26}, "warn", "/dev/shm", "64 MiB free; 4 ranks with loaders need about 256 MiB"),
