@@ -25,7 +25,7 @@ _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undeci
 
 _LAUNCHERS = {
     **dict.fromkeys(("torchrun", "accelerate", "deepspeed"), "torchrun"),
-    **dict.fromkeys(("mpiexec", "mpirun", "horovodrun", "jsrun"), "mpiexec"),
+    **dict.fromkeys(("mpiexec", "mpirun", "jsrun"), "mpiexec"),
     "srun": "srun",
 }
 """Launcher -> the row of `mgpu_check.processes.launched.VARIABLES` that its ranks get."""
@@ -35,6 +35,14 @@ OF_RUNS = (
 )
 """Options of runs, which have no effect on files."""
 _LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
+_SHELLS = ("sh", "bash", "zsh", "dash")
+_REFUSED = {
+    "horovodrun": "Horovod's ranks find each other by Horovod alone; give a script that uses torch.distributed",
+    "env": "env before the script would have no effect; set the variables before mgpu-check",
+    "numactl": "numactl before the script would have no effect; leave it out",
+    **dict.fromkeys(_SHELLS, "a shell is no Python script; give the script that it starts"),
+}
+"""Program before a script -> what to do."""
 _PYTHON = re.compile(r"python[\d.]*")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -109,9 +117,37 @@ def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
     module = program.index("-m") + 1 if (_is_python(name) or name == "-m") and "-m" in program[:-1] else 0
     if name not in _LAUNCHERS and not (module and _LAUNCHING.match(program[module])):
         return [], "torchrun"
-    after = range(max(module, 1) + (bool(module)), len(program))
-    ends = (i for i in after if program[i] == "-m" or program[i].endswith(".py") or _is_python(Path(program[i]).name))
-    return list(program[: next(ends, len(program))]), _LAUNCHERS.get(name, "torchrun")
+    row = _LAUNCHERS.get(name, "torchrun")
+    modules = ("-m", "--module") if row == "torchrun" else ()  # other launchers have another option -m
+    found = [i for i in range(max(module, 1) + bool(module), len(program)) if _starts(program[i], modules)]
+    while len(found) > 1 and _is_value(program, found[0], found[1]):
+        del found[0]
+    return list(program[: next(iter(found), len(program))]), row
+
+
+def _starts(word: str, modules: Sequence[str]) -> bool:
+    """Return whether a script may start with a word: a Python file, a Python, or an option of a module."""
+    return word in modules or word.endswith(".py") or _is_python(Path(word).name)
+
+
+def _is_value(program: Sequence[str], index: int, following: int) -> bool:
+    """Return whether a Python file is the value of an option of the launcher: a Python with its script follows.
+
+    A file alone that follows may be an argument of the script, as in `torchrun --standalone train.py config.py`.
+    """
+    if not program[index].endswith(".py") or "=" in program[index]:
+        return "=" in program[index]
+    starts = _is_python(Path(program[following]).name) and program[following + 1 : following + 2]
+    return bool(starts) and program[index - 1].startswith("-") and "=" not in program[index - 1]
+
+
+def _before_script(words: Sequence[str]) -> Iterator[str]:
+    """Yield programs that a launcher would start before the script; not a value of an option, as in --log-dir env."""
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        name = Path(word).name
+        value = before.startswith("-") and "=" not in before and (after.startswith("-") or "=" not in after)
+        if name in _REFUSED and not value and (len(words) > 1 or name not in _SHELLS):
+            yield name
 
 
 def _is_python(name: str) -> bool:
@@ -128,12 +164,21 @@ def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> l
     """
     own = parser.prog.rpartition(" ")[2]
     launcher, _ = launched_by(program)
+    for word in _before_script(launcher or program[:1]):
+        parser.error(f"{own} starts the ranks in place of {shlex.join(launcher) or word}: {_REFUSED[word]}")
+    if "torch.distributed.launch" in launcher and not {"--use-env", "--use_env"} & {*launcher}:
+        parser.error(
+            f"torch.distributed.launch gives scripts --local-rank, and {own} does not: let the script read LOCAL_RANK, "
+            "and add --use-env, or give the script alone"
+        )
     if launcher and len(launcher) == len(program):
         parser.error(
             f"{shlex.join(launcher)} names no Python script: {own} starts the ranks in place of the launcher; give the "
             f"script and its arguments, such as {own} --gpus=4 -- train.py --epochs=2"
         )
     program = program[len(launcher) :]
+    if launcher and program[0] == "--module":
+        program = ["-m", *program[1:]]
     name = Path(program[0]).name if program else ""
     python = _is_python(name) and not Path(program[0]).is_dir()
     words = program[1:] if python else program

@@ -312,8 +312,6 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_MAX_RESTARTS="0",
-        TORCHELASTIC_RUN_ID="mgpu-check",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     made.setdefault("OMP_NUM_THREADS", "1")  # as torchrun for several ranks; also on one device, to sum alike

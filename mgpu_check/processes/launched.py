@@ -24,6 +24,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "mgpu-check",
     },
     "mpiexec": {  # of Open MPI, and of MPICH and its relatives
         **dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"), "{rank}"),

@@ -127,6 +127,12 @@ def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand,
             ["--", "sh", "train.sh"],
             "sh is a program, but compare runs Python scripts only: give the script that it starts",
         ),
+        (["--", "horovodrun", "-np", "2", "python", "a.py"], "in place of horovodrun: Horovod's ranks find each other"),
+        (["--", "srun", "-l", "env", "LR=1", "python", "a.py"], "set the variables before mgpu-check"),
+        (["--", "srun", "numactl", "--cpunodebind=0", "a.py"], "numactl before the script would have no effect"),
+        (["--", "mpirun", "-np", "2", "bash", "run.sh"], "a shell is no Python script"),
+        (["--", "python", "-m", "torch.distributed.launch", "a.py"], "add --use-env"),
+        (["--", "torchrun", "--log-dir", "env", "nowhere.py"], "no such script: nowhere.py"),
         (["--verbose", "nowhere.py"], "--verbose"),
     ],
 )
@@ -141,6 +147,8 @@ def test_the_python_of_a_script_may_be_named(tmp_path, monkeypatch):
     tmp_path.joinpath("train.py").touch()
     found, *words = script_command(["python3", "-u", "train.py", "--lr=1"], _parser())
     assert os.path.samefile(found, sys.executable) and words == ["-u", "train.py", "--lr=1"]
+    words = ["torchrun", "--nproc-per-node=2", "--module", "pkg.train", "--lr=1"]
+    assert script_command(words, _parser()) == [sys.executable, "-m", "pkg.train", "--lr=1"]
     assert script_command(["train.py"], _parser()) == [sys.executable, "train.py"]
 
 

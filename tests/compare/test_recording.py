@@ -103,8 +103,9 @@ def test_a_script_finds_its_rank_in_the_variables_of_another_launcher(record, la
     run = record(
         f"""
 import os
-assert "RANK" not in os.environ and "LOCAL_RANK" not in os.environ
-import torch.distributed as dist
+assert not {{"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"}} & os.environ.keys()
+import mpi4py, torch.distributed as dist
+assert "stand_ins" in mpi4py.__file__
 os.environ["MASTER_PORT"] = "29511"
 dist.init_process_group("gloo", rank=int(os.environ["{rank}"]), world_size=int(os.environ["{world}"]))
 assert dist.get_world_size() == 2
@@ -131,10 +132,11 @@ assert world.allgather(world.rank) == [0, 1] and world.scatter([5, 6] if world.r
 assert world.allreduce(world.rank + 1) == 3 and world.reduce(world.rank, op=MPI.MAX, root=1) == (None, 1)[world.rank]
 assert world.gather(world.rank) == ([0, 1] if world.rank == 0 else None)
 world.barrier()
-try:
-    world.Allreduce
-except AttributeError as error:
-    assert "stand-in for mpi4py" in str(error)
+for of, name in ((world, "Allreduce"), (MPI, "Wtime")):
+    try:
+        getattr(of, name)
+    except AttributeError as error:
+        assert f"{name} is not part of mgpu-check's stand-in for mpi4py" in str(error)
 import torch.distributed as dist
 dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
 dist.destroy_process_group()
@@ -178,6 +180,10 @@ def test_a_function_that_needs_a_whole_graph_runs_uncompiled(record):
         ("accelerate launch --num_processes 2 -m train", "accelerate launch --num_processes 2", "torchrun"),
         ("/usr/bin/mpirun -np 2 python3 train.py", "/usr/bin/mpirun -np 2", "mpiexec"),
         ("srun -n 2 train.py", "srun -n 2", "srun"),
+        ("srun -m block python train.py", "srun -m block", "srun"),
+        ("torchrun --nproc-per-node=2 --module pkg.train", "torchrun --nproc-per-node=2", "torchrun"),
+        ("torchrun --standalone train.py config.py --config=a.py --to python", "torchrun --standalone", "torchrun"),
+        ("mpirun -x PY=/a.py -x b.py python train.py", "mpirun -x PY=/a.py -x b.py", "mpiexec"),
     ],
 )
 def test_a_launcher_is_replaced(words, launcher, variables):

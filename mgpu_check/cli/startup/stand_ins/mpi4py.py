@@ -19,6 +19,20 @@ __all__ = ["MPI"]
 __path__: list[str] = []  # so that `import mpi4py.MPI` is an import from a package
 
 
+_HAS = "rank, size, bcast, scatter, gather, allgather, reduce, allreduce and barrier of MPI.COMM_WORLD"
+
+
+def _missing(module: str, name: str) -> Any:
+    """Raise what the stand-in has, in place of an attribute that it lacks."""
+    raise AttributeError(
+        f"{module}.{name} is not part of mgpu-check's stand-in for mpi4py, which has {_HAS}; use torch.distributed for "
+        "tensors"
+    )
+
+
+__getattr__ = functools.partial(_missing, "mpi4py")
+
+
 class Communicator:
     """All ranks of the comparison."""
 
@@ -29,10 +43,7 @@ class Communicator:
         self._store: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"MPI.COMM_WORLD.{name} is not part of mgpu-check's stand-in for mpi4py, which has rank, size, bcast, "
-            "scatter, gather, allgather, reduce, allreduce and barrier; use torch.distributed for tensors"
-        )
+        return _missing("MPI.COMM_WORLD", name)
 
     def Get_rank(self) -> int:
         return self.rank
@@ -75,6 +86,7 @@ class Communicator:
 
 
 MPI: Any = types.ModuleType("mpi4py.MPI")
+MPI.__getattr__ = functools.partial(_missing, "MPI")
 MPI.COMM_WORLD = Communicator()
 MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN = operator.add, operator.mul, max, min
 sys.modules["mpi4py.MPI"] = MPI
