@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 _LIMIT = 2**26  # bytes of one attribute, to bound the time
 _ENDS = 64  # elements at each end of an array
 _SPREAD = 4096  # elements of a whole array
+_ELEMENTS = 2**18  # of all arrays; of further ones, fewer
 _PARTS = 256  # of a list or dict that is too large, or cannot be pickled
 _DEPTH = 4  # of datasets within datasets
 _SMALL = (int, float, bool, str, type(None))
@@ -46,22 +47,25 @@ class _Hashing:
 class _PicklerOfData(pickle.Pickler):
     """Pickles the data of datasets: shape, ends and spread elements of arrays, and no state of a process."""
 
+    _left = _ELEMENTS
+
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, _OF_A_RANK) or kind.__module__.startswith("numpy.random"):
             return str, (kind.__name__,)
         if isinstance(value, torch.Tensor):
-            return str, (repr((tuple(value.shape), _elements(value.detach().reshape(-1)))),)
+            return str, (repr((tuple(value.shape), self._elements(value.detach().reshape(-1)))),)
         if _is_array(value):
-            return str, (repr((value.shape, _elements(value.ravel()))),)
+            return str, (repr((value.shape, self._elements(value.ravel()))),)
         if isinstance(value, Dataset):
             return str, (kind.__qualname__,), _data_of(value.__dict__)
         return NotImplemented
 
-
-def _elements(flat: Any) -> list[Any]:
-    parts = flat[:_ENDS], flat[-_ENDS:], flat[:: max(1, len(flat) // _SPREAD)]
-    return [part.tolist() for part in parts]
+    def _elements(self, flat: Any) -> list[Any]:
+        ends, spread = (_ENDS, _SPREAD) if self._left > 0 else (4, 8)  # there may be an array for each sample
+        parts = [part.tolist() for part in (flat[:ends], flat[-ends:], flat[:: max(1, len(flat) // spread)])]
+        self._left -= sum(map(len, parts))
+        return parts
 
 
 def _is_array(value: Any) -> bool:

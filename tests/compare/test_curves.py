@@ -281,9 +281,10 @@ def test_a_script_with_rounding_as_the_control(compare, mistake, step):
 
 def test_a_run_that_resumes_an_earlier_one_is_no_repeat(compare, tmp_path):
     tmp_path.joinpath("out").mkdir()
-    words = ("--curve", "--repeats=2", "--gpus=1", "--a=1", "--b=2")
+    words = ("--curve", "--repeats=2", "--gpus=1", "--a=1", "--b=2", f"--html={tmp_path}/out.html")
     text = compare(script("with_a_snapshot"), *words, code=2, arguments=["--batch=8", "0.0"]).text
     assert "not comparable: --a: the run “--a, run 2 of 2" in text and "which an earlier run of this comparison" in text
+    assert "which an earlier run of this comparison" in tmp_path.joinpath("out.html").read_text()
 
 
 def test_a_script_with_seeds_as_the_control(compare):
