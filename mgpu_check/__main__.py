@@ -19,7 +19,7 @@ _COMMANDS = {
     "init": "write a first test for the training script of this directory, and run it",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
     "record": "write the trace of a run, to compare with: record --gpus=4 --out=a.trace -- train.py --args",
-    "selftest": "plant every known fault and show which checks catch it; --quick: a tenth of them",
+    "selftest": "plant every known fault and show which checks catch it; --quick: 1/15 of them",
     "simulate": "run a script as if this machine had GPUs: simulate --gpus=4 -- script.py --args",
 }
 

@@ -26,7 +26,7 @@ from mgpu_check.settings import activate, active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
 
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
-_SHARE = 10
+_SHARE = 15
 """`--quick` plants one fault in ten: enough to notice a broken check, in a fraction of the time."""
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
@@ -39,7 +39,7 @@ Plants each known fault, runs the checks that must catch it, and prints which ch
 check without a fault. Without --gpus it simulates 4 GPUs. Without --gpu-level it plants faults at the level standard.
 All arguments of pytest work, except -n: -k NAME, -x, ...
 
-  --quick      plant the same tenth of the faults each time; skip checks without a fault to catch, and run the others
+  --quick      plant the same 1/15 of the faults each time; skip checks without a fault to catch, and run the others
                without a fault at the level quick
   --all-pairs  try each fault on all checks of its property; require for each check a fault that no other check catches
   --seeds=N    try each pair with the seeds 0 to N-1; require that 19 of 20 catch the fault
@@ -57,7 +57,7 @@ exit codes:
 def main(argv: Sequence[str]) -> int:
     """Plant each fault for the checks that must catch it, and run every check without a fault.
 
-    ``--quick`` plants always the same tenth of the faults. ``--all-pairs`` tries each fault on all checks of its
+    ``--quick`` plants always the same 1/15 of the faults. ``--all-pairs`` tries each fault on all checks of its
     property, and requires each check to catch a fault that no other check catches. ``--seeds=N`` tries each pair with
     the seeds 0 to N-1, and requires that 19 of 20 catch the fault. ``--surface`` plants no faults; see
     `selftest_surface`.
@@ -117,7 +117,7 @@ class Selftest:
     run's level, until the first example that fails.
 
     Args:
-        quick: plant a tenth of the faults; the choice depends only on the names of the faults. Checks without a fault
+        quick: plant 1/15 of the faults; the choice depends only on the names of the faults. Checks without a fault
             to catch do not run. The others run without a fault at the level "quick".
         all_pairs: try each fault on all checks of its property.
         seeds: number of seeds to try each pair with; 0 for the seed of the run.

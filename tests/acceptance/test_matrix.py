@@ -12,7 +12,6 @@ FAULTS = [
     "ecc-uncorrected-grows",
     "driver-hangs",
     "copy-zeros:device=2,peer=0",  # on the ring of collectives
-    "lost",
     "transport-shm",
 ]
 """One fault of most themes, seen early. A weekly run plants all of them."""

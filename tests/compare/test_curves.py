@@ -266,7 +266,7 @@ def test_numbers_of_repeats():
     ("mistake", "step"),
     [
         ("", None),
-        ("sampler", 5),
+        pytest.param("sampler", 5, marks=pytest.mark.slow),
         pytest.param("rate", 2, marks=pytest.mark.slow),
         pytest.param("schedule", 6, marks=pytest.mark.slow),
     ],

@@ -26,8 +26,13 @@ def test_gradients_may_be_reduced_within_the_step(compare):
             "gradient",
             "gradients-not-synchronized",
         ),
-        ("                    grad /= world\n", "", "parameter", "world-size-factor"),
-        ('state["momentum"].mul_(0.9)', 'state["momentum"].mul_(0.9 / world)', "parameter", "optimizer-differs"),
+        pytest.param(
+            *("                    grad /= world\n", "", "parameter", "world-size-factor"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *('state["momentum"].mul_(0.9)', 'state["momentum"].mul_(0.9 / world)', "parameter", "optimizer-differs"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_mistake_within_the_step_is_refuted(compare, changed, old, new, tensor, mistake):

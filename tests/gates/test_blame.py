@@ -48,8 +48,9 @@ def test_each_collective_has_a_use():
     assert {name.partition(" ")[0] for name in USES} == set(COLLECTIVES)
 
 
-def test_right_uses_pass(ranks):
-    gate(ranks, HERE, "")
+@pytest.mark.parametrize("names", [OFTEN, pytest.param(HERE, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_right_uses_pass(ranks, names):
+    gate(ranks, names, "")
 
 
 @pytest.mark.parametrize("mistake", ["local", pytest.param("doubled", marks=pytest.mark.slow)])

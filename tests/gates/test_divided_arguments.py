@@ -38,7 +38,12 @@ def of_function(name, rank):
 
 @pytest.mark.parametrize(
     "placement",
-    [{"words.weight": 0}, {"words.*": {"tp": 0}}, {"*": ("words.weight", {"tp": 0})}, of_function],
+    [
+        pytest.param({"words.weight": 0}, marks=pytest.mark.slow),
+        pytest.param({"words.*": {"tp": 0}}, marks=pytest.mark.slow),
+        {"*": ("words.weight", {"tp": 0})},
+        of_function,
+    ],
     ids=["dimension", "axis", "name", "function"],
 )
 def test_a_placement_that_is_declared(ranks, placement):
@@ -111,7 +116,7 @@ def total(model, batch, rank, wrong):
     ("wrong", "told", "size"),
     [
         (["tp"], "fails when tp > 1, for any dp; passes with dp alone", 2),
-        (["dp"], "fails when dp > 1, for any tp; passes with tp alone", 2),
+        pytest.param(["dp"], "fails when dp > 1, for any tp; passes with tp alone", 2, marks=pytest.mark.slow),
         (["dp", "tp"], "fails only when dp and tp > 1 together; passes with each alone", 4),
     ],
 )

@@ -217,8 +217,11 @@ def by_pieces(model, batch, rank, wrong):
     [
         (by_a_sum_for_a_maximum, "wrong-reduction", "with MAX makes the step right"),
         (by_a_mean_for_a_sum, "world-size-factor", "multiplied by 2, the size of its group, the step is right"),
-        (by_a_sum_for_a_mean, "world-size-factor", "divided by 2, the size of its group, the step is right"),
-        (by_its_own_number, "wrong-reduction", "each rank needs its own value"),
+        pytest.param(
+            *(by_a_sum_for_a_mean, "world-size-factor", "divided by 2, the size of its group, the step is right"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(by_its_own_number, "wrong-reduction", "each rank needs its own value", marks=pytest.mark.slow),
         (
             by_pieces,
             "gathered-in-other-order",

@@ -142,7 +142,7 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("parallel", [(), ("-n2",)], ids=["one process", "xdist"])
+@pytest.mark.parametrize("parallel", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["one process", "xdist"])
 def test_every_failure_is_repeated_by_the_line_at_its_end(run, pytester, parallel):
     pytester.makeini("[pytest]\n")
     pytester.mkpydir("tests").joinpath("test_it.py").write_text(re.sub(r"^    ", "", FAILING, flags=re.MULTILINE))
