@@ -123,15 +123,23 @@ class ImportKeeper:
         self, asked: dict[str, Any], connection: socket.socket, control: socket.socket, log: int
     ) -> dict[str, str] | None:
         """Fork a fork server, and return the message that says why not; None if it is forked."""
+        told, tell = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
             return {"event": "failed", "headline": str(error), "text": forkserver.limits()}
-        if pid == 0:
-            self.become_server(asked, connection, control.detach(), log)
-        self.runs[pid] = connection
-        _tell(connection, pid)
-        return None
+        else:
+            if pid == 0:
+                os.close(tell)
+                os.read(told, 1)  # until the run knows its process id
+                os.close(told)
+                self.become_server(asked, connection, control.detach(), log)
+            self.runs[pid] = connection
+            _tell(connection, pid)
+            return None
+        finally:
+            os.close(told)
+            os.close(tell)
 
     def become_server(self, asked: dict[str, Any], connection: socket.socket, control: int, log: int) -> NoReturn:
         """Be the fork server of a run, as if an interpreter had been started for it."""

@@ -137,7 +137,7 @@ signal.pause()
 
 
 def test_a_killed_run_leaves_no_process_and_no_file(keeper):
-    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-P", "-c", RUN], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     *started, directory = process.stdout.readline().split()
     kept = parent_of(int(started[-1]))  # it may have started over
