@@ -25,6 +25,7 @@ from mgpu_check.cli.comparing import (
 from mgpu_check.compare import comparison
 from mgpu_check.compare.arguments import accepted
 from mgpu_check.compare.comparison import ComparisonPlan
+from mgpu_check.compare.curves.reading import are_curves
 from mgpu_check.compare.page import write_page
 
 _USAGE = (
@@ -150,16 +151,14 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
-        if "--" not in argv and compare_curves.are_files(own, program):
-            words = [word for word in program if not word.startswith("-")]
-            flags = [word for word in program if word.startswith("-")]
-            return compare_curves.of_files(parser.parse_args([*own, *flags]), words, parser)
-        if "--" not in argv and compare_runs.are_files(program):
-            given, files = parser.parse_known_args(argv)
+        given = parser.parse_args(own)
+        curves = given.curve is not None and are_curves(program)
+        if "--" not in argv and (curves or compare_runs.are_files(program)):
+            given, files = parser.parse_known_args(program, given)  # options may follow the files
             if unknown := [word for word in files if word.startswith("-")]:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-            return compare_runs.of_files(given, files, parser)
-        given = parser.parse_args(own)
+            of_files = compare_curves.of_files if curves else compare_runs.of_files
+            return of_files(given, files, parser)
         of_runs = _check(given, parser)
         command = script_command(program, parser)
         count = counted(given, command, [given.gpus] if of_runs else [1, given.gpus], parser)

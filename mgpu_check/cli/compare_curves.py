@@ -14,10 +14,10 @@ from mgpu_check.cli.comparing import OF_RUNS, conclude, interruptible, refuse, t
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.curves.judging import CurveComparison, RunCurve, Side, judge
 from mgpu_check.compare.curves.outcome import table, verdict_of, write_json, write_page
-from mgpu_check.compare.curves.reading import are_curves, side_of
+from mgpu_check.compare.curves.reading import side_of
 from mgpu_check.compare.curves.running import RepeatedRuns, others_seen, run_all
 from mgpu_check.compare.traces.recording import NotRecorded, RunRecording
-from mgpu_check.compare.verdict import ComparisonVerdict, Kind, of_inputs
+from mgpu_check.compare.verdict import ComparisonVerdict, of_inputs
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,16 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "by roundoffs",
     )
     add("--tag", metavar="NAME", help="with --curve, the column of a CSV file, or the tag of an event file")
-
-
-def are_files(own: Sequence[str], program: Sequence[str]) -> bool:
-    """Return whether curves of files are compared, not of a script.
-
-    Args:
-        own: the options before the first other word.
-        program: the words from there on.
-    """
-    return any(word.partition("=")[0] == "--curve" for word in own) and are_curves(program)
 
 
 def of_files(given: argparse.Namespace, words: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -104,12 +94,11 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
             try:
                 run_all(runs, given.repeats, tell)
             except NotRecorded as stopped:
-                kind: Kind = "differs" if runs is sides[1] and stopped.failed else "not comparable"
-                told = stopped.told(kind, f"{runs.recording.name}: ")
+                verdict = stopped.verdict(f"{runs.recording.name}: ", beside=runs is sides[1])
                 if given.html:
                     none = CurveComparison((sides[0].side, sides[1].side), [])
-                    write_page(given.html, plan.shown, ComparisonVerdict(kind, told), none)
-                return _conclude(given, done, ComparisonVerdict(kind, told), None)
+                    write_page(given.html, plan.shown, verdict, none)
+                return _conclude(given, done, verdict, None)
         return _of_sides(given, done, *sides)
 
 

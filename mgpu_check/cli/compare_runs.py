@@ -21,7 +21,6 @@ from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, Undiv
 from mgpu_check.compare.traces.revision import checked_out
 from mgpu_check.compare.traces.run import RecordedRun
 from mgpu_check.compare.traces.values import VALUES_OF_COMPARISON, installed
-from mgpu_check.compare.verdict import ComparisonVerdict, Kind
 
 
 def are_files(words: Sequence[str]) -> bool:
@@ -133,8 +132,7 @@ def _both(given: argparse.Namespace, plan: ComparisonPlan, one: RunRecording, ot
             done.runs += made.runs
             made.runs = []
         if stopped is not None:
-            kind: Kind = "differs" if found and stopped.failed else "not comparable"
-            done.verdict = ComparisonVerdict(kind, stopped.told(kind, f"{side.name}: "))
+            done.verdict = stopped.verdict(f"{side.name}: ", beside=bool(found))
             return _written(given, done, one.name)
     return _judge(given, done, found[0], found[1], [*one.remarks, *other.remarks])
 
@@ -155,8 +153,7 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         try:
             found = record(run, tell)
         except NotRecorded as stopped:
-            kind: Kind = "differs" if stopped.failed else "not comparable"
-            run.made.verdict = ComparisonVerdict(kind, stopped.told(kind))
+            run.made.verdict = stopped.verdict(beside=True)
             return _written(given, run.made, golden.name)
         return _judge(given, run.made, golden, found, run.remarks)
 

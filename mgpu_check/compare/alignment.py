@@ -11,10 +11,11 @@ from typing import Literal
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes, positions
 
 Kind = Literal["before", "gradient", "parameter", "state"]
-KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
-"""In the order of a step."""
 """A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of
 the optimizer or a buffer after the step."""
+
+KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
+"""In the order of a step."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
+from mgpu_check.processes.launched import rank_and_world
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.patches import Patches
@@ -63,7 +64,7 @@ def install(
         apart: make the elements of constant tensors distinct.
         files: see `mgpu_check.compare.placements.Files`.
     """
-    rank, world = watched.rank_and_world()
+    rank, world = rank_and_world()
     # Defaults that the script may change: TF32 and similar modes round too coarsely, and would mask differences.
     precision.exact()
     torch.backends.cudnn.deterministic = True
@@ -71,8 +72,7 @@ def install(
     recorder.keep = files.keep
     if files.wholes is not None:
         placed = {} if files.placed is None else read_placements(files.placed)
-        kept = read_wholes(files.wholes)
-        recorder.states.shapes = kept.states
+        recorder.states.shapes = (kept := read_wholes(files.wholes)).states
         recorder.known.placing = Placing(recorder.names, kept.parameters, kept.buffers, placed, files.found)
     if apart:
         constants.install()

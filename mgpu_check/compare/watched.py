@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.summaries import whole
-from mgpu_check.processes.launched import FLOAT32
+from mgpu_check.processes.launched import FLOAT32, rank_and_world
 from mgpu_check.torch_hooks.patches import Patches
 
 
@@ -41,12 +41,6 @@ class Witness(Protocol):
 
     def scaled_step(self, step: Callable[[], Any]) -> Any:
         """Run a step of a `GradScaler`, which may skip the optimizer step."""
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Return the rank of this process, and the world size."""
-    rank, _, world = os.environ["_MGPU_CHECK_RANK"].partition("/")
-    return int(rank), int(world)
 
 
 def in_a_group() -> bool:

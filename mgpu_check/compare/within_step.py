@@ -25,15 +25,16 @@ def reduced_within(aligned: Aligned, rounding: Rounding, step: int, apart: Colle
     Args:
         apart: parameters and states that differ between ranks after the step.
     """
-    states = {name: aligned.one.states[name].of for name in aligned.states}
-    off = {states.get(name, name) for name in apart}
+    states = {name: aligned.one.states[name] for name in aligned.states}
+    off = {states[name].of if name in states else name for name in apart}
+    in_states = {state.of for state in states.values() if state.count > 1}
     return [
         name
         for name in aligned.names
         if name not in off
-        and _shows(aligned, step, name)
+        and _is_mean(aligned, rounding, step, name)  # first, because most gradients are equal on all ranks
         and _alike(aligned, step, name)
-        and _is_mean(aligned, rounding, step, name)
+        and (name in in_states or _changed(aligned, step, name))
     ]
 
 
@@ -46,11 +47,9 @@ def _alike(aligned: Aligned, step: int, name: str) -> bool:
     return len({value.bits for value in here.values() if value is not None}) == 1
 
 
-def _shows(aligned: Aligned, step: int, name: str) -> bool:
-    """Return whether the result of a step shows its gradient: in a state, or in a parameter that it changed."""
+def _changed(aligned: Aligned, step: int, name: str) -> bool:
+    """Return whether a step changed a parameter, so that its result shows the gradient as a state would."""
     trace = aligned.one
-    if any(trace.states[state].of == name and trace.states[state].count > 1 for state in aligned.states):
-        return True
     kinds = [trace.steps[step].before, *(earlier.parameters for earlier in reversed(trace.steps[:step]))]
     before = next((values[name] for values in kinds if name in values), None)
     after = trace.steps[step].parameters.get(name)
@@ -77,6 +76,8 @@ def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
     of all rows are known. The other numbers of the summary are those of one device.
     """
     whole = {name: found for name in one.states if (found := _rows(one, ranks, name))}
+    if not whole:
+        return list(ranks)
     return [
         replace(
             trace,

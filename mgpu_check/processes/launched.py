@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -16,6 +17,10 @@ OF_LAUNCHERS = re.compile(
 
 FLOAT32 = "_MGPU_CHECK_FLOAT32"
 """The variable of a script's processes in which autocast is off."""
+PLACE = "_MGPU_CHECK_RANK"
+"""The variable with the rank of a script's process, and the world size: "1/2"."""
+STORE = "_MGPU_CHECK_STORE"
+"""The variable with the address of the store of a script's processes: "127.0.0.1:29500"."""
 
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     "torchrun": {
@@ -46,6 +51,12 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """The variables that a launcher sets for a rank of one host."""
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return the rank of this process of a script, and the world size."""
+    rank, _, world = os.environ[PLACE].partition("/")
+    return int(rank), int(world)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,11 +20,13 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 ALARM = 1e-3
 """Probability that a comparison of right runs reports a difference."""
 _HIDES = 0.5
 """Relative to the progress of the loss: a wider tolerance would hide that half of the training has no effect."""
+_Number = TypeVar("_Number", int, float)
 _NEAR = 1e-3
 """Relative: a factor this close to an integer, or to its inverse, is that."""
 
@@ -195,7 +197,7 @@ def _levels(
         sums, counts = [_paired(row) for row in sums], _paired(counts)
 
 
-def _paired(numbers: list) -> list:  # type: ignore[type-arg]
+def _paired(numbers: Sequence[_Number]) -> list[_Number]:
     """Return the sums of neighbours."""
     return [sum(numbers[index : index + 2]) for index in range(0, len(numbers), 2)]
 

@@ -24,6 +24,7 @@ from mgpu_check.compare.processes import ScriptRun
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.traces.run import RecordedRun, whole
 from mgpu_check.compare.traces.values import gathered
+from mgpu_check.compare.verdict import ComparisonVerdict, Kind
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few
 
@@ -49,6 +50,16 @@ class NotRecorded(Exception):
     def told(self, kind: str, of: str = "") -> Report:
         """Return the report with another kind in its headline, and with what it is about."""
         return replace(self.report, headline=f"{kind}: {of}{self.report.headline.partition(': ')[2]}")
+
+    def verdict(self, of: str = "", *, beside: bool) -> ComparisonVerdict:
+        """Return the verdict on a comparison that ends here.
+
+        Args:
+            of: what the headline is about.
+            beside: the run that it is compared with has a trace, so a script that fails has failed on one side only.
+        """
+        kind: Kind = "differs" if beside and self.failed else "not comparable"
+        return ComparisonVerdict(kind, self.told(kind, of))
 
 
 @dataclass

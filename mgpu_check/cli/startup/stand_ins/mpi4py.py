@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mgpu_check.processes.launched import STORE, rank_and_world
+
 __all__ = ["MPI"]
 __path__: list[str] = []  # so that `import mpi4py.MPI` is an import from a package
 
@@ -37,8 +39,7 @@ class Communicator:
     """All ranks of the comparison."""
 
     def __init__(self) -> None:
-        rank, _, size = os.environ["_MGPU_CHECK_RANK"].partition("/")
-        self.rank, self.size = int(rank), int(size)
+        self.rank, self.size = rank_and_world()
         self._calls = 0
         self._store: Any = None
 
@@ -56,7 +57,7 @@ class Communicator:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
         if self._store is None:
-            host, _, port = os.environ["_MGPU_CHECK_STORE"].partition(":")
+            host, _, port = os.environ[STORE].partition(":")
             self._store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         self._calls += 1
         self._store.set(f"mpi {self._calls} {self.rank}", pickle.dumps(sendobj))
