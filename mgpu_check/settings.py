@@ -26,6 +26,7 @@ DEFAULT_MEMORY_SHARE = 0.9
 DEFAULT_LEVEL: Level = "quick"
 
 _OPTION = "option"
+_DEFAULT = "default"  # the origin of a value that was not given
 _SWITCH = {"action": "store_const", "const": "true"}
 
 
@@ -277,6 +278,10 @@ class Settings:
         """True if this run asks for devices at all."""
         return self.gpus != 0
 
+    def given(self, name: str) -> bool:
+        """Return whether the user has set an option, in any place."""
+        return self.origins.get(name, _DEFAULT) != _DEFAULT
+
     @property
     def depth(self) -> Depth:
         """How much a check does: the level, or quick for a glance."""
@@ -317,7 +322,7 @@ def resolve(
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
     """
     values: dict[str, Any] = {}
-    origins = dict.fromkeys(OPTIONS, "default")
+    origins = dict.fromkeys(OPTIONS, _DEFAULT)
     for name, option in OPTIONS.items():
         for origin, text in (
             (origin_of(option.flag), command_line.get(name)),

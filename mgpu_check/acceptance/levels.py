@@ -47,5 +47,5 @@ def slowdown(most: float = math.inf) -> float:
 def seconds_for_a_call() -> float:
     """Return the time limit in seconds of one call on all GPUs: that of the level, longer on a busy host, or
     ``--rank-timeout`` if that was given and is less."""
-    own, given = _SECONDS[active().depth] * slowdown(_MOST_SLOWDOWN), active().origins.get("rank_timeout", "default")
-    return own if given == "default" else min(own, active().rank_timeout)
+    own = _SECONDS[active().depth] * slowdown(_MOST_SLOWDOWN)
+    return min(own, active().rank_timeout) if active().given("rank_timeout") else own

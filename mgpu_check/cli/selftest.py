@@ -27,7 +27,7 @@ from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES,
 
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
 _SHARE = 15
-"""`--quick` plants one fault in ten: enough to notice a broken check, in a fraction of the time."""
+"""`--quick` plants one fault in 15: enough to notice a broken check, in a fraction of the time."""
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
 _HELP = """\

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 
 from mgpu_check.processes import prctl
-from mgpu_check.processes.leftovers import children
+from mgpu_check.processes.leftovers import children, kill
 
 _TIMEOUT = 5.0  # seconds; a killed process normally ends at once
 
@@ -23,8 +22,7 @@ def end_orphans(before: set[int]) -> None:
     """End every child of this process that is not in `before`. Their children become orphans, and are ended in turn."""
     deadline = time.monotonic() + _TIMEOUT
     while (left := set(children()) - before) and time.monotonic() < deadline:
+        kill(left)
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)

@@ -30,7 +30,7 @@ from typing import Any
 
 from mgpu_check.processes import prctl
 from mgpu_check.processes.heap import importing
-from mgpu_check.processes.leftovers import children_but_managers, remove_all_names, remove_names
+from mgpu_check.processes.leftovers import children_but_managers, kill, remove_all_names, remove_names
 from mgpu_check.processes.output import LOOK, thin_out
 from mgpu_check.processes.scratch import sweep
 from mgpu_check.processes.signals import ENDING
@@ -124,10 +124,7 @@ class ForkServer:
                 _kill_group(pid)
                 self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
         # A living rank adopts its orphans, so any other child of this process was left by a rank that has ended.
-        for pid in children_but_managers():
-            if pid not in self.children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kill(pid for pid in children_but_managers() if pid not in self.children)
         for pid in ended:
             remove_names(self.directory, pid)
 
@@ -139,9 +136,7 @@ class ForkServer:
         # torch's managers of shared memory end by themselves: 2 s after their last user they remove the memory and
         # exit.
         while (left := children_but_managers()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(left)
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 select.select([self.wake_read], [], [], 0.1)
                 with contextlib.suppress(BlockingIOError):

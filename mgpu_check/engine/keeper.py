@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from mgpu_check.engine import forkserver
 from mgpu_check.engine.kept import NUMBER, locked, peer
 from mgpu_check.processes import prctl
-from mgpu_check.processes.leftovers import MARK, children_but_managers
+from mgpu_check.processes.leftovers import MARK, children_but_managers, kill
 
 _PATIENCE = 5.0  # seconds for a run to send its request after it has connected
 
@@ -173,10 +173,7 @@ class ImportKeeper:
                     _tell(connection, os.waitstatus_to_exitcode(ended[1]))
                     connection.close()
                     self.end = time.monotonic() + self.keep
-        for pid in children_but_managers():
-            if pid not in self.runs and pid != self.heir:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kill(pid for pid in children_but_managers() if pid not in self.runs and pid != self.heir)
 
     def start_over(self) -> None:
         """Run this program again, with the modules that are on the disk now; in a new process if runs need this one."""

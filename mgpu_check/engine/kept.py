@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mgpu_check.errors import StartupFailure
+from mgpu_check.processes.leftovers import kill
 from mgpu_check.version import torch_version, version
 
 NUMBER = struct.Struct("q")
@@ -107,12 +108,6 @@ class KeeperSocket:
     def close(self) -> None:
         os.close(self._opened)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock under which sockets appear, disappear, and are connected to."""
-        with locked(self.path):
-            yield
-
     def connected(self) -> socket.socket | None:
         """Return a connection to the keeper; None without a keeper."""
         connection = socket.socket(socket.AF_UNIX)
@@ -139,7 +134,7 @@ class KeeperSocket:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of the directory of a socket."""
+    """Hold the lock of the directory of a socket, under which sockets appear, disappear, and are connected to."""
     with _creating(lock := path.with_name(_LOCK)):
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -266,8 +261,7 @@ class KeptServer:
             self._forked, self._pid = True, NUMBER.unpack(data)[0]
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        kill([self._pid])
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -317,7 +311,7 @@ def attach(
         with open(os.memfd_create("request"), "wb", buffering=0) as request:
             request.write(json.dumps(asked).encode())
             for _ in range(2):
-                with place.locked():
+                with locked(place.path):
                     connection = place.connected() or _started(place, interpreter, modules, environment)
                 if peer(connection)[1] != os.geteuid():
                     connection.close()

@@ -77,8 +77,8 @@ class HarnessRuns:
         Args:
             test: its id.
         """
-        chosen = self._settings.origins.get("rank_timeout", "default") != "default"
-        timeout = self._settings.rank_timeout if chosen else float(sys.modules[HOME].get_timeout(test))
+        given = self._settings.given("rank_timeout")
+        timeout = self._settings.rank_timeout if given else float(sys.modules[HOME].get_timeout(test))
         try:
             return world.results(begun, timeout)
         finally:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "_MGPU_CHECK_RANKS"
@@ -61,6 +62,13 @@ def children() -> list[int]:
 def children_but_managers() -> list[int]:
     """Return the child processes, except for torch's managers of shared memory."""
     return [pid for pid in children() if not _is_manager(pid)]
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _is_manager(pid: int) -> bool:

@@ -30,8 +30,8 @@ def by_name(value: Any) -> Reduced | None:
     if not _of_torch(kind):
         return None
     torch = sys.modules["torch"]
-    if kind is torch.dtype or not _is_single(value):
-        return None  # without a search of all modules; pickle finds a dtype by its name itself
+    if not _is_single(value):
+        return None  # without a search of all modules
     if kind in (torch.finfo, torch.iinfo):
         return kind, (getattr(torch, value.dtype),)
     operators = sys.modules["torch._ops"]
@@ -94,8 +94,8 @@ def _is_single(value: Any) -> bool:
     if issubclass(kind, type):
         return _of_torch(value)
     torch = sys.modules["torch"]
-    storages = (torch.UntypedStorage, torch.TypedStorage)
-    values = (types.ModuleType, types.FunctionType, torch.nn.Module, torch.Tensor, *storages, torch.Size, torch.device)
+    parts = (torch.UntypedStorage, torch.TypedStorage, torch.Size, torch.device, torch.dtype)  # pickle knows dtypes
+    values = (types.ModuleType, types.FunctionType, torch.nn.Module, torch.Tensor, *parts)
     return _of_torch(kind) and not issubclass(kind, values)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,9 @@ from mgpu_check.acceptance.verdict.troubles import ErrorObservations, observatio
 from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.engine.failures import NODE, Account, Died, Finished, Interrupted, Raised, Who
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
+from mgpu_check.option_values import Level
 from mgpu_check.processes.protocol import RaisedInRank
+from mgpu_check.settings import Settings
 
 GPUS = (4, 5, 6)
 
@@ -146,10 +147,10 @@ class LatePool:
     ],
 )
 def test_calls_get_more_time_on_a_busy_host(
-    monkeypatch: pytest.MonkeyPatch, level: str, load: float, given: float | None, limit: float
+    monkeypatch: pytest.MonkeyPatch, level: Level, load: float, given: float | None, limit: float
 ) -> None:
     origins = {} if given is None else {"rank_timeout": "command line"}
-    settings = SimpleNamespace(depth=level, rank_timeout=given or 60.0, origins=origins)
+    settings = Settings(gpu_level=level, rank_timeout=given or 60.0, origins=origins)
     monkeypatch.setattr(levels, "active", lambda: settings)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
