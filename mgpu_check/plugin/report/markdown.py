@@ -1,29 +1,27 @@
-"""Write a summary of a run: in GitHub's Markdown, for the page of a CI job, or in SARIF."""
+"""Render a summary of a run in GitHub's Markdown, for the page of a CI job."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import pytest
 
 from mgpu_check.diagnosis.registry import all_mistakes
 from mgpu_check.plugin import leasing
-from mgpu_check.plugin.report import sarif
 from mgpu_check.plugin.report.markup import code, fenced, table, text
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
 from mgpu_check.plugin.session import GpuSession
-from mgpu_check.settings import OPTIONS
 
 LARGEST = 900_000
 """Bytes. GitHub does not show a step summary above 1 MiB."""
 
 _LONGEST_STORY = 20_000  # characters
-_BEGUN = (
+BEGUN = (
     "# mgpu-check: the run has not ended\n\nIt was killed, or failed to start: see its output for the reason. "
     "Nothing is proven.\n"
 )
+"""The content of a file before its run ends."""
 _RESULTS = {
     pytest.ExitCode.OK: "passed",
     pytest.ExitCode.TESTS_FAILED: "FAILED",
@@ -32,61 +30,6 @@ _RESULTS = {
     pytest.ExitCode.USAGE_ERROR: "USAGE ERROR",
     pytest.ExitCode.NO_TESTS_COLLECTED: "NO TESTS",
 }
-
-
-class Summary:
-    """A pytest plugin that writes the summaries. It runs in the process that receives the reports of all tests."""
-
-    def __init__(self, config: pytest.Config, session: GpuSession) -> None:
-        """Check that the files can be written, and write a summary that says that the run has not ended.
-
-        Raises:
-            pytest.UsageError: a file cannot be written; the message names the option, the file and the reason.
-        """
-        self._session = session
-        self._outcomes = Outcomes(config.rootpath)
-        self._paths = [Path(config.invocation_params.dir, file) for file in session.settings.gpu_report]
-        self._trouble: list[str] = []
-        for path, file in zip(self._paths, session.settings.gpu_report, strict=True):
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(sarif.BEGUN if _is_sarif(path) else _BEGUN, encoding="utf-8")
-            except OSError as error:
-                raise pytest.UsageError(
-                    f"mgpu-check: {session.settings.origins['gpu_report']}: {file!r} cannot be written "
-                    f"({error.strerror}); choose a file in a directory that you may write to"
-                ) from None
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self._outcomes.collected(report)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._outcomes.add(report)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        for path in self._paths:
-            try:
-                if _is_sarif(path):
-                    stopped = session.shouldfail or session.shouldstop
-                    content = sarif.render(self._outcomes, session.exitstatus, str(stopped or ""))
-                else:
-                    content = render(self._outcomes, self._session, session.exitstatus)
-                path.write_text(content, encoding="utf-8", errors="backslashreplace")
-            except OSError as error:
-                self._trouble.append(f"{OPTIONS['gpu_report'].flag}: {path} cannot be written: {error.strerror}")
-        if self._trouble and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for path in self._paths if not self._trouble else []:
-            terminalreporter.write_sep("-", f"generated {'SARIF' if _is_sarif(path) else 'Markdown summary'}: {path}")
-        for line in self._trouble:
-            terminalreporter.line(f"mgpu-check: {line}", red=True)
-
-
-def _is_sarif(path: Path) -> bool:
-    return path.suffix.lower() == ".sarif"
 
 
 def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:

@@ -16,9 +16,9 @@ def register(config: pytest.Config, session: GpuSession) -> None:
     """
     if not hasattr(config, "workerinput") and not config.option.collectonly:
         if session.settings.gpu_report:
-            from mgpu_check.plugin.report.markdown import Summary
+            from mgpu_check.plugin.report.summaries import Summaries
 
-            config.pluginmanager.register(Summary(config, session), "mgpu_check_summary")
+            config.pluginmanager.register(Summaries(config, session), "mgpu_check_summary")
         if wanted(session.settings.gpu_annotations):
             from mgpu_check.plugin.report.annotations import Annotations
 
