@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,8 @@ def _of(value: Any, depth: int) -> Iterator[str]:
     elif isinstance(value, float):
         yield _of_float(value)
     elif isinstance(value, str):
-        yield repr(value) if len(value) <= _LONGEST else "long text"
+        # The name of a temporary directory is another one in each run.
+        yield "a path" if os.path.isabs(value) else repr(value) if len(value) <= _LONGEST else "long text"
     elif isinstance(value, torch.dtype):
         yield name_of(value)
     elif isinstance(value, torch.Tensor):
