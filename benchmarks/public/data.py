@@ -163,4 +163,4 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "documents": documents,
     "": nothing,
 }
-"""What makes each kind of data in an empty directory."""
+"""Kind of data -> the function that makes it in an empty directory."""

@@ -99,7 +99,7 @@ def refuse(given: argparse.Namespace, names: Sequence[str], why: str, parser: ar
     """Refuse options that would have no effect.
 
     Args:
-        names: attributes of `given`: options of which one has a value.
+        names: attributes of `given`.
 
     Raises:
         SystemExit: by `parser`: some option has a value that is not its default.

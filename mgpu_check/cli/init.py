@@ -53,7 +53,7 @@ _ACCUMULATION = _Fit(
     f"{{}} is divided by the number of ranks: {_SAMPLES} micro-batches",
 )
 _SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)
-"""What sets the size of the global batch."""
+"""The rows that set the size of the global batch."""
 
 _ROWS = (
     _Fit(r"(n_?|num_|max_)?epochs?", "1", "one epoch has two optimizer steps"),

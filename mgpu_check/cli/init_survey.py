@@ -71,7 +71,7 @@ class TrainingScript:
     Attributes:
         path: relative to the repository.
         parallel: what it uses on several devices, such as "DistributedDataParallel"; empty for one device.
-        options: its arguments, as far as they are literals in the source.
+        options: its arguments that are literals in the source.
         divided: names that the code divides by the number of ranks, in lower case.
         training_arguments: the `TrainingArguments` of transformers read its arguments.
         rank: how likely it is the script that the user means; the highest comes first.

@@ -1,4 +1,4 @@
-"""Hash what a dataset holds, to tell whether ranks index the same data or shards of their own."""
+"""Hash what a dataset holds, to find out whether ranks index the same data or shards of their own."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _data_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drawn_from(part: Any) -> Any:
-    """Return the state of a generator, from which a dataset without data may draw its samples; else `part`."""
+    """Return the state of a generator, because a dataset without data may draw its samples; else `part`."""
     if isinstance(part, torch.Generator):
         return part.get_state().tolist()
     if isinstance(part, random.Random):
@@ -93,7 +93,7 @@ def _drawn_from(part: Any) -> Any:
 
 
 def _is_small(name: str, part: Any) -> bool:
-    """Return whether an attribute says nothing of the data: it is no seed, and no path."""
+    """Return whether an attribute is a number or a word beside the data, and neither a seed nor a path."""
     return isinstance(part, _SMALL) and "seed" not in name.lower() and not (isinstance(part, str) and os.sep in part)
 
 

@@ -89,7 +89,7 @@ def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
                 replace(
                     step,
                     states={name: value for name, value in step.states.items() if name not in whole}
-                    # Where some rank lacks a state, the others have rows only.
+                    # If some rank lacks a state at a step, the others have only rows of it.
                     | {name: found[i] for name, found in whole.items() if i in found},
                 )
                 for i, step in enumerate(trace.steps)
@@ -128,7 +128,7 @@ def _together(expected: TensorSummary | None, parts: Sequence[TensorSummary | No
 
 
 def remark(aligned: Aligned, rounding: Rounding) -> str:
-    """Report gradients that are reduced within the step; "" if there are none."""
+    """Report gradients that are reduced within the step; "" without such gradients."""
     found = next(filter(None, (reduced_within(aligned, rounding, s, ()) for s in range(aligned.compared))), [])
     if not found:
         return ""

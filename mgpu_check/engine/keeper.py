@@ -53,7 +53,7 @@ class ImportKeeper:
         self.keep = 0.0
         self.end = time.monotonic() + _PATIENCE  # the run that has started this process is connecting
         self.stamps = {
-            # Saved during the imports: which content was imported is unknown. A time in the future tells nothing.
+            # Saved during the imports: which content was imported is unknown. A time in the future proves nothing.
             file: (0, 0, 0) if began <= stamp[0] <= time.time_ns() else stamp
             for file, stamp in _stamps().items()
         }

@@ -35,7 +35,7 @@ PEER = struct.Struct("3i")
 """Process, user and group of the other end of a socket, as SO_PEERCRED gives them."""
 
 _LOCK = "lock"
-_AFTER_KILL = 5.0  # seconds for the keeper to tell the end of a killed fork server
+_AFTER_KILL = 5.0  # seconds for the keeper to report the end of a killed fork server
 _VOLATILE = frozenset(
     [
         *("_", "OLDPWD", "PWD", "SHLVL"),
@@ -119,7 +119,7 @@ class KeeperSocket:
         return connection
 
     def listening(self) -> socket.socket:
-        """Return a new socket at which a new keeper can listen."""
+        """Return a new socket for a new keeper."""
         self.path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self._address)
@@ -224,7 +224,7 @@ class KeptServer:
         while self.returncode is None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._connection], [], [], left)[0]:
-                if timeout is None:  # the keeper was stopped, and tells no end
+                if timeout is None:  # the keeper was stopped, and reports no end
                     self._end(-signal.SIGKILL)
                     break
                 raise subprocess.TimeoutExpired("the fork server", timeout)

@@ -54,7 +54,7 @@ def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Ma
     """Call ``_run`` of a `MultiProcessTestCase` with the arguments of this rank.
 
     Returns:
-        The exit code; and the reason if the body raised `SkipTest`, which the exit code does not tell.
+        The exit code; and the reason if the body raised `SkipTest`, which the exit code does not show.
 
     Raises:
         Exception: the error of the test's body, which the harness reports by an exit code and a text.

@@ -46,7 +46,7 @@ class EarlyStart:
         try:
             text = path.read_bytes()
         except OSError:
-            return  # pytest tells it
+            return  # pytest reports it
         if _NEEDS_RANKS.search(text):
             self._started = True
             if _HAS_GATES.search(text):

@@ -16,7 +16,7 @@ OF_LAUNCHERS = re.compile(
 """Variables that describe one launched process, and would be wrong in its children."""
 
 FLOAT32 = "_MGPU_CHECK_FLOAT32"
-"""The variable of a script's processes in which autocast is off."""
+"""The variable of a script's processes that turns autocast off."""
 PLACE = "_MGPU_CHECK_RANK"
 """The variable with the rank of a script's process, and the world size: "1/2"."""
 STORE = "_MGPU_CHECK_STORE"

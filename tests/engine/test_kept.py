@@ -108,7 +108,7 @@ def test_two_runs_at_once_share_a_keeper_and_nothing_else(keeper):
         def changed(value: str) -> str:
             import torch
 
-            torch.mine = value  # type: ignore[attr-defined]
+            torch.mine = value  # type: ignore[attr-defined]  # a mark, which the other run must not see
             return value
 
         assert one.run(changed, "one") == ["one", "one"]

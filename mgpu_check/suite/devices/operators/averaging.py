@@ -29,7 +29,7 @@ _DECAYS = {
     "default decay": 0.999,
     "default decay by lists": 0.999,
 }
-"""What the rules keep of an average; the others take the mean."""
+"""Rule -> the share of an average that an update keeps. The other rules take the mean."""
 _AVERAGES: Mapping[str, Sequence[Any]] = {
     "rule": tuple(_RULES),
     "use_buffers": (False, True),

@@ -1,4 +1,4 @@
-"""Steps of optimizers as torch documents them, in plain operators: the reference of those that torch takes.
+"""Steps of optimizers as torch documents them, in plain operators: the reference for the steps that torch takes.
 
 The Python code of an optimizer is the same on each device, so its results on the CPU do not show that it is wrong.
 NAdam is not here, because torch keeps a product of its factors in float32.

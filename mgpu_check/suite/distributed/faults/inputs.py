@@ -74,7 +74,7 @@ def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> N
 
 
 @scaler(
-    "GradScaler leaves the last of several losses as it is",
+    "GradScaler leaves the last of several losses unscaled",
     returned(torch.amp.GradScaler, "scale"),
     When("lists and tuples", lambda scaled, *_: not isinstance(scaled, torch.Tensor)),
 )
