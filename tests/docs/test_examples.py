@@ -106,12 +106,22 @@ def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.P
         assert_shows(result, block.text)
 
 
-def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester) -> None:
-    """Run the final program of the tutorial, and those of all other pages, in one run."""
+DIVIDED = DOCS / "how-to" / "gate-model-parallel.md"
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param(set(DOCS.rglob("*.md")) - {DIVIDED}, id="most"),
+        pytest.param({DIVIDED}, id=DIVIDED.stem, marks=pytest.mark.slow),  # tests/gates/test_divided.py has each kind
+    ],
+)
+def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester, pages: set[Path]) -> None:
+    """Run the final program of the tutorial, and those of other pages, in one run."""
     # tests/compare runs those of the page about scripts.
     failing = {(WRITE_TESTS, "test_mean.py"), (COMPARE, "train.py"), (COMPARE, "test_script.py")}
     tests = 0
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in sorted(pages):
         if page.parent == MISTAKES:  # run by tests/gates/test_pages.py
             continue
         files = {name: text for name, text in last_files(page).items() if (page, name) not in failing}

@@ -17,6 +17,12 @@ from tests.gates.pages import alarm, judge
 CLASSES = all_mistakes()
 FEW = 8  # cases: one of each kind, and not 24 in all
 MORE = {"gathered-in-other-order": 16}  # what few of the cases show
+WEEKLY = {
+    *("batch-statistics-per-rank", "clipped-before-synchronization", "different-initialization"),
+    *("expert-gradients-factor", "loss-term-factor", "memory-formats-differ", "optimizer-differs", "padding-counted"),
+    *("positions-restart", "reduced-again", "set-order", "stale-gradients", "wrong-process-group"),
+}
+"""Other tests of gates name these mistakes, and each of these pages takes seconds."""
 
 
 def page_of(name: str) -> str:
@@ -24,7 +30,9 @@ def page_of(name: str) -> str:
 
 
 @pytest.mark.gpus(4)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in WEEKLY else []) for name in CLASSES]
+)
 def test_the_wrong_program_of_a_page_is_refuted_as_it_shows(ranks, name):
     refuted = judge(ranks, name, "wrong", MORE.get(name, FEW))
     assert refuted is not None

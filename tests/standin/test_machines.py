@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.standin.conftest import Machine
@@ -142,6 +144,32 @@ def test_has_it_for_itself(gpus, number):
 def test_leases_in_parallel(machine: Machine) -> None:
     machine.has(2).run("--gpus=2", "-n2", code=ALONE).assert_outcomes(passed=4)
     assert len({line.partition(" ")[0] for line in machine.log if " context on gpu" in line}) == 2
+
+
+ADDS = """
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.mark.ranks(2)
+def test_sum(rank):
+    x = torch.ones(1, device=rank.device)
+    dist.all_reduce(x)
+    assert x.is_cuda
+"""
+
+
+def test_imports_that_stay_warm_use_no_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.directory.parent.joinpath("run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(machine.directory.parent / "run"))
+    machine.has(2).run("--gpus=2", "--gpu-keep-warm", code=ADDS).assert_outcomes(passed=1)
+    last = machine.run("--gpus=2", "--gpu-keep-warm=0")
+    last.assert_outcomes(passed=1)
+    keeper = re.search(r"imports kept warm by process (\d+)", last.stdout.str())
+    assert keeper is not None
+    assert len({line.partition(" ")[0] for line in machine.log if " context on gpu" in line}) >= 4  # ranks of two runs
+    assert [line for line in machine.log if line.startswith(f"{keeper[1]} ") and "context" in line] == []
 
 
 def test_a_mask_that_the_driver_does_not_honour_is_found_out(machine: Machine) -> None:

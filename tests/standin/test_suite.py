@@ -26,13 +26,18 @@ def pytest_collection_modifyitems(items):
             )
 """
 
-FILES = ("fixtures", "scatter", "allreduce", "mismatch", "loading", "gradients")
+FILES = ("fixtures", "scatter", "mismatch", "loading")
+NUMBERS = ("allreduce", "gradients")
+"""Nearly all that they check is numbers."""
 
 LISTED = set(re.findall(r"^\| `(test_\w+)` \|", Path(__file__).with_name("README.md").read_text(), re.M))
 """The checks that need what kernels compute. Some examples do not, so a few of them may pass."""
 
 
-def test_what_fails_in_the_packaged_suite_is_listed(machine: Machine, pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("files", [FILES, pytest.param(NUMBERS, marks=pytest.mark.slow)], ids=["most", "numbers"])
+def test_what_fails_in_the_packaged_suite_is_listed(
+    machine: Machine, pytester: pytest.Pytester, files: tuple[str, ...]
+) -> None:
     pytester.makepyfile(fewer=FEWER)
     # Two that are listed take as long as all others together.
     given = [
@@ -44,7 +49,7 @@ def test_what_fails_in_the_packaged_suite_is_listed(machine: Machine, pytester: 
         "--tb=line",
         "--junitxml=suite.xml",
         *("-k", "not resnet18"),
-        *(f"test_{name}.py" for name in FILES),
+        *(f"test_{name}.py" for name in files),
     ]
     machine.has(2).command("mgpu_check", *given)
     cases = list(ElementTree.parse(pytester.path / "suite.xml").iter("testcase"))
@@ -53,5 +58,6 @@ def test_what_fails_in_the_packaged_suite_is_listed(machine: Machine, pytester: 
         case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None
     }
     assert failed - LISTED == set()
-    assert len(failed) > len(LISTED) // 2, "the list is of what fails"
-    assert len(ran - LISTED) > 10 and LISTED - ran == {name for name in LISTED if "resnet18" in name}
+    assert len(failed) > len(LISTED & ran) // 2, "the list is of what fails"
+    assert len(ran - LISTED) > (1 if files == NUMBERS else 20)
+    assert {name for name in LISTED if "resnet18" in name}.isdisjoint(ran)
