@@ -72,6 +72,7 @@ def test_a_signal_to_the_whole_job_leaves_a_verdict_and_a_report(
     assert "INCONCLUSIVE" in text and "written: node.json" in text
 
 
+@pytest.mark.slow
 def test_a_signal_in_second_looks_leaves_the_accusation(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,7 @@ def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
     assert "3 of 3 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
 
 
+@pytest.mark.slow
 def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_gpus(command):
     few = command("selftest", "test_scatter.py::test_shards_cover_the_batch")
     assert "left out, because they occur in larger worlds only: last-shards-swapped" in few

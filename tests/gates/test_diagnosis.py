@@ -89,7 +89,7 @@ def test_labels_are_called_shifted_where_parts_of_the_sequence_end(ranks, step, 
     assert ("within each of 2 parts of the sequence" in str(caught.value)) is named
 
 
-@pytest.mark.parametrize("name", ["experts", "head"])
+@pytest.mark.parametrize("name", ["experts", pytest.param("head", marks=pytest.mark.slow)])
 def test_only_what_ranks_divide_are_experts(ranks, name):
     """The page's program with another gradient, of what all ranks hold, off by the size of the group."""
     page, _ = program_of("expert-gradients-factor", "right")

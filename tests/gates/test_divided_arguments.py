@@ -277,6 +277,7 @@ class NotGathered(divided.FlatShards):
         return super().returned(loss) if self.rank.size == 1 else None
 
 
+@pytest.mark.slow
 def test_the_model_counts_beside_copies_that_an_optimizer_trains(ranks):
     options: dict[str, Any] = {"meshes": [{"dp": 2}], "observe": ("params",), **MLP}
     with pytest.raises(ScalingMismatch) as caught:
@@ -308,6 +309,7 @@ class Owned(divided.Step):
         return super().returned(loss)
 
 
+@pytest.mark.slow
 def test_gradients_count_on_the_rank_whose_optimizer_has_them(ranks):
     assert_step_scales(ranks, Owned, meshes=[{"dp": 2}], **MLP)
     with pytest.raises(ScalingMismatch):

@@ -124,6 +124,7 @@ def test_groups_of_other_ranks_are_not_among_those_of_a_rank(ranks):
     assert ranks.run(groups, size=2) == [[[0, 1], [0]], [[0, 1], [1]]]
 
 
+@pytest.mark.slow
 def test_what_was_reduced_before_is_reduced_again(ranks):
     found = named(ranks, ReducesAgain, of=Running, max_examples=12)
     assert found.mistakes[0] == "reduced-again"

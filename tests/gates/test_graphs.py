@@ -148,6 +148,7 @@ class NotAveraged(Graphed):
     averages = False
 
 
+@pytest.mark.slow
 def test_a_graphed_model_passes_and_is_refuted_where_its_gradients_stay_apart(ranks):
     given: dict[str, Any] = {"build": build, "batch": batch, "sizes": "divisible", "max_examples": 4}
     assert_step_scales(ranks, Graphed, **given)

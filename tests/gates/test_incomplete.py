@@ -198,6 +198,7 @@ def pipeline(model, batch, rank):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.gpus(2)
 def test_sums_of_unlike_sizes_are_no_running_sum(ranks):
     with pytest.raises(ScalingMismatch, match="returned 0"):

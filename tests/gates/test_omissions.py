@@ -232,5 +232,6 @@ def test_rounding_that_decides_the_sign_of_a_step(ranks):
     passes(ranks, Narrow, build=wide, sizes="divisible")
 
 
+@pytest.mark.slow
 def test_wrong_labels_in_bfloat16(ranks):
     refuted(ranks, Mislabelled, sizes="divisible")

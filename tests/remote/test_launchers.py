@@ -60,7 +60,10 @@ def of_classic_variables(port: int, size: int = 2) -> list[Mapping[str, str]]:
     [
         (of_srun, [], [(0, 0, 0, "0", 3.0), (1, 1, 0, "1", 3.0), (2, 0, 1, "0", 3.0)]),
         # Of one host, by its name.
-        (of_classic_variables, ["--trust-network"], [(0, 0, 0, "0", 2.0), (1, 1, 0, "1", 2.0)]),
+        pytest.param(
+            *(of_classic_variables, ["--trust-network"], [(0, 0, 0, "0", 2.0), (1, 1, 0, "1", 2.0)]),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["srun", "classic variables"],
 )

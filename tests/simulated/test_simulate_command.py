@@ -188,7 +188,7 @@ def test_a_launcher_of_the_path_starts_pythons_that_are_simulated(tmp_path, monk
 @pytest.mark.parametrize(
     "words",
     [
-        ("./train.sh",),
+        pytest.param(("./train.sh",), marks=pytest.mark.slow),
         pytest.param(("train.sh",), marks=pytest.mark.slow),
         pytest.param(("sh", "train.sh"), marks=pytest.mark.slow),
         ("python3", "job.py"),

@@ -88,7 +88,7 @@ def test_tables_of_operators_have_each_operator_on_each_device(run_with: Callabl
     assert not {case.operator for case in table.cases()} & set(GROUPS["scalars"])
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("count", [1, 3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4, 8))])
 def test_splits_cover_the_sizes_that_matter(run_with: Callable[[int], None], count: int) -> None:
     run_with(count)
     found = drawn(strategies.splits(leaves=True))
