@@ -58,10 +58,6 @@ def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
     ``backing`` is the real device that computes: "cpu", or a visible "cuda:i". Results say nothing about real hardware.
     Tensors that outlive the context keep their values, but their device no longer exists; :func:`to_real` converts them
     to plain tensors. The exit restores all of torch.
-
-    Raises:
-        ValueError: ``n`` is less than 1, or ``backing`` is another device.
-        RuntimeError: a simulated node is active already.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n={n!r} is not a number of devices; it must be an int of at least 1")

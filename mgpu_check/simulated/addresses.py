@@ -23,7 +23,6 @@ class Addresses:
         return None
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Free a block that `place` returned."""
         end = start + nbytes
         position = bisect.bisect(self._free, (start, end))
         if position < len(self._free) and self._free[position][0] == end:

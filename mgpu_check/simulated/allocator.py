@@ -35,7 +35,6 @@ def empty_cache(mempool: object = None) -> None:
 
 
 def memory_info(index: int | None = None) -> tuple[int, int]:
-    """Return the free bytes and the total bytes of a device."""
     memory = device_memory(index)
     clock().touch(torch.device("cuda", memory.index))
     return max(memory.limit - memory.reserved, 0), memory.total
@@ -110,7 +109,6 @@ def _memory_stats(index: int) -> dict[str, object]:
 
 
 def _device_stats(index: int) -> dict[str, object]:
-    """Return the statistics as ``torch.accelerator`` gives them."""
     return _memory_stats(index)
 
 
@@ -199,7 +197,6 @@ def _nothing() -> Callable[..., None]:
 
 
 def allocator_functions() -> dict[str, object]:
-    """Return the functions that replace those of the allocator in ``torch._C``, by name."""
     raw = _Raw()
     return {
         "_cuda_memoryStats": _memory_stats,

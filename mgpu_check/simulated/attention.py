@@ -176,6 +176,5 @@ _FUSED = {
 
 
 def install_attention(patches: Patches) -> None:
-    """Replace ``scaled_dot_product_attention``: its checks and the choice of its kernel."""
     function = torch.nn.functional.scaled_dot_product_attention
     patches.replace(function, _attention(function))

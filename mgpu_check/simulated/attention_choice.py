@@ -293,13 +293,7 @@ _USABLE = {
 
 
 def chosen_kernel(params: Params) -> SDPBackend:
-    """Return the first kernel, in torch's order of preference, that is enabled and accepts the operands.
-
-    torch prefers cuDNN only if it is newer than 9.15.0, and the cuDNN of this node is older.
-
-    Raises:
-        RuntimeError: no kernel is enabled and accepts the operands.
-    """
+    """Return the first kernel, in torch's order of preference, that is enabled and accepts the operands."""
     for number in torch._C._get_sdp_priority_order():
         backend = SDPBackend(number)
         if backend in _USABLE:
@@ -314,7 +308,6 @@ def chosen_kernel(params: Params) -> SDPBackend:
 
 
 def choice_functions() -> dict[str, object]:
-    """Return the functions that replace those of the choice in ``torch._C``, by name."""
     return {
         "_can_use_flash_attention": _USABLE[SDPBackend.FLASH_ATTENTION][1],
         "_can_use_mem_efficient_attention": _USABLE[SDPBackend.EFFICIENT_ATTENTION][1],

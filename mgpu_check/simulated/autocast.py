@@ -225,7 +225,6 @@ class _Autocast:
 
 
 def install_autocast(patches: Patches) -> None:
-    """Replace the switches of autocast; the first use registers the kernels."""
     autocast = _Autocast()
     autocast.wanted.cpu = torch.is_autocast_enabled("cpu")
     patches.replace(torch.set_autocast_enabled, autocast.enable)

@@ -62,7 +62,6 @@ class TransferCall:
 
     @property
     def name(self) -> str:
-        """The name of its transfer, or "send" or "recv"."""
         return _TRANSFER_OF_TITLE.get(self.title, self.title)
 
     def tensors(self) -> Tensors:
@@ -266,8 +265,7 @@ def recv_anysource(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) 
 
 
 def without_self(pg: dist.ProcessGroup, asked: list[TransferCall], staging: Staging) -> Iterator[TransferCall]:
-    """Copy the messages that this rank sends to itself, in order, and return the other calls; gloo cannot send to
-    self."""
+    """Copy the messages that this rank sends to itself, and return the other calls: gloo cannot send to self."""
     mine = [call for call in asked if call.nccl and call.peer and call.root == pg.rank()]
     sent = [staging.read(call.ins[0]) for call in mine if call.ins]
     received = [call.outs[0] for call in mine if call.outs]

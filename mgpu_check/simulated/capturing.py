@@ -64,7 +64,6 @@ class Capture:
             raise cuda_error(*_UNJOINED)
 
     def release(self) -> None:
-        """Stop recording on all streams of the capture."""
         self.ended = True
         _under_way.remove(self)
         for stream in self._streams:
@@ -102,7 +101,6 @@ class Recording:
     marks_only = False  # True for an event, which only marks the work of a stream
 
     def refuse_wait(self) -> None:
-        """Refuse to wait for captured work on the host."""
         if self.branch is None:
             return
         if self.marks_only:
@@ -127,7 +125,6 @@ class Recording:
 
 
 def abandon() -> None:
-    """Abandon all captures that have not ended."""
     for capture in list(_under_way):
         capture.release()
 

@@ -41,8 +41,7 @@ _coalescing: dict[str, list[TransferCall]] = {}
 
 
 def _refuse(call: TransferCall, group: NcclGroup) -> None:
-    """Raise ProcessGroupNCCL's error for tensors or an operation that it refuses (check_gpu_single_tensor and
-    similar)."""
+    """Raise ProcessGroupNCCL's error for tensors or an operation that it refuses."""
     views = call.title in _VIEWS_COMPLEX
     for tensor in call.tensors():
         if not isinstance(tensor, SimulatedTensor):

@@ -43,5 +43,4 @@ def _eager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_compiler(patches: Patches) -> None:
-    """Make `torch.compile`, and with it `nn.Module.compile`, run their argument eagerly."""
     patches.replace(torch.compile, _eager(torch.compile))

@@ -117,7 +117,6 @@ def _pad_packed_sequence(
 
 
 def install_composites(patches: Patches) -> None:
-    """Replace the functions of this module in torch."""
     patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
     patches.replace(torch.istft, _istft(torch.istft))
     one_hot = torch.nn.functional.one_hot

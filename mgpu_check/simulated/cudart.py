@@ -64,8 +64,6 @@ def _stream_destroy(handle: int) -> _CudaError:
 
 
 def runtime() -> SimpleNamespace:
-    """Return a replacement of ``torch.cuda.cudart()``."""
-
     def fine(*_: object) -> _CudaError:
         return _CudaError.success
 

@@ -35,7 +35,6 @@ _clock = _wall
 
 
 def clock() -> WorkClock:
-    """Return the clock of all streams and events."""
     return _clock
 
 

@@ -38,5 +38,4 @@ class _DeviceMeta(type):
 
 
 def install_device_type(patches: Patches) -> None:
-    """Replace ``torch.device``."""
     patches.replace(_real, _DeviceMeta("device", (), {"__module__": "torch", "__doc__": _real.__doc__}))

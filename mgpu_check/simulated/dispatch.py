@@ -148,8 +148,7 @@ def _device_of(
 
 
 def _counts(args: tuple[object, ...]) -> bool:
-    """Return whether an operator with these indices must count the elements of a mask; a fill with one value does
-    not."""
+    """Return whether an operator with these indices must count the elements of a mask."""
     value = args[2] if len(args) > 2 else None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return False

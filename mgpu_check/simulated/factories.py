@@ -220,7 +220,6 @@ def _new_tensor(self: torch.Tensor, data: object, **kwargs: object) -> torch.Ten
 
 
 def install_factories(patches: Patches) -> None:
-    """Replace the factory functions of torch and the ``new_*`` methods of tensors."""
     for names, wrap in ((_FROM_SIZES, _from_sizes), (_LIKE, _like), (_FROM_DATA, _from_data)):
         for name in names:
             original = getattr(torch, name, None)

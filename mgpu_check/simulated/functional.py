@@ -204,12 +204,7 @@ def _refusing(original: Callable[..., Any], refuse: Callable[[Any], None]) -> Ca
 
 
 def install_functional(replace: Callable[[object, object], None], refuse: Callable[[Any], None]) -> None:
-    """Make the public functions call ``refuse(group)`` for CPU tensors, which C++ would pass to gloo.
-
-    Args:
-        replace: replaces its first argument by the second under every name, as `Patches.replace` does.
-        refuse: raises an error if the group does not accept CPU tensors.
-    """
+    """Make the public functions call ``refuse(group)`` for CPU tensors, which C++ would pass to gloo."""
     for name, function in list(vars(public).items()):
         if inspect.isfunction(function) and function.__module__ == public.__name__ and not name.startswith("_"):
             names = list(inspect.signature(function).parameters)

@@ -78,7 +78,6 @@ def _hook(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def install_functions(patches: Patches) -> None:
-    """Wrap forward and backward of functions that are written in Python, and the registration of hooks."""
     patches.set(Function, "apply", _apply(vars(Function)["apply"]))
     patches.set(BackwardCFunction, "apply", _backward(vars(BackwardCFunction)["apply"]))
     patches.wrap(torch.Tensor, "register_hook", _hook)

@@ -146,7 +146,6 @@ def owner_of(generator: torch.Generator) -> torch.Generator:
 
 
 def device_of(generator: torch.Generator) -> torch.device:
-    """Return the device of `generator` in the simulated node."""
     return owner_of(generator).device
 
 
@@ -169,7 +168,6 @@ class Draws:
             _noting.draws = before
 
     def undo(self) -> None:
-        """Restore the offsets."""
         for _, state, offset in reversed(self._states):
             state.offset = offset
 

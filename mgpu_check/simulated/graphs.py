@@ -149,7 +149,6 @@ CUDAGraph.__qualname__ = "CUDAGraph"
 
 
 def graph_functions() -> dict[str, object]:
-    """Return the functions of ``torch._C`` that replace torch's, by name."""
     return {
         "_CUDAGraph": CUDAGraph,
         "_graph_pool_handle": lambda: (0, next(_numbers)),

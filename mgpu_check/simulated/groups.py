@@ -305,7 +305,6 @@ def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def install_groups(patches: Patches) -> None:
-    """Allow ``init_process_group``, ``new_group`` and ``split_group`` to make groups with NCCL."""
     _groups.clear()
     on_construction(_constructed)
     patches.at_exit(_groups.clear)

@@ -131,8 +131,6 @@ class Defect:
 
 
 class _Virtual(WorkClock):
-    """A clock that advances only while a caller waits for a device."""
-
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self._now = 0.0
@@ -183,13 +181,11 @@ class Hardware:
 
     @property
     def defects(self) -> list[Defect]:
-        """Defects that have begun."""
         while self._dormant and self._dormant[-1].since <= time.time():
             self._awake.append(self._dormant.pop())
         return self._awake
 
     def equip(self, node: SimulatedNode) -> None:
-        """Set the memory of the devices of `node`."""
         for memory in node.memory:
             memory.total = memory.limit = self.memory
             memory.addresses = self._addresses.setdefault(memory.index, Addresses(self.memory))
@@ -202,7 +198,6 @@ class Hardware:
         return self.first + node.physical[device.index]
 
     def touch(self, device: torch.device) -> None:
-        """Call `Defect.reached` before a call to the driver of a device."""
         if self.defects and (number := self.number(device)) is not None:
             for defect in self.defects:
                 defect.reached(number)
@@ -265,10 +260,8 @@ class Hardware:
 
         Args:
             source: tensor that was copied; None if the values come from the host and not from a tensor.
-            target: device that the copy is for.
             arrived: plain tensor with the copy.
             into: existing tensor that receives the copy, or None.
-            pinned: whether the memory of the host is pinned.
         """
         data = cells(arrived)
         if data is None:
@@ -310,8 +303,7 @@ class Hardware:
             stream.busy_until(start + seconds)
 
     def over_link(self, source: int, target: int, data: torch.Tensor, load: int) -> None:
-        """Spoil `data`, the bytes that NCCL has sent from `source` to `target`, in place, as a defect of the link
-        would."""
+        """Spoil `data`, sent by NCCL from `source` to `target`, as a defect of the link would."""
         for copy in self._hops(source, target, data, load):
             for defect in self.defects:
                 defect.copied(copy)
@@ -374,11 +366,7 @@ present: Hardware | None = None
 
 @contextlib.contextmanager
 def planted(hardware: Hardware) -> Iterator[None]:
-    """Add hardware to the simulated node of this process until the context exits. `hardware` keeps its state.
-
-    Raises:
-        ValueError: no simulated node is active, or a real device backs it.
-    """
+    """Add hardware to the simulated node of this process until the context exits. `hardware` keeps its state."""
     global present
     node = active_node()
     if node is None or node.backing.type != "cpu":

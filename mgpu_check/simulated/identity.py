@@ -32,8 +32,7 @@ def compatible(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def become(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace the data of ``t`` by ``value``, where one is on the host and one on a device; its gradient does not
-    move."""
+    """Replace the data of ``t`` by ``value``, where one is on the host and one on a device."""
     if not t.is_leaf:
         raise RuntimeError(
             f"t.data = u is not available on a simulated node where t, on {t.device}, is the result of an operation "

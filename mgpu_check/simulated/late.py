@@ -88,7 +88,6 @@ class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._work = work
 
     def finish(self) -> None:
-        """Wait for the result."""
         self._work.wait()
         if not super().done():
             self.set_result(self._work.values())
@@ -151,7 +150,6 @@ class LateWork(dist.Work):
         return self._staging.results
 
     def values(self) -> list[torch.Tensor]:
-        """Return the value of the future."""
         return [torch.stack(self.results)] if self._staging.joined else self.results
 
     def wait(self, timeout: timedelta | None = None) -> bool:

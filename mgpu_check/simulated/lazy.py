@@ -63,7 +63,6 @@ def _device(self: torch.Tensor) -> torch.device:
 
 
 def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
-    """Wrap the creation and the materialization of lazy parameters and buffers."""
     for kind in (UninitializedParameter, UninitializedBuffer):
         patches.set(kind, "__new__", _new(kind.__new__))
     patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))

@@ -168,7 +168,6 @@ def _reduce_scatter(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
 
 
 def library_functions() -> dict[str, object]:
-    """Return the objects that replace those of the libraries in ``torch._C``, by name."""
     limit, cache = _Setting(10), _Setting(True)
     linalg, products = _Setting(torch._C._LinalgBackend.Default), _Setting(torch._C._BlasBackend.Cublas)
     default = torch._C._BlasBackend.Default
@@ -208,7 +207,6 @@ def library_functions() -> dict[str, object]:
 
 
 def install_libraries(patches: Patches) -> None:
-    """Replace the objects of these libraries that torch's modules bound at import."""
     cudnn = torch.backends.cudnn
     patches.set(cudnn, "version", lambda: _CUDNN)
     patches.set(cudnn, "is_available", lambda: True)

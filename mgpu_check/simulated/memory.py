@@ -73,8 +73,7 @@ class DeviceMemory:
         self.addresses: Addresses | None = None
 
     def take(self, nbytes: int, requested: int) -> None:
-        """Add a block of ``nbytes`` for a request of ``requested`` bytes; raise ``torch.OutOfMemoryError`` past the
-        limit."""
+        """Add a block of ``nbytes`` for a request of ``requested`` bytes, or raise ``torch.OutOfMemoryError``."""
         with _lock:
             wanted = self.allocated + nbytes
             if wanted > self.limit:
@@ -96,7 +95,6 @@ class DeviceMemory:
                 self._reserve(pool)
 
     def pool_of(self, nbytes: int) -> Pool:
-        """Return the pool that hands out blocks of this size."""
         return self.small if nbytes <= _SMALL else self.large
 
     def require(self, nbytes: int) -> None:
@@ -105,7 +103,6 @@ class DeviceMemory:
             self._refuse(nbytes)
 
     def give_back(self, nbytes: int, requested: int) -> None:
-        """Subtract a block that `take` added."""
         with _lock:
             self.allocated -= nbytes
             pool = self.small if nbytes <= _SMALL else self.large

@@ -24,7 +24,6 @@ Method = Callable[..., object]
 
 
 def _target(device: object) -> torch.device:
-    """Return ``device`` with its index, whether it is simulated or not."""
     target = simulated_device(device)
     if target is not None:
         return target
@@ -278,7 +277,6 @@ def _check_grad_device(mine: torch.device, given: torch.device) -> None:
 
 
 def install_methods(patches: Patches) -> None:
-    """Replace the methods and attributes of ``torch.Tensor`` that depend on devices."""
     for wrap in (_to, _cuda, _cpu, _type, _copy_, _pin_memory, _is_pinned):
         patches.wrap(torch.Tensor, wrap.__name__[1:], wrap)
     patches.replace(torch.autograd.grad, _gradients(torch.autograd.grad))

@@ -76,8 +76,7 @@ def _names(func: torch._ops.OpOverload) -> tuple[str, str]:
 
 
 def allows_scalars(func: torch._ops.OpOverload) -> bool:
-    """Return whether the operator accepts a CPU tensor of 0 dims beside device tensors: the tensor iterator checks
-    it."""
+    """Return whether the operator accepts a CPU tensor of 0 dims beside device tensors."""
     name, full = _names(func)
     if func._schema.is_mutable or name in _CONVOLUTIONS or name in _INDEXING:
         return False

@@ -68,7 +68,6 @@ def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.M
 
 
 def install_modules(patches: Patches) -> None:
-    """Make ``Module.to`` and ``foreach``/``fused`` optimizers support simulated tensors."""
     patches.set(
         torch._C,
         "_group_tensors_by_device_and_dtype",

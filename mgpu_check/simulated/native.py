@@ -124,7 +124,6 @@ def _stream_functions() -> dict[str, object]:
 
 
 def simulated_names() -> dict[str, object]:
-    """Return the objects that replace those of ``torch._C``, by name, except those that :mod:`runtime` replaces."""
     functions = allocator_functions(), choice_functions(), graph_functions(), library_functions(), _stream_functions()
     return {name: function for each in functions for name, function in each.items()}
 
@@ -135,7 +134,6 @@ def _refusal(name: str, original: object) -> object:
 
 
 def install_native(patches: Patches) -> None:
-    """Replace these functions under every name that a module of torch has for them."""
     ours = simulated_names()
     for name in ours.keys() - patches.changed(torch._C):  # earlier installers replaced the others
         _put(patches, name, ours[name])

@@ -190,7 +190,6 @@ def _gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) ->
 
 
 def install_parallel(patches: Patches) -> None:
-    """Replace the functions under ``torch.nn.parallel.comm``."""
     for function in (_broadcast, _broadcast_out, _broadcast_coalesced, _scatter, _scatter_out, _gather, _gather_out):
         patches.set(torch._C, function.__name__, function)
     # Scatter caches one copy stream per device at its first call; that may have been outside this node.

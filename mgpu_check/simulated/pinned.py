@@ -64,7 +64,6 @@ class PinnedBlock:
 
 
 def pin(t: torch.Tensor) -> torch.Tensor:
-    """Mark the memory of ``t``, a tensor of the host, as pinned, and return ``t``."""
     attributes = t.untyped_storage().__dict__
     if _PINNED not in attributes and t.untyped_storage().nbytes():
         attributes[_PINNED] = PinnedBlock(t.untyped_storage().nbytes())
@@ -72,7 +71,6 @@ def pin(t: torch.Tensor) -> torch.Tensor:
 
 
 def is_pinned(storage: torch.UntypedStorage) -> bool:
-    """Return whether a storage of the host is pinned."""
     if _PINNED in storage.__dict__:
         return True
     if not _registered:
@@ -100,7 +98,6 @@ def unregister(pointer: int) -> int:
 
 
 def empty_host_cache(*_: object) -> None:
-    """Release the cached free memory."""
     with _lock:
         for size, count in _figures.cached.items():
             _figures.given_back += count
@@ -122,7 +119,6 @@ def reset_accumulated() -> None:
 
 
 def host_stats() -> dict[str, object]:
-    """Return the nested counts for ``torch.cuda.host_memory_stats``; all times are 0."""
     with _lock:
         counts = {
             kind: {name: getattr(_figures, name)[kind] for name in ("current", "peak", "allocated", "freed")}

@@ -40,7 +40,6 @@ def _no_ranges(self: profiler.emit_nvtx) -> profiler.emit_nvtx:
 
 
 def install_profiling(patches: Patches) -> None:
-    """Replace the parts of the profilers that need a driver."""
     patches.wrap(profiler.profile, "__init__", _host_only)
     patches.wrap(legacy.profile, "__init__", _without_devices)
     patches.set(profiler.emit_nvtx, "__enter__", _no_ranges)

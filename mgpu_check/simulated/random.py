@@ -120,7 +120,6 @@ def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def install_random(patches: Patches) -> None:
-    """Replace ``torch.Generator`` and the random functions of ``torch.cuda``."""
     generator = _GeneratorMeta("Generator", (_base,), {"__module__": "torch._C"})
     patches.replace(torch.Generator, generator)
     for function in (

@@ -63,8 +63,7 @@ Count = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
 
 
 def _product(first: int) -> Count:
-    """Return the function that counts the operations of a matrix product; ``first`` is the index of its first
-    factor."""
+    """Return the function that counts the operations of a product; ``first`` is the index of its first factor."""
 
     def count(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
         if len(inputs) <= first or not outputs:

@@ -82,7 +82,6 @@ def _bare(t: torch.Tensor) -> torch.Tensor:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return arguments with their tensors changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -294,7 +293,6 @@ def abandon() -> None:
 
 
 def recorder_of(device: torch.device) -> GraphRecorder | None:
-    """Return the active recorder of this thread for work on a device, or None."""
     recorder = _current.recorder
     if recorder is None or recorder.paused or not is_capturing(device.index):
         return None

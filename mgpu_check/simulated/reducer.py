@@ -24,8 +24,7 @@ _c10d = torch._C._distributed_c10d
 
 
 def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Connect the device of `tensors`, which C++ sends together, to `group`; raise NCCL's error for tensors of the
-    CPU."""
+    """Connect the device of `tensors`, which C++ sends together, to `group`, or raise NCCL's error for CPU tensors."""
     found = nccl_of(group)
     if found is None or not tensors:
         return
@@ -171,7 +170,6 @@ def _bucket_gradients(original: Callable[..., list[torch.Tensor]]) -> Callable[[
 
 
 def install_reducer(patches: Patches) -> None:
-    """Replace the C++ functions that DistributedDataParallel calls."""
     for name, wrap in (
         ("_verify_params_across_processes", _verify),
         ("_broadcast_coalesced", _broadcast_coalesced),

@@ -32,7 +32,6 @@ def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
 
     Args:
         name: name of the transfer, as in `hardware.EndedCollective`.
-        rank: rank whose result is traced.
         root: root of a collective that has one; the other end of a message.
     """
     if name == "recv":

@@ -192,8 +192,7 @@ def _device_count() -> int:
 
 
 def _is_available() -> bool:
-    """Return whether a device exists: by NVML if torch is set so, else by the driver, which fixes
-    CUDA_VISIBLE_DEVICES."""
+    """Return whether a device exists: by NVML if torch is set so, else by the driver."""
     return (_device_count() if torch.cuda._nvml_based_avail() else _node().n) > 0
 
 
@@ -210,7 +209,6 @@ def _device_module(device: object = None) -> object:
 
 
 def _cuda_functions() -> dict[str, object]:
-    """Return the objects that replace those of ``torch.cuda``, by name."""
     functions: dict[str, object] = {
         "is_available": _is_available,
         "device_count": _device_count,
@@ -292,7 +290,6 @@ def _capability(index: int | None = None) -> dict[str, object]:
 
 
 def _accelerator_functions() -> dict[str, object]:
-    """Return the functions of ``torch._C`` under ``torch.accelerator``, by name."""
     return {
         "_get_accelerator": lambda *_: torch.device("cuda"),
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
@@ -329,13 +326,10 @@ def _native_functions() -> dict[str, object]:
 
 
 def native_names() -> set[str]:
-    """Return the names in ``torch._C`` that :func:`install_runtime` replaces."""
     return {*_accelerator_functions(), *_native_functions()}
 
 
 def install_runtime(patches: Patches) -> None:
-    """Replace the device functions of ``torch.cuda`` and ``torch.accelerator``, and those of ``torch._C`` under
-    them."""
     cuda = torch.cuda
     for name, function in {**_cuda_functions(), **_refused()}.items():
         original = getattr(cuda, name, None)

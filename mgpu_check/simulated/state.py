@@ -142,7 +142,6 @@ def cuda_error(code: int, name: str, hint: str = "") -> RuntimeError:
 
 
 def invalid_ordinal() -> RuntimeError:
-    """Return the error of the CUDA runtime for a device that does not exist."""
     hint = "GPU device may be out of range, do you have enough GPUs?\n"
     return cuda_error(101, "invalid device ordinal", hint)  # cudaErrorInvalidDevice
 

@@ -89,7 +89,6 @@ def _new(original: Callable[..., torch.UntypedStorage]) -> staticmethod[..., tor
 
 
 def install_storage(patches: Patches) -> None:
-    """Replace the methods and attributes of ``torch.UntypedStorage`` that depend on its device."""
     patches.set(_storage, "device", property(_device))
     patches.set(_storage, "is_cuda", property(lambda self: _device(self).type == "cuda"))
     patches.set(_storage, "__new__", _new(_storage.__new__))

@@ -97,7 +97,6 @@ class Stream(Waiting):
 
     @property
     def reached(self) -> float:
-        """Time when all queued work is done."""
         return max(self._reached, clock().now())
 
     def busy_until(self, moment: float) -> None:
@@ -326,7 +325,6 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def synchronize(device: object = None) -> None:
-    """Wait for the work of all streams of a device."""
     refuse_in_thread()
     time_of = clock()
     index = device_index(device)
@@ -357,7 +355,6 @@ def hold_on_current(late: Late, device: torch.device) -> None:
 
 
 def host_waits(device: torch.device) -> None:
-    """Make the host wait for the current stream of ``device``, as ``.item()`` does before it reads."""
     if _sync_debug_mode:
         told = "called a synchronizing CUDA operation"
         if _sync_debug_mode == 2:

@@ -43,8 +43,7 @@ _run: Runner
 
 
 def set_runner(run: Runner) -> None:
-    """Set the function that runs the operators of simulated tensors: ``dispatch`` imports this module, not vice
-    versa."""
+    """Set the function that runs the operators of simulated tensors; ``dispatch`` imports this module."""
     global _run
     _run = run
 
@@ -176,7 +175,6 @@ def _no_numpy(t: SimulatedTensor) -> TypeError:
 
 
 def _on_storage(like: SimulatedTensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a simulated tensor of the same metadata over ``storage``."""
     with _no_dispatch(), torch.no_grad():
         bare = torch.empty(0, dtype=like.dtype, device=storage_backing(storage))
         bare.set_(storage, like.storage_offset(), like.size(), like.stride())
@@ -226,7 +224,6 @@ def raw(t: torch.Tensor) -> torch.Tensor:
 
 
 def is_simulated(t: object) -> bool:
-    """Return whether ``t`` is a tensor on a simulated device."""
     return isinstance(t, SimulatedTensor)
 
 

@@ -20,8 +20,7 @@ _host_copy: Callable[[torch.Tensor, torch.device, bool], object] | None = None
 
 
 def on_host_copy(call: Callable[[torch.Tensor, torch.device, bool], object] | None) -> None:
-    """Register a function to call with (copy, source device, non_blocking) after each copy from a device to the
-    host."""
+    """Call ``call(copy, source device, non_blocking)`` after each copy from a device to the host."""
     global _host_copy
     _host_copy = call
 

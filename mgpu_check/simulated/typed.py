@@ -89,7 +89,6 @@ def _default_type(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def install_typed(patches: Patches) -> None:
-    """Replace the typed tensors of ``torch.cuda``."""
     for owner, layout in ((torch.cuda, torch.strided), (torch.cuda.sparse, torch.sparse_coo)):
         for dtype, name in TYPE_NAMES.items():
             if hasattr(owner, name):

@@ -117,7 +117,6 @@ def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None
 
 
 def install_wrappers(patches: Patches) -> None:
-    """Wrap the creation of wrapper tensors and of device meshes."""
     patches.set(torch.Tensor, "_make_wrapper_subclass", _make_wrapper(patches, torch.Tensor._make_wrapper_subclass))
     mesh = device_mesh.DeviceMesh
     patches.set(mesh, "__init__", _mesh(patches, mesh.__init__))

@@ -53,24 +53,20 @@ def _one_of(elements: torch.Tensor, chosen: random.Random) -> torch.Tensor:
 
 
 def _bit(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Invert one bit of one element."""
     _invert(_one_of(elements, chosen), chosen.randrange(64))
 
 
 def _low_bit(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Invert the lowest bit of one element."""
     _invert(_one_of(elements, chosen), 0)
 
 
 def _bits(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Invert three bits of one element."""
     one = _one_of(elements, chosen)
     for bit in chosen.sample(range(8 * elements.itemsize - 1), 3):
         _invert(one, bit)
 
 
 def _lane(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Invert one bit of one lane of each warp."""
     lane = chosen.randrange(min(_WARP, elements.numel()))
     _invert(elements[lane::_WARP], -chosen.randrange(2, 7))
 

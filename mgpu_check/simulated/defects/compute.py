@@ -13,15 +13,7 @@ _SIDES = (("inner", "inputs", -1), ("rows", "outputs", -2), ("columns", "outputs
 
 
 class Unit(Defect):
-    """Some operators give wrong elements.
-
-    Parameters: device, dtype (of the first input), above (bytes of the result), inner (last dimension of the first
-    input), rows and columns (last dimensions of the result), transposed (the second input is column-major), heat
-    (seconds that the device has been busy before), pattern, every, probability, seed.
-
-    Args:
-        tf32: True to affect only operations that may round float32 products to TF32.
-    """
+    """Some operators give wrong elements. Its parameters select the operators and elements; `tf32` those that round."""
 
     def __init__(self, parameters: Parameters, operations: tuple[str, ...], tf32: bool = False) -> None:
         self._parameters = parameters

@@ -54,14 +54,7 @@ _SPOIL: dict[str, Callable[[torch.Tensor, Chance], None]] = {
 
 
 class _Spoiled(Defect, abc.ABC):
-    """Some copies deliver wrong data.
-
-    Parameters: above (bytes), path ("engine", "kernel", "any"), load (other copies under way), every, probability,
-    seed.
-
-    Args:
-        what: kind of the wrong data, a key of `_SPOIL`.
-    """
+    """Some copies deliver wrong data, of the kind `what` in `_SPOIL`. Its parameters select the copies."""
 
     def __init__(self, parameters: Parameters, what: str = "zeros") -> None:
         self.parameters = parameters
