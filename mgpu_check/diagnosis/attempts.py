@@ -38,11 +38,7 @@ class Attempts:
         ]
 
     def of(self, what: str, otherwise: _T, part: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Return the result of a part of the diagnosis, or `otherwise` if it fails.
-
-        Args:
-            what: a few words that name the part.
-        """
+        """Return the result of a part of the diagnosis, or `otherwise` if it fails."""
         try:
             return part(*args, **kwargs)
         except (Exception, RankHang) as error:  # the verdict does not depend on the diagnosis

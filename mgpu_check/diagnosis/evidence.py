@@ -55,7 +55,6 @@ class Sampler:
 
     @property
     def pads(self) -> bool:
-        """True if the sampler repeats samples so that each rank gets the same number."""
         return bool(self.samples % self.replicas) and not self.drop_last
 
 
@@ -80,7 +79,6 @@ class Factor:
 
     @property
     def ending(self) -> str:
-        """The end of a sentence about the factor."""
         return f"; {self.where}" if self.where else ""
 
     def is_power(self, base: float, power: int) -> bool:
@@ -233,5 +231,4 @@ class Restored:
 
     @property
     def lost(self) -> bool:
-        """True if loading did not restore some entry."""
         return bool(self.on_some or self.nowhere or self.of_rank_0 or self.resharded)

@@ -149,7 +149,6 @@ class Expected:
 
     @property
     def finite(self) -> bool:
-        """True if all results are finite."""
         return all(bool(value.isfinite().all()) for value in self.single.values.values())
 
 
@@ -210,7 +209,6 @@ class CallEvent:
 
     @property
     def where(self) -> str:
-        """The call and its line: "all_reduce (train.py:40)"."""
         return f"{self.name} ({self.site})"
 
     @property
@@ -307,7 +305,6 @@ class Change:
 
     @property
     def where(self) -> str:
-        """The call, and its line: "all_reduce (train.py:40)"."""
         return f"{self.name} ({self.site})"
 
     @property
@@ -344,7 +341,6 @@ class Division:
 
     @property
     def even(self) -> bool:
-        """True if all ranks have the same number of samples."""
         return len(set(self.counts)) == 1
 
 

@@ -42,7 +42,6 @@ class MistakeClass:
 
     @property
     def page(self) -> str:
-        """The address of its page."""
         return f"{_PAGES}{self.name}.md"
 
 
@@ -50,11 +49,7 @@ _mistakes: dict[str, MistakeClass] = {}
 
 
 def mistake(name: str, title: str, advice: str) -> None:
-    """Register a mistake. For the arguments, see `MistakeClass`.
-
-    Raises:
-        ValueError: another mistake has the name.
-    """
+    """Register a mistake. For the arguments, see `MistakeClass`."""
     new = MistakeClass(name, title, advice)
     known = _mistakes.setdefault(name, new)
     if known != new:
@@ -68,11 +63,6 @@ def all_mistakes() -> dict[str, MistakeClass]:
 
 
 def known_mistake(name: str) -> MistakeClass:
-    """Return the mistake with a name.
-
-    Raises:
-        ValueError: no mistake has the name.
-    """
     if name not in _mistakes:
         _load()
     if name not in _mistakes:
@@ -141,11 +131,6 @@ class RuleList(Generic[_Evidence]):
         return decorate
 
     def register(self, place: int, rule: RuleOf[_Evidence]) -> None:
-        """Register a rule.
-
-        Raises:
-            ValueError: another rule has the place.
-        """
         known = self._at.get(place)
         if known is not None and _name(known) != _name(rule):
             raise ValueError(
@@ -154,7 +139,6 @@ class RuleList(Generic[_Evidence]):
         self._at[place] = rule
 
     def ordered(self) -> tuple[RuleOf[_Evidence], ...]:
-        """Return all rules, in the order of their places."""
         _load()
         return tuple(rule for _, rule in sorted(self._at.items()))
 
@@ -192,7 +176,6 @@ def on_tensors(place: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
 
 
 def _themes() -> Iterable[str]:
-    """Return the names of the modules with rules."""
     names = (found.name for found in pkgutil.iter_modules(importlib.import_module(_RULES).__path__))
     return [f"{_RULES}.{name}" for name in names if name != "order"]
 

@@ -76,7 +76,6 @@ class Report:
 
     @property
     def mistakes(self) -> tuple[str, ...]:
-        """The names of the likely causes."""
         return tuple(finding.mistake for finding in self.findings)
 
     def __str__(self) -> str:

@@ -29,7 +29,6 @@ class Result:
 
     @property
     def label(self) -> str:
-        """The name of the result without its kind: "loss, step 2"."""
         return self.of if self.step is None else f"{self.of}, step {self.step}"
 
     @property

@@ -48,17 +48,14 @@ class EpochSamples:
 
     @cached_property
     def missing(self) -> Counter[Hashable]:
-        """The samples that the ranks together got too few times."""
         return self.expected - self._together
 
     @cached_property
     def repeated(self) -> Counter[Hashable]:
-        """The samples that the ranks together got too often."""
         return self._surplus - self.unknown
 
     @cached_property
     def unknown(self) -> Counter[Hashable]:
-        """The samples that world size 1 does not give."""
         return Counter({sample: count for sample, count in self._surplus.items() if sample not in self.expected})
 
     @cached_property
@@ -82,7 +79,6 @@ class EpochSamples:
 
     @property
     def only_once(self) -> bool:
-        """True if no sample comes too often, or if the user accepts the repeated ones as padding."""
         return not self.repeated or (self.accepted.padding and self.padded)
 
     @property
@@ -102,7 +98,6 @@ class EpochSamples:
 
     @property
     def shares_unknown(self) -> list[float]:
-        """The share of each rank's samples that world size 1 does not give."""
         return [
             sum(n for sample, n in count.items() if sample in self.unknown) / max(count.total(), 1)
             for count in self.counts
@@ -110,7 +105,6 @@ class EpochSamples:
 
     @property
     def whole(self) -> bool:
-        """True if every rank sees all samples."""
         many = len(self.counts) > 1 and all(count >= self.expected for count in self.counts)
         # With as few samples as ranks, repeating them to fill the shards gives each rank all of them.
         return many and self.repeated.total() >= len(self.counts)
@@ -147,12 +141,10 @@ class EpochSamples:
 
     @property
     def told_of_batches(self) -> str:
-        """A clause that lists the different numbers of batches."""
         texts = [f"{number} on {named(ranks)}" for number, ranks in self.numbers_of_batches]
         return f"numbers of batches differ: {', '.join(texts)}"
 
     def shown(self, samples: Counter[Hashable]) -> str:
-        """Return the labels of a few samples."""
         texts = [self.labels.get(sample, "?") for sample in samples]
         return ", ".join(texts[:_SHOWN]) + (", …" if len(texts) > _SHOWN else "")
 

@@ -89,12 +89,10 @@ class Tensors:
 
     @property
     def gradient_like(self) -> bool:
-        """True if the results that differ are gradients or parameters, not metrics."""
         return not self.wrong("returned") or bool(self.relations.skipped) or bool(self.wrong("grads", "params"))
 
     @property
     def broken(self) -> list[Result]:
-        """The wrong results that are not finite although one device has finite values."""
         return [name for name in self.wrong() if self.relations.held[name].get("finite") is False]
 
     @property
@@ -103,7 +101,6 @@ class Tensors:
         return any(name.kind in ("grads", "params") for name in self.relations.skipped)
 
     def is_of_model(self, name: Result) -> bool:
-        """Return whether a result belongs to the model, or is returned under the name of a parameter."""
         return name.kind in ("params", "buffers", "grads") or (
             name.kind == "returned" and Result("params", name.of) in self.seen[0].values
         )
@@ -203,7 +200,6 @@ class Tensors:
         return bool((same | ((one - other).abs() <= allowed)).all())
 
     def factor(self, names: Collection[Result] = ()) -> float | None:
-        """Return the one factor between all wrong results and the right ones, on all ranks; None if no factor fits."""
         found = self._factor(names or self.names, {})
         if found is None:
             return None
@@ -212,7 +208,6 @@ class Tensors:
         return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
 
     def factor_of_updates(self) -> float | None:
-        """Return the factor between the updates of the parameters, as a wrong learning rate would cause."""
         if any(name.owner not in self.expected.single.initial for name in self.names):
             return None  # a result without an initial value has no update
         return self._factor(self.names, self.expected.single.initial)
@@ -334,15 +329,9 @@ class Tensors:
         return None if columns is None else spanned(columns, [self.expected.exact[name] for name in self.names])
 
     def norms_of_parts(self, division: Division) -> list[float]:
-        """Return the norm of each rank's part, over all wrong results."""
         return [float(torch.cat(column).norm()) for column in self._columns(division) or ()]
 
     def _columns(self, division: Division, each_window: bool = False) -> list[list[torch.Tensor]] | None:
-        """Return what each part has of all that differs; None where some of it is not known.
-
-        Args:
-            each_window: of the micro-batches of ranks; of ranks otherwise.
-        """
         parts = [[window] for part in division.parts for window in part] if each_window else division.parts
         columns: list[list[torch.Tensor]] = [[] for _ in parts]
         for name in self.names:
@@ -382,7 +371,6 @@ class Tensors:
         return results
 
     def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
-        """Return the mean over a rank's micro-batches; a micro-batch without samples counts as zero."""
         exact = self.expected.exact.get(name)
         if exact is None:
             return None
