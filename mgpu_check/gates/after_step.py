@@ -13,7 +13,6 @@ def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> Non
     """Wait for all ranks after a step, and compare their calls; see `pause`.
 
     Args:
-        number: index of the step, from 0.
         modules: modules by prefix of their parameters' names. The gate gathers their sharded gradients, which needs all
             ranks of the mesh.
     """

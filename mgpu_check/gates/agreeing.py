@@ -195,7 +195,6 @@ def _place(name: str, one: Configuration, largest: int) -> Place:
 
 
 def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[str, str]) -> None:
-    """Run the step with an option switched on; switched off if the step uses it itself."""
     __tracebackhide__ = True
     agreement.switch(Switch(axis))
     _search(agreement, [replace(family, examples=1)])
@@ -205,7 +204,6 @@ def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[s
 
 
 def _search(agreement: Agreement, kinds: Iterable[Family], most_shrinks: int = _MOST_SHRINKS) -> None:
-    """Run the cases, and raise an error for the first disagreement."""
     __tracebackhide__ = True
     for kind in kinds:
         if kind.name == SEVERAL_STEPS and not agreement.trains:

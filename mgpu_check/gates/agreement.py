@@ -74,11 +74,9 @@ class Agreement(abc.ABC):
 
     @property
     def comparisons(self) -> list[Trials]:
-        """The trials that compare configurations."""
         return list(self.trials.values())
 
     def knows(self, scenario: Scenario) -> bool:
-        """Return whether the scenario was tried."""
         return key_of(scenario) in self._known
 
     def run(self, scenario: Scenario) -> Disagreement | None:
@@ -142,8 +140,6 @@ class OnOneDevice(Agreement):
 
 
 class WithoutOneDevice(Agreement):
-    """Configurations that are compared with each other only."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.on_ranks = {name: OnRanks(trials, self.places[name]) for name, trials in self.trials.items()}
@@ -156,7 +152,6 @@ class WithoutOneDevice(Agreement):
         return list(self._pairs.values())
 
     def pair(self, name: str, base: str) -> PairTrials:
-        """Return the trials of one configuration against another one."""
         if (name, base) not in self._pairs:
             self._pairs[name, base] = PairTrials(self.on_ranks[name], self.on_ranks[base])
         return self._pairs[name, base]
@@ -215,8 +210,6 @@ class WithoutOneDevice(Agreement):
 
 
 class OnSwitch(Agreement):
-    """A configuration as written, and with an option switched."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         (self.name,) = self.programs
@@ -232,7 +225,6 @@ class OnSwitch(Agreement):
         return self._switched.effects
 
     def switch(self, switch: Switch) -> None:
-        """Choose the option, for the next scenarios."""
         self._switch, axis = switch, AXES[switch.axis]
         self._what = self.name if switch.on is None else f"{self.name} {axis.on if switch.on else axis.off}"
         program = replace(self.programs[self.name], switch=switch)
@@ -258,11 +250,7 @@ class OnSwitch(Agreement):
         return Disagreement(f"{self._what} {how} {self.name} as written", [(self._switched, trial)])
 
     def finish(self, unjudged: Mapping[str, str]) -> None:
-        """Check that the switch had an effect, and that all trained parameters were compared.
-
-        Raises:
-            NotCompared: it had none, or some were not.
-        """
+        """Check that the switch had an effect, and that all trained parameters were compared."""
         self._switched.finish([self.places[self.name]], unjudged)
         if self._switch.on and not self.effects:
             axis = self._switch.axis

@@ -34,7 +34,6 @@ class _Whole:
 
 
 def holders_of(seen: Sequence[ObservedRun]) -> dict[str, set[int]]:
-    """Return the ranks that use each tensor that some rank leaves unused, or that train nothing."""
     found: dict[str, set[int]] = defaultdict(set)
     for name in set().union(*(one.unused for one in seen)):
         found[name] |= {rank for rank, one in enumerate(seen) if name not in one.unused or not _trains(one)}
@@ -46,12 +45,7 @@ def assembled(
     holders: Mapping[str, set[int]] | None = None,
     returns: Callable[[int], bool] | None = None,
 ) -> list[ObservedRun]:
-    """Return the observations of ranks, with every divided result assembled on every rank.
-
-    Args:
-        holders: the ranks that use a parameter or buffer; see `holders_of`. Default: all ranks that have it.
-        returns: whether the values that a rank returns count.
-    """
+    """Return the observations of ranks, with every divided result assembled on every rank."""
     held = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(seen)}
     divided = any(one.pieces or one.unplaced for one in seen) or bool(held)
     divided |= len(seen) > 1 and (_names_differ(seen) or any(one.idle != seen[0].idle for one in seen))
@@ -171,10 +165,7 @@ def _of_owner(values: Sequence[Mapping[Result, torch.Tensor]], owner: str) -> It
 
 
 def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> bool:
-    """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it.
-
-    Of a whole tensor that lies in a flat buffer nothing is cut off.
-    """
+    """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it."""
     first = mine[0][1]
     return (
         size > 1

@@ -34,11 +34,7 @@ Values = dict[Result, torch.Tensor]
 
 
 def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: int) -> Hypotheses:
-    """Run the reference, or the step at world size 1, on parts of the batch, and on batches that mistakes would make.
-
-    Args:
-        windows: number of micro-batches of each rank, for a step that accumulates gradients.
-    """
+    """Run the reference, or the step at world size 1, on parts of the batch and on batches that mistakes make."""
     size = scenario.world_size
     divisions: list[Division] = []
     with full_precision(), one_thread():

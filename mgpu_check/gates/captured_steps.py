@@ -27,7 +27,6 @@ class CapturedSteps:
         self._captured: list[Optimizer] = []
 
     def add(self, optimizer: Optimizer) -> None:
-        """Take down a step that is captured."""
         self._captured.append(optimizer)
 
     @contextlib.contextmanager

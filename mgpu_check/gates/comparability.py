@@ -29,7 +29,6 @@ class ParameterCoverage:
         self._judged: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
 
     def add(self, scenario: Scenario, expected: Expected, relations: Relations) -> None:
-        """Add a case whose relations all hold."""
         where = scenario.place
         trained = expected.single.trained | relations.unjudged.keys()
         self._trained[where] |= trained
@@ -41,10 +40,6 @@ class ParameterCoverage:
 
         Args:
             unjudged: patterns of parameters that need not be compared, with the reasons.
-
-        Raises:
-            NotCompared: a trained parameter was not compared.
-            ValueError: a pattern of `unjudged` matches only parameters that were compared, or none at all.
         """
         left: dict[tuple[int, Mesh], dict[str, str]] = {}
         used: set[str] = set()

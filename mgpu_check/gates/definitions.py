@@ -11,7 +11,6 @@ from mgpu_check.processes.record import relative
 
 
 def definition_of(step: Callable[..., Any]) -> str:
-    """Return the line where a function, or the class of an object, is defined: "train.py:12"; "" if it is unknown."""
     inner = inspect.unwrap(innermost(step))
     code = getattr(inner, "__code__", None)
     if code is not None:

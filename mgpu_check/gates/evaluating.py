@@ -134,12 +134,10 @@ def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list
 
 
 def _of(compared: Sequence[Compared], *kinds: str) -> list[Compared]:
-    """Return the rows of these kinds whose ranks differ."""
     return [row for row in compared if row.kind in kinds and row.wrong]
 
 
 def _wrong(compared: Sequence[Compared]) -> list[Compared]:
-    """Return the answers that differ by more than rounding explains."""
     return [row for row in _of(compared, "answer", "repeated") if not row.rounding]
 
 

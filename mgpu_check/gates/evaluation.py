@@ -32,8 +32,6 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The user's functions, with the numbers of steps and samples."""
-
     step: Callable[..., Any]  # or a class, see `bound`
     build: Callable[[], Any]
     batch: Callable[[int], Any]
@@ -65,9 +63,6 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
     """Train and evaluate on this rank, and save the values to compare in `directory`.
 
     Returns why the user's functions cannot be used, or "" if they can.
-
-    Args:
-        measure: also measure how far rounding errors may move the answers.
     """
     seed_everything(_SEED)
     model = program.build()

@@ -112,7 +112,6 @@ class _EventRecorder:
                 self._trace.events.append(CallEvent(kind, name, site(frame), read(frame.f_locals, self)))
 
     def last(self, kind: str) -> CallEvent:
-        """Return the latest event of this kind."""
         return next(event for event in reversed(self._trace.events) if event.kind == kind)
 
     def _wait(self, work: Any, what: str) -> None:
@@ -226,7 +225,6 @@ class _EventRecorder:
             yield from module.named_parameters()
 
     def names_in(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the parameters of the model that are in `module`, by their names in the model."""
         inside = {id(parameter) for parameter in module.parameters()}
         return tuple(name for name, parameter in self.parameters() if id(parameter) in inside)
 

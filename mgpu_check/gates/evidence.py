@@ -21,11 +21,7 @@ _NEAR = 2e-3
 
 
 def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
-    """Return the evidence for the rules of mistakes: the results and calls of ranks, and facts derived from them.
-
-    Args:
-        attempts: collects the pieces that fail; the evidence lacks these.
-    """
+    """Return the evidence for the rules of mistakes: the results and calls of ranks, and facts derived from them."""
     return Evidence(
         tensors.size,
         tensors=tensors,
@@ -50,7 +46,6 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
 
     Args:
         account: how each rank ended; None if only the error is known.
-        lines: a description of the failure, line by line.
     """
     calls = UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines), hung=lines[0] if hung else "")
     if account is None:
@@ -173,7 +168,6 @@ def _steps(tensors: Tensors) -> ByRank:
 
 
 def _trained(tensors: Tensors) -> ByRank:
-    """Return which parameters require gradients, in each backward pass that all ranks reached."""
     passes = [trace.of("backward") for trace in tensors.traces]
     common = min(map(len, passes), default=0)
     trained = [[event.details.get("trained", ()) for event in events[:common]] for events in passes]
@@ -199,7 +193,6 @@ def _rates(tensors: Tensors) -> ByRank:
 
 
 def _trained_apart(tensors: Tensors) -> bool:
-    """Return whether some parameter has another learning rate on some rank than on others."""
     rates: dict[str, set[object]] = {}
     for one in tensors.seen:
         for name, settings in one.settings.items():

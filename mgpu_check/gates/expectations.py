@@ -60,16 +60,7 @@ class Expectations:
         first."""
 
     def of(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
-        """Return the results of one device; measure them once for all world sizes.
-
-        Args:
-            deep: also measure the results of each optimizer step.
-            effort: how thoroughly to measure; an inconclusive measurement is repeated in full.
-
-        Raises:
-            RankFailure: the reference, or the step, fails on one device.
-            ValueError: `build` does not return a model.
-        """
+        """Return the results of one device; measure them once for all world sizes."""
         of_size = scenario.world_size if wants_world_size(self._program.reference) else 0
         case = key_of(replace(scenario, world_size=of_size))
         known = self._expected.get((case, deep))
@@ -158,7 +149,6 @@ def key_of(scenario: Scenario) -> tuple[object, ...]:
 
 
 def _elements_of(known: Expected | RankFailure) -> int:
-    """Return the number of elements of a kept result: its values, exact values and tolerances."""
     if isinstance(known, RankFailure):
         return 0
     return 3 * sum(value.numel() for value in known.single.values.values())

@@ -35,9 +35,6 @@ def changes_tried(
     """Return the changes that were tried, one at a time, until the step was right with one of them.
 
     Only the last change can hold. It holds if the step is right with it, with this seed and with another one.
-
-    Args:
-        relations: the relations of the unchanged step.
     """
     if trials.program.single_process or scenario.world_size < 2:
         return []
@@ -218,7 +215,6 @@ def _orders(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]]) -> Iterato
 
 
 def _terms(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
-    """Yield factors of terms of the loss, and of whole losses if there are several."""
     try:
         ranks = trials.ranks.run(
             run_noting_terms, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)

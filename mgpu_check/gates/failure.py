@@ -87,7 +87,6 @@ class NoReturn(Failure):
 
     @property
     def stacks(self) -> list[str]:
-        """The stack of each rank, a block of text each."""
         return [] if self.account is None else self.account.blocks()
 
 

@@ -34,15 +34,7 @@ def with_seeds_apart(
     once, because waiting for it twice takes too long.
 
     Args:
-        gate: the gate that the user called.
-        functions: the user's functions that ranks call.
-        case: the case, for the report.
         judge: runs the case on the given ranks and raises an error if it fails; it has passed with one hash seed.
-
-    Raises:
-        ScalingMismatch: the case fails only with different hash seeds.
-        RankHang: ranks do not return, only with different hash seeds.
-        CheckFailure: the case also fails with one seed when it is judged again.
     """
     __tracebackhide__ = True
     if ranks._seeds_apart or not (used := sets_used(functions)):

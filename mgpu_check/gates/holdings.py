@@ -114,7 +114,6 @@ class Holdings:
         self._moved: Wholes | None = None
 
     def calls(self, module: nn.Module) -> None:
-        """Record that a module is called, so that its parameters count as used."""
         if id(module) in self._called:
             return
         self._called[id(module)] = module
@@ -154,7 +153,6 @@ class Holdings:
                 self._moved = _wholes_of(self._modules)
 
     def now(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters that the model has now, and those that optimizers step, each once."""
         seen: set[int] = set()
         for module in self._modules.values():
             for tensor in module.parameters():
@@ -163,11 +161,7 @@ class Holdings:
         yield from (one for number, (_, one) in self._stepped.items() if number not in seen and _is_there(one))
 
     def held(self) -> list[Held]:
-        """Return the tensors of the model and of the optimizers that the rank holds, each with its placement.
-
-        Raises:
-            Unusable: a placement that the user declared does not fit.
-        """
+        """Return the tensors of the model and of the optimizers that the rank holds, each with its placement."""
         found = [
             self._placed(kind, name, tensor, self._origin(tensor, module, key, name))
             for kind, name, tensor, module, key in named_tensors(self._modules)
@@ -264,7 +258,6 @@ class Holdings:
         return Held(kind, label, tensor, slices=(part,))
 
     def _by_library(self, tensor: torch.Tensor, origin: str) -> list[Slice] | None:
-        """Return the slices that FSDP1 or Megatron declare."""
         ranges = flat_ranges(tensor)
         if ranges is not None:
             names = [self._origins.get((id(module), key)) for module, key in ranges.owners]

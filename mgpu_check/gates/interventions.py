@@ -35,7 +35,6 @@ _ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
 def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> ObservedRun:
-    """Return the step on this rank, with one call of it changed."""
     with full_precision():
         return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank, model))
 
@@ -55,7 +54,6 @@ def part_of(shift: Change, rank: int, size: int) -> int:
 
 
 def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[Term]:
-    """Return the losses that this rank calls backward on, and their terms."""
     found: dict[tuple[str, Paths], Term] = {}
     with full_precision():
         observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, found))
@@ -153,8 +151,6 @@ _ALTERED: dict[str, Callable[[list[torch.Tensor], int, Any], list[torch.Tensor]]
 
 
 class _Settled(dist.Work):
-    """The handle of a collective that was left out."""
-
     def wait(self, timeout: Any = None) -> bool:
         return True
 
@@ -167,7 +163,6 @@ def _done(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _group(index: Any) -> Any:
-    """Return the group of this rank with this index; groups are in the order of their creation."""
     return own_groups()[int(index)]
 
 

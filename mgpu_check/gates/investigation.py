@@ -33,7 +33,6 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     If a part of the diagnosis raises an error, the part is left out and the error is kept in `incomplete`.
 
     Args:
-        sizes: world sizes of the gate.
         axes: the axes of the mesh that the failure needs.
     """
     if failed.relations is None:
@@ -70,12 +69,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
 
 
 def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang, defined: str = "") -> NoReturn:
-    """Diagnose ranks that did not return because they hung, raised or died.
-
-    Args:
-        name: name of the step.
-        defined: the line where it is defined.
-    """
+    """Diagnose ranks that did not return because they hung, raised or died."""
     account, attempts = account_of(error), Attempts()
     hung = isinstance(error, RankHang)
     lines = str(error).splitlines() if account is None else account.headlines(name if hung else None)
@@ -101,7 +95,6 @@ def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang, d
 
 
 def _first_wrong(tensors: Tensors) -> FirstWrong | None:
-    """Return the first wrong optimizer step, with its first wrong result in the order of the model."""
     # Gradients first: if each rank updates its own parameters, it gets the others only after the optimizer step.
     for of_gradients in (True, False):
         for step, exact in enumerate(tensors.expected.snapshots):

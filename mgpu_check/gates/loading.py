@@ -113,11 +113,7 @@ def assert_loader_covers(
 
 
 def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
-    """Return how often each sample should be seen in an epoch: as often as at world size 1.
-
-    Raises:
-        ValueError: world size 1 gives no samples, or different samples in each epoch.
-    """
+    """Return how often each sample should be seen in an epoch: as often as at world size 1."""
     counts = [epoch.counts for epoch in alone.epochs]
     union = counts[0].copy()
     for count in counts[1:]:

@@ -22,12 +22,7 @@ Place = tuple[int, Mesh]
 def check_meshes(
     gate: str, meshes: Iterable[Mapping[str, int]], largest: int, world_sizes: object, single_process: bool
 ) -> list[Mesh]:
-    """Return the meshes that a user gives, without duplicates, the smallest first.
-
-    Raises:
-        ValueError: a mesh is not a mapping from names to sizes, or needs more ranks than this run has devices; there is
-            no mesh; or `world_sizes` or `single_process` is given too.
-    """
+    """Return the meshes that a user gives, without duplicates, the smallest first."""
     wanted = 'give mappings from axes to sizes, such as [{"dp": 2, "tp": 2}]'
     if world_sizes is not None:
         raise ValueError(f"{gate}: meshes and world_sizes are both given; the sizes of a mesh are its world size")
@@ -44,11 +39,7 @@ def check_meshes(
 
 
 def check_places(gate: str, argument: str, given: object, largest: int) -> list[Place]:
-    """Return the world sizes and meshes that a user gives, one or several, without duplicates, the smallest first.
-
-    Raises:
-        ValueError: one of them is neither an int from 1 to `largest`, nor a mesh of such a size; or `given` is empty.
-    """
+    """Return the world sizes and meshes that a user gives, one or several, without duplicates, the smallest first."""
     wanted = f'give ints from 1 to {largest}, or mappings from axes to sizes, such as [2, {{"dp": 2, "tp": 2}}]'
     several = [given] if isinstance(given, str | Mapping) or not isinstance(given, Iterable) else list(given)
     found: list[Place] = []
@@ -81,17 +72,14 @@ def _checked(gate: str, argument: str, given: object, largest: int, wanted: str)
 
 
 def described(mesh: Mesh) -> str:
-    """Return "dp 2 x tp 2"."""
     return " x ".join(f"{axis} {size}" for axis, size in mesh)
 
 
 def where_is(world_size: int, mesh: Mesh) -> str:
-    """Return "mesh dp 2 x tp 2", or "world size 4" without a mesh."""
     return f"mesh {described(mesh)}" if mesh else f"world size {world_size}"
 
 
 def size_of(mesh: Sequence[tuple[str, int]]) -> int:
-    """Return the number of ranks in a mesh."""
     count = 1
     for _, size in mesh:
         count *= size

@@ -67,7 +67,6 @@ def contents(value: torch.Tensor) -> dict[str, Any]:
 
 
 def _few_values(value: torch.Tensor) -> dict[str, list[float]]:
-    """Return the values of a small tensor in float64, or nothing for a large one."""
     numbers = as_real(value)
     return {"values": _flat(value).tolist()} if numbers.numel() <= _KEPT else {}
 
@@ -77,10 +76,7 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-    """Return the sum of each tensor, so that ranks can compare their values.
-
-    DTensors are left out, because each rank holds its own part.
-    """
+    """Return the sum of each tensor, but not of a DTensor: each rank holds its own part of that."""
     whole = [(name, value.detach()) for name, value in named if not hasattr(value, "full_tensor")]
     return {name: float(as_real(value).double().sum()) for name, value in whole}
 
@@ -189,7 +185,6 @@ def site(frame: types.FrameType | None) -> str:
 
 
 def line_of(frame: types.FrameType) -> str:
-    """Return the current line of a frame: "train.py:40"."""
     return f"{relative(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 

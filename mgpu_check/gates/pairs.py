@@ -50,7 +50,6 @@ class OnRanks:
         self._measured: dict[tuple[object, ...], Expected] = {}
 
     def case(self, scenario: Scenario) -> Scenario:
-        """Return the scenario on the ranks of this configuration."""
         return replace(scenario, world_size=self.place[0], mesh=self.place[1])
 
     def run(self, scenario: Scenario, how: Variation | None = None, number: int = 0) -> list[ObservedRun]:
@@ -150,7 +149,6 @@ class OnRanks:
         return {name: value.double() for name, value in _finite(exact.values).items()}
 
     def traces(self, scenario: Scenario) -> list[RankTrace]:
-        """Return the calls of each rank."""
         case = self.case(scenario)
         seen = self.trials.ranks.run(run_traced, self.trials.program, case, size=case.world_size)
         return [trace for _, trace in seen]
@@ -239,7 +237,6 @@ class PairTrials(Trials):
         return relations
 
     def trace_alone(self, scenario: Scenario) -> RankTrace:
-        """Return the outputs of modules on all ranks of the other configuration, and no calls."""
         traces = self.base.traces(scenario)
         divided = {name.of.rpartition(".")[0] for name in self.base.run(scenario)[0].own if name.kind == "params"}
         return RankTrace(
@@ -249,7 +246,6 @@ class PairTrials(Trials):
 
 
 def _rows(of_ranks: Sequence[Mapping[str, torch.Tensor]], divided: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the outputs of all ranks below each other, for modules whose parameters are not divided."""
     found = {}
     for name in of_ranks[0]:
         parts = [one[name].reshape(-1, one[name].shape[-1]) for one in of_ranks if name in one]

@@ -18,7 +18,6 @@ ROUNDOFF = unit_roundoff(torch.float32)
 
 
 def generator_of(seed: int) -> torch.Generator:
-    """Return a CPU generator with this seed."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -28,7 +27,6 @@ def flip_of(value: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 
 def add_to(gradient: torch.Tensor, change: torch.Tensor | None) -> None:
-    """Add a change to a gradient of the same shape."""
     if change is not None and change.shape == gradient.shape:
         gradient.add_(change.to(gradient.device, gradient.dtype))
 

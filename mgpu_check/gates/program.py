@@ -95,11 +95,7 @@ def name_of(step: Callable[..., Any]) -> str:
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    """Return the modules that `build` returned, by the prefix of their parameters' names.
-
-    Raises:
-        Unusable: `build` returned no module, or a module with a parameter on the meta device.
-    """
+    """Return the modules that `build` returned, by the prefix of their parameters' names."""
     found: dict[str, nn.Module] = {}
     if isinstance(model, nn.Module):
         found = {"": model}

@@ -130,10 +130,7 @@ def _take_starts(relations: Relations, seen: Sequence[ObservedRun]) -> None:
 
 
 def _take_random_state(relations: Relations, seen: Sequence[ObservedRun]) -> None:
-    """Group ranks by the state of their random numbers.
-
-    Ranks may use different streams on purpose, so differences are only reported. A second run must repeat them.
-    """
+    """Group ranks by their random state: a difference is only reported, because it may be on purpose."""
     relations.streams = [list(ranks) for _, ranks in grouped((one.rng, rank) for rank, one in enumerate(seen))]
     relations.held[RANDOM] = {}
 
@@ -219,7 +216,6 @@ def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | Non
 
 
 def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
-    """Return the tolerance of a result: the user's, or the measured one."""
     exact = expected.exact.get(name)
     if exact is None:
         return 0.0

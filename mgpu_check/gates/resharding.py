@@ -53,7 +53,6 @@ def resharded(
 
     Args:
         saved: the state that the ranks of the checkpoint had.
-        right: the state that the ranks that load would have without an interruption.
         loaded: the state right after loading.
     """
     of_saved, of_right = _parts(saved, ranks_saved), _parts(right, ranks_loaded)

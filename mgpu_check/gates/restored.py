@@ -54,12 +54,10 @@ class Entries:
 
     @cached_property
     def wrong(self) -> dict[StateEntry, list[int]]:
-        """The wrong entries, except generators, with the ranks where they are wrong."""
         return {name: self.ranks_wrong(name) for name in self.by_name if not name.generator and self.ranks_wrong(name)}
 
     @property
     def wrong_generators(self) -> dict[StateEntry, list[int]]:
-        """The wrong generators, with the ranks where they are wrong."""
         return {name: self.ranks_wrong(name) for name in self.by_name if name.generator and self.ranks_wrong(name)}
 
     @property
@@ -68,7 +66,6 @@ class Entries:
 
     @property
     def first_wrong(self) -> tuple[StateEntry, str, list[int]]:
-        """The first wrong entry: its name, a description of the difference, and the ranks."""
         name, ranks = next(iter(self.wrong.items()))
         return name, self.by_name[name][ranks[0]].detail, ranks
 
@@ -101,7 +98,6 @@ def explained(
     """Return the table row of each entry, and the likely causes.
 
     Args:
-        attempts: keeps the failures of the diagnosis.
         ends: compares the end of the resumed run with the uninterrupted run.
         loaded: compares the states right after loading with the saved ones; None if loading could not be observed.
         epochs: for each rank, the epochs of samplers in the uninterrupted run, before the interruption, and after it.

@@ -147,7 +147,6 @@ class _TrainingRuns:
         self.half, self.whole, self.perturbed = cache(self._half), cache(self._whole), cache(self._perturbed)
 
     def checkpoint(self, place: Place, copy: str = "checkpoint") -> Path:
-        """Return the directory of a checkpoint, or of a copy of it."""
         return self._of(place) / copy
 
     def restored(self, place: Place) -> Path:
@@ -162,7 +161,6 @@ class _TrainingRuns:
         return directory
 
     def resumed(self, saved: Place, loaded: Place) -> Path:
-        """Continue the interrupted run on other ranks; return the directory of its state."""
         end = 2 * self.steps
         return self.run(loaded, self.steps, end, "resumed", self.restored(saved), _OTHER_SEED)
 
@@ -311,7 +309,6 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
 
 
 def _case(saved: Place, loaded: Place, steps: int) -> dict[str, object]:
-    """Return the description of the case for a report, as name -> value."""
     worlds: dict[str, object] = {"saved at": where_is(*saved), "resumed at": where_is(*loaded)}
     return {**(worlds if saved != loaded else {"world size": loaded[0]}), "steps": f"{steps} + {steps}"}
 

@@ -27,10 +27,6 @@ def measured_provisionally(
     """Run the step, or the reference, three or four times in its own precision; see `numerics.steps.granted_at_least`.
 
     Return None if these runs are inconclusive: then use `measured`.
-
-    Args:
-        threads: number of threads that a large model may use.
-        notes: see `measured`.
     """
     return Runs(rank, program, scenario, of_reference, threads).provisional(notes)
 
@@ -48,11 +44,7 @@ def measured_in_part(
 
 
 def joined(parts: Sequence[RunPart], elements: int) -> Provisional | None:
-    """Join the parts for all `RUNS`, in their order, to the result of `measured_provisionally`; None if inconclusive.
-
-    Args:
-        elements: the argument that `measured_in_part` got.
-    """
+    """Join the parts of all `RUNS` to the result of `measured_provisionally`; None if inconclusive."""
     seen = [part.seen for part in parts if part.seen is not None and part.simple]
     if len(seen) < len(RUNS) or not all(left_alike(seen[0], other) for other in seen[1:]):
         return None
@@ -81,8 +73,6 @@ def measured(
 
     Args:
         deep: also measure the results of each optimizer step.
-        threads: number of threads that a large model may use.
-        notes: receives the dtypes and random numbers of the unperturbed run.
     """
     runs = Runs(rank, program, scenario, of_reference, threads)
     runs.as_it_is(notes, deep)

@@ -271,7 +271,6 @@ class Runs:
         return _nudge_by(slack, lambda direction: direction)
 
     def measured(self, deep: bool) -> Measured:
-        """Return the measurement from all runs together."""
         with some_threads(self._threads, self.large):
             return self._measured(deep)
 

@@ -119,7 +119,6 @@ def _shuffles(loader: Any) -> bool:
 
 
 def _workers(loader: Any) -> int:
-    """Return the number of worker processes that each read their own copy of an IterableDataset."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return loader.num_workers
     return 0

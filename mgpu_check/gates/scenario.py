@@ -39,12 +39,10 @@ class Scenario:
 
     @property
     def place(self) -> tuple[int, Mesh]:
-        """World size and mesh."""
         return self.world_size, self.mesh
 
     @property
     def described(self) -> dict[str, object]:
-        """The description of the case for a report, as name -> value."""
         case: dict[str, object] = {"world size": self.world_size}
         if self.mesh:
             case["mesh"] = described(self.mesh)

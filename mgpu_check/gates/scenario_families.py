@@ -48,10 +48,6 @@ def families(
         worlds: world sizes to try, each with the mesh that divides it, or with ().
         sizes: batch sizes; None for sizes below, at and above the world size, divisible by it and not.
         drawn: strategy of batches, which bring their own sizes.
-        max_examples: approximate number of examples of all families together.
-
-    Raises:
-        ValueError: `sizes` is not a valid `Sizes`.
     """
     of = _sizes(sizes)
 

@@ -20,15 +20,9 @@ Failed = TypeVar("Failed", covariant=True)
 
 
 class Tries(Protocol[Failed]):
-    """Runs scenarios, each once."""
+    def knows(self, scenario: Scenario) -> bool: ...
 
-    def knows(self, scenario: Scenario) -> bool:
-        """Return whether the scenario was tried."""
-        ...
-
-    def run(self, scenario: Scenario) -> Failed | None:
-        """Try a scenario; return None if it passes."""
-        ...
+    def run(self, scenario: Scenario) -> Failed | None: ...
 
 
 def smallest_failure(

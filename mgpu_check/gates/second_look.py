@@ -39,7 +39,6 @@ class SecondLook:
 
     Args:
         sizes: world sizes of the gate.
-        attempts: keeps the runs that failed; their evidence is missing.
 
     Attributes:
         repeated: whether a second run completed.
@@ -104,7 +103,6 @@ class SecondLook:
             self._seen, self._relations = seen, relations
 
     def _trace_alone(self) -> RankTrace | None:
-        """Return the calls of one device, to compare the ranks with."""
         try:
             return self._trials.trace_alone(self._scenario)
         except _ENDS:
@@ -195,7 +193,6 @@ class SecondLook:
         return found or Tensors(other, case.samples, case.steps, self._expected, self._relations, [there], (), nothing)
 
     def _with_samples(self, size: int, samples: int) -> Tensors | None:
-        """Return the results of rank 0 at a world size, with another number of samples."""
         case = replace(self._scenario, world_size=size, samples=samples)
         try:
             expected, seen = self._trials.expected(case), self._trials.on_ranks(case, whole=True)[:1]
@@ -219,7 +216,7 @@ class SecondLook:
                 held["any order"] = close(there[0].values.get(name), self._seen[0].values.get(name), 2 * allowed)
 
     def _as_permuted(self, name: Result, one: Expected, other: Expected) -> torch.Tensor | float | None:
-        """Return the tolerance of a result in another order; None if the order changes the result on one device."""
+        """Return the tolerance of a result in another order; None if one device is not independent of the order."""
         exact, moved = one.exact.get(name), other.exact.get(name)
         if exact is None or moved is None or exact.shape != moved.shape:
             return None

@@ -151,12 +151,10 @@ def kept(directory: Path, rank: Rank) -> Path:
 
 
 def load(directory: Path, rank: Rank) -> dict[StateEntry, Any]:
-    """Load the saved state of this rank."""
     return load_of(directory, rank.index)
 
 
 def load_of(directory: Path, index: int) -> dict[StateEntry, Any]:
-    """Load the saved state of any rank."""
     state: dict[str, dict[str, Any]] = torch.load(directory / f"{index}.pt", weights_only=False)
     return {
         StateEntry(name, kind == _GENERATORS): value
@@ -166,7 +164,6 @@ def load_of(directory: Path, index: int) -> dict[StateEntry, Any]:
 
 
 def _generators(rank: Rank) -> dict[str, str]:
-    """Return a digest of each global generator, which code draws from by default."""
     states = {"torch (CPU)": digest_of(torch.get_rng_state()), "Python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available():
         states["torch (device)"] = digest_of(torch.cuda.get_rng_state(rank.device))
@@ -197,7 +194,6 @@ def compare(
         runs: one or two runs.
         earlier: the state at an earlier step; an entry that equals it has not changed since.
         perturbed: runs with added rounding errors, which show how far rounding moves each entry.
-        tolerance: see `assert_resume_continues`.
         rounded: whether the runs add in different orders, so that all differences that rounding explains are granted.
     """
     new, old = load(got, rank), load(earlier, rank)
@@ -265,7 +261,6 @@ def explained_by_rounding(value: Any, tolerance: float = 0.0) -> float:
 
 
 def is_real(value: Any) -> bool:
-    """Return whether a value is a tensor of real floating-point numbers."""
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 

@@ -170,7 +170,6 @@ class StepRecorder:
         self._steps.clear()
 
     def take_optimizers(self, held: dict[int, Held]) -> None:
-        """Record the state of the optimizers that have stepped."""
         seen = self._seen
         seen.optimizers = len(self._optimizers)
         partly = self._states_of_some_ranks(held)

@@ -24,7 +24,6 @@ def try_seeds(trials: Trials) -> None:
 
 
 def _described(failed: Trial) -> str:
-    """Describe the first wrong result."""
     if failed.relations is None:
         return str(failed.error)
     relations = failed.relations

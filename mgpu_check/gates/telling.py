@@ -21,7 +21,6 @@ _SHOWN = 8
 
 @singledispatch
 def report_of(failure: Failure) -> Report:
-    """Return the report of a failure."""
     raise TypeError(f"no words for {type(failure).__name__}")
 
 

@@ -36,8 +36,6 @@ class Trial:
 
     Attributes:
         expected: the results of one device.
-        relations: the relations that hold and fail; None if ranks did not return.
-        seen: the results of each rank.
         error: the error that ranks raised, or None.
     """
 
@@ -59,11 +57,6 @@ class Trial:
 
 class Trials:
     """The trials of one program, each scenario once.
-
-    Args:
-        kinds: the kinds of results to compare.
-        tolerance: the user's tolerance; None for the measured one.
-        name: name of the step.
 
     Attributes:
         completed: number of scenarios that were compared, by world size and mesh.
@@ -110,7 +103,6 @@ class Trials:
         return self._apart
 
     def knows(self, scenario: Scenario) -> bool:
-        """Return whether the scenario was tried."""
         return key_of(scenario) in self._outcomes
 
     def run(self, scenario: Scenario) -> Trial | None:
@@ -209,12 +201,7 @@ class Trials:
         self._refusals.setdefault(scenario.place, why)
 
     def _check(self, expected: Expected, seen: Sequence[ObservedRun]) -> None:
-        """Check that there are results to compare, and that all come from the same batch.
-
-        Raises:
-            ValueError: the batches differ, the returned names differ, nothing is observed, or `tolerance` has an
-                unknown name.
-        """
+        """Check that there are results to compare, and that all come from the same batch."""
         gate, first, single = self.program.gate, seen[0], expected.single
         if {one.batch for one in seen} != {single.batch}:
             raise ValueError(
@@ -263,7 +250,6 @@ class Trials:
         return relations_of(expected, seen, self.kinds, self.tolerance)
 
     def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[ObservedRun]:
-        """Run the step at the scenario's world size."""
         size = 1 if self.program.single_process else scenario.world_size
         started = time.monotonic()
         seen: list[ObservedRun] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
@@ -285,21 +271,14 @@ class Trials:
         return assembled(seen, {name: known[name] for name in now}, returns)
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
-        """Return the results of one device; see `Expectations.of`."""
         return self._expectations.of(scenario, deep, effort)
 
     def trace_alone(self, scenario: Scenario) -> RankTrace:
-        """Return the calls of one device."""
         trace: RankTrace = self.ranks.run(run_traced_alone, self.program, scenario, size=1)[0]
         return trace
 
     def finish(self, places: Sequence[tuple[int, Mesh]], unjudged: Mapping[str, str]) -> None:
-        """Check that each world size or mesh was compared, and every trained parameter.
-
-        Raises:
-            ValueError: no case was compared at some world size or mesh, or the step has no effect.
-            NotCompared: some trained parameters were not compared.
-        """
+        """Check that each world size or mesh was compared, and every trained parameter."""
         gate = self.program.gate
         for place in places:
             if self.completed[place]:

@@ -52,7 +52,6 @@ class Variation:
 
 
 def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Variation) -> ObservedRun:
-    """Run the step on this rank in one variation."""
     run = functools.partial(_run, rank, program, scenario)
     with full_precision():
         if not variation.nudged:

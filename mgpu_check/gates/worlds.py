@@ -13,9 +13,7 @@ class RanksFixture(Protocol):
     """The part of the fixture `ranks` that a gate needs."""
 
     @property
-    def size(self) -> int:
-        """The largest world size."""
-        ...
+    def size(self) -> int: ...
 
     def run(
         self,
