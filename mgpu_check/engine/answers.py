@@ -69,11 +69,8 @@ def collect(
     """Wait for one answer of each process.
 
     Args:
-        expected: the type of an answer.
         timeout: seconds for all processes together. Once one dies or fails, the others get a short grace.
         went_well: whether an answer reports success.
-        answers: receives the answers in the order of their arrival, None for a dead process. It already holds the
-            processes that were gone when the message was sent.
         pauses: resumes processes that wait for each other during the call. If it finds a difference, or processes that
             can never meet, all that have not answered are late.
 
@@ -181,11 +178,7 @@ def _interest(process: Process) -> int:
 
 
 def _hear(process: Process, expected: type, pauses: bool = False) -> object:
-    """Read the answer of a process: None if it ended without an answer, `_NOTHING_YET` until the answer is complete.
-
-    Raises:
-        Garbled: the message is not of the type `expected`.
-    """
+    """Read the answer of a process: None if it ended without an answer, `_NOTHING_YET` until the answer is complete."""
     try:
         answer = process.connection.receive()
         if answer is None:

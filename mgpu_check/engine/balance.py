@@ -30,9 +30,8 @@ class Unmatched:
     taken: TensorRun | None
 
     def text(self, who: Who) -> str:
-        """Describe the transfer: "rank 0 of 4 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not
-        received it".
-        """
+        """Describe the transfer: "rank 0 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not
+        received it"."""
         tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
         receiver = who([self.receiver])
         if self.given is None:
@@ -57,11 +56,7 @@ def _site(run: TensorRun | None) -> str:
 
 
 def unmatched(flows: Mapping[int, Sequence[PeerTransfers]]) -> list[Unmatched]:
-    """Return the first difference for each pair of ranks, group and tag.
-
-    Args:
-        flows: rank -> what it has sent and received.
-    """
+    """Return the first difference for each pair of ranks, group and tag."""
     # Keys: group, tag, sender, receiver.
     given: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
     taken: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
@@ -88,11 +83,7 @@ def _from_any(
     tag: int,
     receiver: int,
 ) -> list[Unmatched]:
-    """Return the differences for a rank that receives from any source, and remove its transfers from `given` and
-    `taken`.
-
-    Only kinds and numbers are compared, because such a rank may receive in any order.
-    """
+    """Return the differences for a rank that receives from any source, and remove its transfers from both sides."""
     received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
     sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
     whole = any(run.what == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent)))
@@ -134,7 +125,6 @@ def _difference(
 
 
 def imbalance(found: Sequence[Unmatched], who: Who) -> RankFailure:
-    """Return the error for transfers left unmatched after all ranks have returned."""
     lines = [one.text(who) for one in found[:_MOST_TOLD]]
     if len(found) > _MOST_TOLD:
         lines.append(f"and {len(found) - _MOST_TOLD} more such pairs")

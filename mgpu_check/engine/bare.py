@@ -25,17 +25,12 @@ _TIMEOUT = 300.0  # seconds: the usual one of a call; `results` has its own
 
 
 class BareProcesses:
-    """Forks worlds of bare processes from a server of their own.
-
-    Args:
-        preload: modules that the fork server imports, so that no process has to.
-    """
+    """Forks worlds of bare processes from a server of their own."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._launcher = LocalLauncher(preload, None, hash_seeds.FIRST)
 
     def start(self) -> None:
-        """Begin to start the fork server in the background."""
         self._launcher.start()
 
     def fork(self, size: int) -> BareWorld:
@@ -43,7 +38,6 @@ class BareProcesses:
         return BareWorld(self._launcher, size)
 
     def close(self) -> None:
-        """End every process."""
         self._launcher.close()
 
 
@@ -76,11 +70,7 @@ class BareWorld(World):
         )
 
     def send(self, name: str, fn: Callable[..., Any], *args: Any) -> Begun:
-        """Call ``fn(*args)`` on every process; a parameter ``rank`` receives the `Rank`. `results` waits for it.
-
-        Args:
-            name: what runs, for reports.
-        """
+        """Call ``fn(*args)`` on every process; a parameter ``rank`` receives the `Rank`. `results` waits for it."""
         given, named = with_rank(fn, args, {})
         function = replace(pickled_function(fn, fn, str(next(self._keys)), reused=False), name=name)
         return self.begin(function, pickled_arguments(function.name, given, named), self._context)
@@ -92,12 +82,10 @@ class BareWorld(World):
         return results
 
     def returned(self) -> dict[int, Any]:
-        """Return the results of the last call on the processes that have returned, although others have not."""
         outcomes = {index: end for index, end in self._answers.items() if isinstance(end, protocol.Outcome)}
         return {index: self.loaded(index, end.value) for index, end in outcomes.items() if end.value is not None}
 
     def output(self) -> list[tuple[str, str, str]]:
-        """Return the non-empty output since the last call of this method: (process, "stdout" or "stderr", text)."""
         found = []
         for index, process in self.processes.items():
             for name in ("stdout", "stderr"):

@@ -189,11 +189,7 @@ class Account:
         return lines
 
     def headlines(self, doing: str | None = None) -> list[str]:
-        """Describe what happened, one line per fact.
-
-        Args:
-            doing: the name under which users know what the ranks ran; default `self.doing`.
-        """
+        """Describe what happened, one line per fact."""
         if self.instead:
             return list(self.instead)
         who, interrupted = self.who, self.interrupted
@@ -239,7 +235,6 @@ class Account:
         return "\n".join([*self.headlines(), *(f"\n{block}" for block in self.blocks())])
 
     def error(self) -> BaseException:
-        """Return the error to raise in the parent, if not all ranks have finished."""
         if self.hung is not None:
             hang = RankHang(str(self), ranks=sorted(self.interrupted))
             hang.account = self
@@ -280,7 +275,6 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
 def all_returned(
     lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int] | None = None
 ) -> RankFailure:
-    """Return an error with the text `lines` for a call that has returned on all ranks."""
     account = Account({rank: Finished() for rank in records}, who, records=records, instead=tuple(lines))
     error = RankFailure(str(account), ranks=sorted(records if ranks is None else ranks))
     error.account = account
@@ -353,7 +347,6 @@ def _were(ranks: Collection[int]) -> str:
 
 
 def alike(endings: Mapping[int, Ending]) -> list[list[int]]:
-    """Group the ranks that raised the same type of error at the same place, even with different values."""
     failures = ((end.failure, rank) for rank, end in endings.items() if isinstance(end, Raised))
     kinds = (((f.type, f.filename, f.lineno), rank) for f, rank in failures)
     return [sorted(ranks) for _, ranks in grouped(kinds)]

@@ -241,11 +241,7 @@ def _tidy(parent: int, directory: str) -> None:
 
 
 def import_all(names: Iterable[str]) -> dict[str, str] | None:
-    """Import modules, and call those of their functions that are named: "module:function"; see also `OPTIONAL`.
-
-    Returns:
-        The message about the first that fails; None if none does.
-    """
+    """Import modules, and call those of their functions that are named: "module:function"; see also `OPTIONAL`."""
     try:
         with importing():
             for name in names:

@@ -9,11 +9,7 @@ from mgpu_check.errors import AgentLost, RankFailure, RankHang
 
 def look(pool: RankPool, host: int = 0) -> Inventory:
     """Take the inventory of a host's GPUs in a separate process; a driver that hangs or crashes is noted in the
-    inventory.
-
-    Raises:
-        AgentLost: the host's agent was lost.
-    """
+    inventory."""
     try:
         found: Inventory = pool.in_fresh_process(take_inventory, host)
     except AgentLost:

@@ -34,17 +34,7 @@ Stamp = tuple[int, int, int]
 
 
 class ImportKeeper:
-    """The loop over requests and ends of runs.
-
-    Args:
-        path: of the socket.
-        failure: the message that the imports have failed, for each run; None if they have not.
-        began: when the imports began, in nanoseconds.
-
-    Attributes:
-        runs: the connection of each run, by the process id of its fork server.
-        heir: the process that has taken over the socket; 0 before.
-    """
+    """The loop over requests and ends of runs."""
 
     def __init__(self, listener: socket.socket, path: Path, failure: dict[str, str] | None, began: int) -> None:
         self.listener, self.path, self.failure = listener, path, failure
@@ -222,12 +212,7 @@ def _stamps(of: Iterable[str] | None = None) -> dict[str, Stamp]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Leave the process that has started this one, import modules, and serve.
-
-    Args:
-        argv: the number of the socket; its path; "again" if a keeper has started over, else ""; and modules, see
-            `forkserver.import_all`.
-    """
+    """Leave the process that has started this one, import modules, and serve."""
     number, path, again, *modules = argv
     began = time.time_ns()
     listener = socket.socket(fileno=int(number))

@@ -92,11 +92,7 @@ def key_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 class KeeperSocket:
-    """The socket of the keeper of a key, in a directory that only this user can enter.
-
-    Raises:
-        NotKept: the directory is not safe.
-    """
+    """The socket of the keeper of a key, in a directory that only this user can enter."""
 
     def __init__(self, key: str) -> None:
         base = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -181,11 +177,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """Return the process id of the keeper that `attach` would ask; None without a keeper.
-
-    Raises:
-        NotKept: see `KeeperSocket`.
-    """
+    """Return the process id of the keeper that `attach` would ask; None without a keeper."""
     place = KeeperSocket(key_of([*interpreter, *modules], environment))
     try:
         connection = place.connected()
@@ -288,16 +280,9 @@ def attach(
     """Ask the keeper of this environment for a fork server, and start a keeper if it is missing.
 
     Args:
-        interpreter: runs `keeper.main` with the arguments that follow.
-        modules: what the keeper imports.
-        environment: of a new keeper.
         files: the control socket and the log of the fork server.
         keep: seconds that the keeper stays without a run.
-        directory: of the temporary files of the run.
         preload: modules that the fork server imports, and the keeper does not.
-
-    Raises:
-        NotKept: see `KeeperSocket`; or a new keeper does not start.
     """
     asked = {
         "keep": keep,

@@ -76,11 +76,7 @@ class Launcher(Protocol):
         """Begin to start up in the background."""
 
     def launch(self, slots: Sequence[Slot], seeds_apart: bool = False) -> list[Process]:
-        """Launch a new, connected process for each of `slots`.
-
-        Args:
-            seeds_apart: whether every second process gets another hash seed.
-        """
+        """Launch a new, connected process for each of `slots`."""
 
     def store(self, name: str) -> str:
         """Return the address of an unused rendezvous for a world called `name`: see `RankSpec.store`."""
@@ -129,7 +125,6 @@ class LocalLauncher:
         """Create the launcher. The fork server starts with `start`.
 
         Args:
-            preload: modules that the fork server imports besides torch.
             simulate: backing device of the simulated node, which the fork server prepares as far as processes can share
                 it; None on real devices.
             hash_seed: of the fork server, unless the user's environment sets one; empty to let the server draw its own.

@@ -16,9 +16,6 @@ class NamedFunction:
     """Stands for the function ``module:name``, which each rank imports when it is called.
 
     If it has a parameter ``rank``, it receives the `Rank`.
-
-    Raises:
-        ValueError: the text has another form.
     """
 
     def __init__(self, text: str) -> None:

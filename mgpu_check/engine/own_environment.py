@@ -23,11 +23,7 @@ _OF_THE_ENGINE = frozenset(
 
 
 def own_environment(environment: Mapping[str, str] | None) -> OwnEnvironment:
-    """Return environment variables, sorted by name, as part of the key of a world.
-
-    Raises:
-        ValueError: a name or value is not valid for an environment variable, or the engine sets the variable itself.
-    """
+    """Return environment variables, sorted by name, as part of the key of a world."""
     if environment is None:
         return ()
     if not isinstance(environment, Mapping):

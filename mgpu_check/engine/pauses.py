@@ -44,12 +44,10 @@ class Pauses:
         self._seen: dict[int, Record] = {}
 
     def __bool__(self) -> bool:
-        """Return whether any rank waits for others."""
         return bool(self._paused)
 
     def done(self, rank: int) -> str:
-        """Return the part of the call that a paused rank has done, such as "step 1"; empty if the rank is not
-        paused."""
+        """Return the part of the call that a paused rank has done, such as "step 1", or ""."""
         return self._paused[rank].done if rank in self._paused else ""
 
     def come(self, rank: int, message: Paused) -> None:
@@ -151,8 +149,7 @@ class Pauses:
         return None
 
     def _part_held(self) -> RankFailure | None:
-        """Return the error if a tensor, such as a gradient, has parts on only some of the ranks that should hold
-        one."""
+        """Return the error if only some of the ranks that should hold a tensor have a part of it."""
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for rank, message in sorted(self._paused.items()):
             for held in message.held:

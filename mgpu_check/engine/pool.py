@@ -34,7 +34,6 @@ class RankPool:
     Args:
         slots: where ranks can run; a number means that many devices of this machine.
         simulate: backing device of the simulated node, or None on real devices.
-        timeout: default timeout of a call, in seconds.
         wrap: wraps every function before it is sent; the wrapper must be picklable by reference.
         masks: returns the mask that restricts a process to its real devices.
         memory: returns the bytes of the smallest real device, None while unknown.
@@ -77,15 +76,10 @@ class RankPool:
         return len(self.available)
 
     def start(self) -> None:
-        """Begin to start up in the background."""
         self._launcher.start()
 
     def function(self, function: Callable[..., Any], reused: bool = False) -> Function:
-        """Pickle `function`, by value if another process cannot import it; see `sending.pickled_function`.
-
-        Args:
-            reused: whether this test will call it many times.
-        """
+        """Pickle `function`, by value if another process cannot import it; see `sending.pickled_function`."""
         self._functions += 1
         return pickled_function(function, self.wrap(function), str(self._functions), reused)
 
@@ -324,12 +318,7 @@ class RankPool:
         self._used = set()
 
     def end_test(self, failed: bool) -> list[str]:
-        """Reset the ranks for the next test, and return a line for each change of this test that cannot be undone.
-
-        Raises:
-            RankDied: a rank died after it had done its part of the test.
-            Warning: `hear` raised a warning of a rank as an error.
-        """
+        """Reset the ranks for the next test, and return a line for each change of this test that cannot be undone."""
         left: list[str] = []
         errors: list[BaseException] = []
         with self._lock:
@@ -352,11 +341,7 @@ class RankPool:
         return left
 
     def died_idle(self, after: str = "") -> list[str]:
-        """Discard each world that lost a process while no test used it, and return a text for each.
-
-        Args:
-            after: text to append to the first line of each.
-        """
+        """Discard each world that lost a process while no test used it, and return a text for each."""
         lines = [f"{loss} while no test used it{after}" for loss in self._launcher.losses()]
         for key, world in self._worlds:
             try:
@@ -390,6 +375,5 @@ class RankPool:
         return found
 
     def close(self) -> None:
-        """End every process of the pool, and remove its files."""
         self._worlds.close()
         self._launcher.close()

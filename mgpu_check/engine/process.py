@@ -64,8 +64,7 @@ class Process:
         self._signal(signal_number)
 
     def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
-        """Return the requested stacks once they are written; `HALTED` if the process is stopped, empty if it is
-        silent."""
+        """Return the requested stacks once they are written; `HALTED` for a stopped process, "" for a silent one."""
         if self.halted():
             return HALTED
         deadline = Clock.now() + timeout
@@ -81,7 +80,6 @@ class Process:
         return self._stacks_since(self._stacks_start)
 
     def last_words(self) -> str:
-        """Return the stacks of all threads that the process wrote when a fatal signal ended it."""
         return self._stacks_since(0)
 
     def _stacks_since(self, start: int) -> str:
@@ -93,7 +91,6 @@ class Process:
         return parse(self.record_bytes())
 
     def record_bytes(self) -> bytes:
-        """Return the unparsed record of collectives."""
         return os.pread(self._record.fileno(), SIZE, 0)
 
     def cause(self) -> str:
@@ -106,7 +103,6 @@ class Process:
         return "" if command == self._command else command
 
     def runnable(self) -> bool:
-        """Return whether the main thread runs or is ready to run, rather than waits for an event."""
         return _state(self.pid) == "R"
 
     def halted(self) -> bool:
@@ -130,7 +126,6 @@ class Process:
             pass
 
     def close(self) -> None:
-        """Close the connection and the files. The process must have been killed before."""
         self.connection.close()
         self._stacks.close()
         self._record.close()

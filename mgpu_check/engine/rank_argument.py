@@ -15,11 +15,7 @@ def with_rank(
     kwargs: dict[str, Any],
     rank: object = protocol.Placeholder("rank"),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, with `rank` added if `fn` has a parameter ``rank`` that `kwargs` do not give.
-
-    Args:
-        rank: the `Rank` of this process; by default, what the rank that is called replaces by its own.
-    """
+    """Return the arguments, with `rank` added if `fn` has a parameter ``rank`` that `kwargs` do not give."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):

@@ -22,10 +22,6 @@ def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], 
     Args:
         function: the user's function, for its name and for errors.
         wrapped: the function to send in its place.
-        key, reused: see `Function`.
-
-    Raises:
-        NotPicklable: the function, or an object that it refers to, cannot be pickled.
     """
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -38,14 +34,7 @@ def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], 
 
 
 def pickled_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle the arguments of a call.
-
-    Args:
-        name: of the function, for errors.
-
-    Raises:
-        NotPicklable: an argument cannot be pickled.
-    """
+    """Pickle the arguments of a call."""
     try:
         return pickling.dumps((args, dict(kwargs)))
     except Exception as error:

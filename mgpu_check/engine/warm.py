@@ -75,26 +75,19 @@ class WarmWorlds:
         return world
 
     def keep(self, key: WorldKey, world: World) -> None:
-        """Keep a world, as the most recently used one."""
         self._worlds[key] = world
 
     def get(self, key: WorldKey) -> World | None:
         return self._worlds.get(key)
 
     def let_go(self, key: WorldKey) -> None:
-        """End a world."""
         self._worlds.pop(key).discard()
 
     def make_room(self, key: WorldKey, slots: int, used: set[WorldKey]) -> None:
         """End the least recently used worlds if a new world would make too many processes.
 
         Args:
-            key: of the new world.
-            slots: number of slots of the pool.
             used: worlds of the current test. They end only if a real device has no room otherwise.
-
-        Raises:
-            RankDied: a process of a world that is to end has died already.
         """
         wanted, most = max(len(key.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
         for other in list(self._worlds):
@@ -141,7 +134,6 @@ class WarmWorlds:
         return ending
 
     def close(self) -> None:
-        """End all worlds."""
         for key in list(self._worlds):
             self.let_go(key)
 

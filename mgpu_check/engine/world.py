@@ -93,9 +93,6 @@ class World(WorldProcesses):
 
         Args:
             timeout: the usual timeout of a call, in seconds, which also limits the engine's own requests.
-
-        Raises:
-            StartupFailure: a process did not start.
         """
         self.told: dict[int, tuple[tuple[str, Any], ...]] = {}  # rank -> its messages in the last call
         self._failed: tuple[BaseException, Account] | None = None
@@ -127,11 +124,7 @@ class World(WorldProcesses):
         return self.finish(self.begin(function, arguments, call_context), timeout)
 
     def begin(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> Begun:
-        """Send a call to every process. `finish` returns its results.
-
-        Raises:
-            RankDied: a process had ended before the call.
-        """
+        """Send a call to every process. `finish` returns its results."""
         self.check_alive("before " + function.name)
         call = self._prepare(function, arguments, call_context)
         started = Clock.now()
@@ -215,12 +208,7 @@ class World(WorldProcesses):
         return endings
 
     def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], left: Sequence[Unmatched]) -> None:
-        """Check, after all ranks have returned, that they entered the same collectives and received every message.
-
-        Raises:
-            RankFailure: they entered different collectives, or a send or receive is unmatched.
-            RankDied: a rank ended during the check.
-        """
+        """Check, after all ranks have returned, that they entered the same collectives and received every message."""
         consistent = agree(list(outcomes.values()))
         if left and consistent:
             raise imbalance(left, self.who)
@@ -231,11 +219,7 @@ class World(WorldProcesses):
             raise disagreement(self.who, self._records())
 
     def _check_abandoned(self, endings: Mapping[int, Ending]) -> None:
-        """Check whether all ranks abandoned the call in the same way.
-
-        Raises:
-            Abandoned: every rank skipped the test, or rejected the example.
-        """
+        """Check whether all ranks abandoned the call in the same way."""
         failures = [end.failure if isinstance(end, Raised) else None for end in endings.values()]
         kinds = {"error" if failure is None else failure.kind for failure in failures}
         if len(kinds) == 1 and failures[0] is not None and failures[0].kind != "error":
@@ -243,12 +227,7 @@ class World(WorldProcesses):
 
     def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
         """Wait, after a successful call, until the devices of its ranks are idle; return the new answers and late
-        ranks.
-
-        Raises:
-            RankDied: a rank ended during the wait.
-            RankFailure: a rank has begun a collective that others never entered.
-        """
+        ranks."""
         outcomes = _outcomes(answers)
         if len(outcomes) < len(self.processes) or not all(_went_well(answer, number) for answer in outcomes.values()):
             return answers, []
@@ -262,11 +241,7 @@ class World(WorldProcesses):
         return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
 
     def loaded(self, index: int, result: pickling.Pickled) -> object:
-        """Unpickle the result of a process.
-
-        Raises:
-            RankFailure: it cannot be unpickled in this process.
-        """
+        """Unpickle the result of a process."""
         try:
             value: object = pickling.loads_apart(result)
         except BaseException as error:  # unpickling runs code of the result's class
@@ -297,12 +272,7 @@ class World(WorldProcesses):
             super().check_idle(when, after)
 
     def _meet(self, outcomes: Mapping[int, protocol.Outcome]) -> None:
-        """Have all ranks run a barrier, which fails if a rank has begun a collective that others never entered.
-
-        Raises:
-            RankDied: a rank ended during the barrier.
-            RankFailure: the barrier failed. The text has the number of operations that each rank entered.
-        """
+        """Have all ranks run a barrier, which fails if a rank has begun a collective that others never entered."""
         when = "after it had returned, with operations of the default group pending"
         self.broken = True
         records = self._records()
@@ -350,12 +320,7 @@ class World(WorldProcesses):
         return ""
 
     def end_test(self) -> tuple[str, ...]:
-        """Undo the changes of a test in its ranks, and return those that cannot be undone, which break the world.
-
-        Raises:
-            RankDied: a process ended after it had answered.
-            RankHang: a process does not answer any more.
-        """
+        """Undo the changes of a test in its ranks, and return those that cannot be undone, which break the world."""
         self._known.clear()
         self.told = {}
         if self.broken:

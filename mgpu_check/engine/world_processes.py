@@ -37,11 +37,7 @@ class WorldProcesses:
         indices: Sequence[int],
         slots: Sequence[Slot],
     ) -> None:
-        """Start a process for each of `indices` (ranks, or `NODE`) on the slot at the same position of `slots`.
-
-        Raises:
-            StartupFailure: a process did not start.
-        """
+        """Start a process for each of `indices` (ranks, or `NODE`) on the slot at the same position of `slots`."""
         self.launcher = launcher
         hosts = {index: launcher.host_name(slot.host) for index, slot in zip(indices, slots, strict=True)}
         self.who = Who(0 if list(indices) == [NODE] else len(indices), hosts if all(hosts.values()) else {})
@@ -80,8 +76,7 @@ class WorldProcesses:
             raise StartupFailure(f"{self.who.full(late)} did not start within {_START_TIMEOUT:g} s", ranks=late)
 
     def _ask(self, message: object, timeout: float, when: str) -> tuple[dict[int, object], list[int]]:
-        """Send `message` to all processes, and return their answers and the late ones; raises `RankDied` if one
-        died."""
+        """Send `message` to all processes, and return their answers and the late ones; raise `RankDied` if one died."""
         unsent = self._send(lambda _: message)
         answers, late = self._collect(timeout, protocol.Rested, lambda answer: answer is not None, dead=unsent)
         dead = [index for index, answer in answers.items() if answer is None]
@@ -185,14 +180,12 @@ class WorldProcesses:
         return Died(cause, process.last_words(), process.lost is not None, process.exit_code)
 
     def mark_output(self) -> None:
-        """Let `Process.output` start from here."""
         for process in self.processes.values():
             process.mark_output()
         for process in self.processes.values():
             process.await_mark()
 
     def discard(self) -> None:
-        """Kill all processes at once."""
         self.broken = True
         self.launcher.collect()  # a process that has ended must not be signalled: its id may be reused
         for process in self.processes.values():

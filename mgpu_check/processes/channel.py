@@ -76,20 +76,12 @@ class Channel:
         return bool(self._out)
 
     def send(self, framed: bytes) -> None:
-        """Send bytes from `frame`, as far as the socket accepts them now.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Send bytes from `frame`, as far as the socket accepts them now."""
         self._out.append(memoryview(framed))
         self.flush()
 
     def flush(self) -> None:
-        """Send more of the unsent bytes without blocking.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Send more of the unsent bytes without blocking."""
         while self._out:
             head = self._out[0]
             try:
@@ -102,14 +94,7 @@ class Channel:
                 self._out[0] = head[sent:]
 
     def receive(self) -> object | None:
-        """Return the next message; None until it is complete, or after a large part of it, to let the caller do other
-        work.
-
-        Raises:
-            EOFError: the other end is closed, and left no complete message.
-            OSError: the connection broke.
-            Garbled: the received bytes are not a message.
-        """
+        """Return the next message; None until it is complete, or after a large part, so that the caller may work."""
         left = _AT_ONCE
         while True:
             if not self._missing and len(self._in) >= _HEADER.size:
@@ -190,7 +175,6 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """Close the socket, and the files that have arrived."""
         self._socket.close()
         while self._files:
             os.close(self._files.pop())
@@ -204,7 +188,6 @@ class RankEnd:
         self._socket.setblocking(True)
 
     def send(self, message: object) -> None:
-        """Send all of `message`."""
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
         with contextlib.ExitStack() as released:
@@ -238,17 +221,12 @@ class RankEnd:
         return True
 
     def recv(self) -> object:
-        """Wait for the next message.
-
-        Raises:
-            EOFError: the pytest process has closed its end.
-        """
+        """Wait for the next message."""
         _, length = _header(self._read(_HEADER.size))
         message: object = pickle.loads(self._read(length))
         return message
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _read(self, count: int) -> bytearray:

@@ -15,15 +15,12 @@ _LONGEST = 1e6  # seconds: poll takes its milliseconds as a 32-bit integer
 
 
 class Clock:
-    """The time of the engine, in seconds since some moment."""
-
     _get: Callable[[int], float] = staticmethod(time.clock_gettime)
     _sleep: Callable[[float], None] = staticmethod(time.sleep)
     _which = time.CLOCK_MONOTONIC
 
     @classmethod
     def now(cls) -> float:
-        """Return the time in seconds."""
         return cls._get(cls._which)
 
     @classmethod
@@ -36,7 +33,6 @@ class Clock:
 
     @classmethod
     def sleep(cls, seconds: float) -> None:
-        """Sleep."""
         cls._sleep(seconds)
 
 

@@ -54,7 +54,6 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return the rank of this process of a script, and the world size."""
     rank, _, world = os.environ[PLACE].partition("/")
     return int(rank), int(world)
 

@@ -65,7 +65,6 @@ def children_but_managers() -> list[int]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes; some may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -31,7 +31,6 @@ class Uneven:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have entered the fewest collectives."""
         return [rank for rank, count in self.counts.items() if count == min(self.counts.values())]
 
     def told(self, when: str, what: str = "") -> str:
@@ -131,8 +130,7 @@ def _uneven(
 
 
 def _first_unmatched(more: Mapping[int, Entered], less: Mapping[int, Entered], fewest: int) -> int:
-    """Return the number of the first collective in `more` that is missing in `less`, a rank with `fewest`
-    collectives."""
+    """Return the number of the first collective in `more` that `less`, with `fewest` collectives, lacks."""
     begin = max(min(more, default=0), min(less, default=1))
     longer = [number for number in sorted(more) if number >= begin]
     shorter = [number for number in sorted(less) if number >= begin]

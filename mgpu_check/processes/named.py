@@ -61,8 +61,7 @@ def _module(value: types.ModuleType, kind: type) -> Reduced | None:
 
 
 def _class(value: type) -> Reduced | None:
-    """Reduce a class of torch that is not an attribute of its `__module__`, such as
-    ``torch.nn.attention.SDPBackend``."""
+    """Reduce a class of torch that is no attribute of its module, such as ``torch.nn.attention.SDPBackend``."""
     if not _of_torch(value):
         return None
     here: Any = sys.modules.get(value.__module__)

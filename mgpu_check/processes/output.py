@@ -23,8 +23,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 def kept(file: int) -> str:
-    """Return the text of a file; of a long one, beginning and end, with a line between them that counts omitted
-    bytes."""
+    """Return the text of a file; of a long file, the beginning and the end."""
     size = os.fstat(file).st_size
     if size <= MOST_OUTPUT:
         return os.pread(file, size, 0).decode(errors="replace")

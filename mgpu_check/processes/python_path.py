@@ -23,7 +23,6 @@ def with_this_package(statement: str) -> str:
 
 
 def with_startup(environment: Mapping[str, str]) -> str:
-    """Return a PYTHONPATH that makes a Python run ``cli/startup/sitecustomize.py`` at its start, before the present
-    entries."""
+    """Return a PYTHONPATH that makes a Python run ``cli/startup/sitecustomize.py`` at its start."""
     inherited = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _STARTUP]
     return os.pathsep.join([_STARTUP, *inherited])

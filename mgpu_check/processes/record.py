@@ -71,7 +71,6 @@ class Entered:
 
     @property
     def details(self) -> str:
-        """Its operands and options: "float32[4], sum"."""
         return ", ".join(part for part in (self.operand, self.options) if part)
 
     @property
@@ -91,8 +90,6 @@ class Entered:
 
 @dataclass(frozen=True)
 class Record:
-    """The last of the `total` collectives that one rank has entered in a call, the oldest first."""
-
     entries: tuple[Entered, ...]
     total: int
 

@@ -44,11 +44,7 @@ class Scratch:
     """
 
     def __init__(self, path: Path) -> None:
-        """Use the directory `path`, and make it if it does not exist.
-
-        Raises:
-            OSError: it cannot be made, or is not a directory.
-        """
+        """Use the directory `path`, and make it if it does not exist."""
         self.path = path
         descriptor = None
         while descriptor is None:

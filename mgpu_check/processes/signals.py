@@ -48,7 +48,6 @@ class EndOnRequest:
             signal.signal(number, signal.SIG_IGN)
 
     def end(self) -> None:
-        """Restore the default action."""
         for number, handler in self._kept.items():
             signal.signal(number, handler)
         self._kept.clear()

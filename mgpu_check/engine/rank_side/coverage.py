@@ -8,8 +8,7 @@ from typing import Any
 
 
 def coverage_here() -> str | None:
-    """Return the configuration of coverage.py in this process, for `Measuring` in a rank; None if it does not
-    measure."""
+    """Return the configuration of coverage.py in this process, for `Measuring` in a rank, or None."""
     coverage = sys.modules.get("coverage")
     current = getattr(getattr(coverage, "Coverage", None), "current", lambda: None)()
     if current is None:

@@ -34,8 +34,7 @@ def _refuse(*args: object, **kwargs: object) -> None:
 
 
 def refused(error: BaseException) -> BaseException:
-    """Replace the error of a debugger without a terminal by an error that says what to do; return any other
-    unchanged."""
+    """Replace the error of a debugger without a terminal by one that says what to do."""
     if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb":
         return RuntimeError(_REFUSED).with_traceback(_without_debugger(error.__traceback__))
     if isinstance(error, RuntimeError) and str(error) == _REFUSED:

@@ -39,11 +39,7 @@ class MaskIgnored(RuntimeError):
 
 
 def check_visible(uuids: Sequence[str]) -> None:
-    """Check that this process sees exactly the devices that were leased for it.
-
-    Raises:
-        MaskIgnored: the driver does not honour the variable that masks devices, or the devices have changed.
-    """
+    """Check that this process sees exactly the devices that were leased for it."""
     if not uuids:
         return
     seen = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(torch.cuda.device_count())]
@@ -56,12 +52,7 @@ def check_visible(uuids: Sequence[str]) -> None:
 
 
 def take(device: int) -> None:
-    """Make `device` the current device, and create its context.
-
-    Raises:
-        DeviceRefused: the device cannot be used, for example because it is broken.
-        DeviceBusy: another process holds it exclusively, or has most of its memory.
-    """
+    """Make `device` the current device, and create its context."""
     properties = torch.cuda.get_device_properties(device)
     try:
         torch.cuda.set_device(device)
@@ -76,11 +67,7 @@ class Devices(abc.ABC):
 
     @abc.abstractmethod
     def idle(self, patience: float = _GRACE) -> bool:
-        """Wait up to `patience` seconds for the queued work, and return whether it is done.
-
-        Raises:
-            RuntimeError: a kernel failed.
-        """
+        """Wait up to `patience` seconds for the queued work, and return whether it is done."""
 
     def wait(self) -> None:
         """Wait without a limit until the queued work is done; raises as `idle` does."""

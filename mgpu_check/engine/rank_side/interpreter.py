@@ -84,7 +84,6 @@ class InterpreterState:
 
     @classmethod
     def take(cls) -> InterpreterState:
-        """Record the current state."""
         return cls(
             kept=[get() for _, get, _ in _KEPT],
             of_system=[get() for _, get, _ in _OF_SYSTEM],

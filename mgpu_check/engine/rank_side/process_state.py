@@ -37,7 +37,6 @@ class ProcessState:
 
     @classmethod
     def take(cls) -> ProcessState:
-        """Record the current state."""
         return cls(
             path=tuple(sys.path),
             handlers=_handlers(),

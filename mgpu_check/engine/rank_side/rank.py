@@ -33,7 +33,6 @@ class Rank:
 
     @property
     def group(self) -> ProcessGroup:
-        """The default process group."""
         import torch.distributed as dist
 
         group = dist.group.WORLD
@@ -45,7 +44,6 @@ _current: Rank | None = None
 
 
 def become(rank: Rank) -> None:
-    """Set the rank of this process."""
     global _current
     _current = rank
 

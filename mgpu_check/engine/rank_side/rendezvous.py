@@ -10,12 +10,7 @@ import torch.distributed as dist
 
 
 def open_store(address: str, size: int) -> Any:
-    """Open the store at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a running store.
-
-    Args:
-        address: of the store.
-        size: number of ranks that will use it.
-    """
+    """Open the store at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a running store."""
     parts = urllib.parse.urlsplit(address)
     if parts.scheme == "file":
         return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)), size)  # type: ignore[attr-defined]  # not in its __all__

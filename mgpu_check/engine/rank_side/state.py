@@ -63,8 +63,6 @@ def _default_device() -> torch.device | None:
 
 @dataclass
 class FreshState:
-    """The state of a fresh rank, which is restored after every call and every test."""
-
     torch_state: list[Any]
     flags: list[Any]
     environment: dict[str, str]
@@ -80,11 +78,7 @@ class FreshState:
 
     @classmethod
     def take(cls, device: int | None) -> FreshState:
-        """Record the current state.
-
-        Args:
-            device: index of the current device, None for device 0 of a node process.
-        """
+        """Record the current state."""
         return cls(
             torch_state=[get() for get, _ in _TORCH_STATE],
             flags=[getattr(owner, name) for owner, name in _FLAGS],
@@ -208,8 +202,7 @@ def _world() -> dist.ProcessGroup | None:
 
 
 def backends_of(group: Any) -> tuple[Any, Any]:
-    """Return the backends for CPU tensors and for devices, None for a missing one; the second is None if both are the
-    same."""
+    """Return the backends for CPU tensors and for devices; None for a missing backend, or for one that does both."""
     found = []
     for device in _DEVICES:
         try:

@@ -44,13 +44,11 @@ _found: deque[Stray] = deque(maxlen=_MOST)
 
 
 def listen() -> None:
-    """Start to collect, and replace any hooks of the code under test."""
     threading.excepthook = _of_thread
     sys.unraisablehook = _of_finalizer
 
 
 def take() -> list[Stray]:
-    """Return the exceptions since the last call."""
     taken = []
     while _found:
         taken.append(_found.popleft())

@@ -44,7 +44,6 @@ def tell(what: tuple[str, Any]) -> None:
 
 
 def at_rest(callback: Callable[[], None]) -> None:
-    """Register `callback` to run at the end of every test."""
     _at_rest.append(callback)
 
 
@@ -52,9 +51,6 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> 
     """Run the rank that the first message describes until the connection closes, and return the exit code.
 
     Args:
-        connection_fd: the socket to the pytest process.
-        stacks_fd: the file for stacks.
-        record_fd: the file for the record of collectives.
         directory: the run's directory for temporary files.
     """
     connection = RankEnd(connection_fd)
@@ -248,8 +244,7 @@ class Worker:
             self.connection.recv()
 
     def settle(self) -> protocol.Outcome:
-        """Wait for the devices, so that a kernel's error, or a collective that never ends, is reported for its own
-        call."""
+        """Wait for the devices, so that a kernel's error or an endless collective is reported for its own call."""
         assert self.outcome is not None
         try:
             self.devices.wait()

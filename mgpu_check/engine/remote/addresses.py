@@ -74,11 +74,7 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
-    """Open a listening socket at this address of the machine.
-
-    Raises:
-        OSError: the address does not belong to this machine, or the port is taken.
-    """
+    """Open a listening socket at this address of the machine."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:

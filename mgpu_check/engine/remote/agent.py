@@ -53,9 +53,7 @@ def main(
     """Run the agent of the process `launched` until the run is over, and return its exit code.
 
     Args:
-        launched: this process, from the variables of its launcher.
         arguments: command line of the driver, which the agent of rank 0 starts.
-        preload, simulate: as for `LocalLauncher`.
         timeout: seconds to wait for a driver.
         key: returns the user's key, None with --trust-network; raises `UnusableKey`.
     """
@@ -130,8 +128,7 @@ class Agent:
         connection.settimeout(_SEND_TIMEOUT)
 
     def serve(self) -> int | None:
-        """Serve the driver until the run is over, and return its exit code; None if the driver ended without a
-        result."""
+        """Serve the driver until the run is over, and return its exit code; None if the driver ended without one."""
         wake, wake_write = socket.socketpair()
         for end in (wake, wake_write):
             end.setblocking(False)
@@ -153,7 +150,6 @@ class Agent:
             shut(self.connection)
 
     def description(self) -> dict[str, Any]:
-        """Return the description of this agent for the driver."""
         import torch
 
         launched = self.launched

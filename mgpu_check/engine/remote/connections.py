@@ -41,11 +41,7 @@ class Connections:
     """
 
     def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
-        """Create the state without any agent.
-
-        Args:
-            parent: pidfd of the launcher's process on this host, readable once it has ended; None to watch no process.
-        """
+        """Create the state without any agent."""
         self.size = size
         self.patience = patience
         self.agents: dict[int, RemoteAgent] = {}
@@ -292,7 +288,6 @@ class Connections:
             self._lose(agent, _LEFT)
 
     def name(self, agent: RemoteAgent) -> str:
-        """Return the name of an agent's host in reports."""
         return self.host_names.get(agent.rank, agent.host)
 
     def _note_end(self, agent: RemoteAgent, process: int, code: int | None) -> None:

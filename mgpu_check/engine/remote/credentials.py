@@ -59,7 +59,6 @@ class Key:
 
 
 def new_secret() -> bytes:
-    """Return a new random secret."""
     return secrets.token_bytes(32)
 
 
@@ -94,12 +93,7 @@ def verify(key: Key, listens_at: bytes) -> Generator[tuple[bytes, int], bytes, b
 
 
 def present(connection: socket.socket, key: Key, timeout: float) -> None:
-    """Authenticate on the connecting side.
-
-    Raises:
-        Stranger: the peer does not have the key.
-        OSError: the peer did not answer in time, or closed the connection.
-    """
+    """Authenticate on the connecting side."""
     deadline = time.monotonic() + timeout
     listens_at = endpoint(connection.getpeername())
     greeting = _read(connection, len(_GREETING) + _NONCE, deadline)

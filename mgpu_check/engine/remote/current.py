@@ -11,7 +11,6 @@ _driver: Driver | None = None
 
 
 def become(one: Driver) -> None:
-    """Set the driver of this process."""
     global _driver
     _driver = one
 

@@ -33,11 +33,7 @@ _PATIENCE = 300.0  # seconds without agents, until `Driver.launcher` sets the va
 def start_driver(
     launched: LaunchedProcess, listener: socket.socket, key: Key, trusting: str, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start the driver in its own session, so that it survives when torchrun kills this process's group to restart it.
-
-    Args:
-        trusting: address of the store that shows the key to everybody; empty if the key is secret.
-    """
+    """Start the driver in its own session, so that it survives when torchrun kills this process's group."""
     read, write = os.pipe()
     # The driver watches torchrun and not this process, because torchrun may restart this process.
     parent = os.pidfd_open(os.getppid()) if launched.launcher == "torchrun" else None
@@ -112,7 +108,6 @@ class Driver:
 
 
 def is_driver() -> bool:
-    """Return whether this process was started as a driver."""
     return _VARIABLE in os.environ
 
 

@@ -30,9 +30,6 @@ class Refused(Exception):
 def connect(driver: Announced, attempts: int = 1) -> socket.socket:
     """Connect to `driver`, and authenticate both sides.
 
-    Args:
-        attempts: how often to try. A driver with too many unauthenticated connections drops the oldest.
-
     Raises:
         OSError: the driver is gone.
         Stranger: another process has its address.
@@ -60,17 +57,7 @@ class JoinedRun:
     """
 
     def __init__(self, launched: LaunchedProcess, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
-        """Connect to the store. Rank 0 also starts the driver, unless the driver of an earlier attempt still runs.
-
-        Args:
-            launched: this process.
-            key: of the user; None with --trust-network.
-            arguments: command line of the driver.
-            timeout: seconds to wait for the store, and for a driver.
-
-        Raises:
-            RuntimeError, OSError: the store cannot be reached.
-        """
+        """Connect to the store. Rank 0 also starts the driver, unless the driver of an earlier attempt still runs."""
         self.process: subprocess.Popen[bytes] | None = None
         self._launched = launched
         self._timeout = timeout
@@ -107,12 +94,7 @@ class JoinedRun:
         return announced
 
     def join(self) -> socket.socket | End:
-        """Wait for the driver and connect to it; return the connection, or how the run has ended.
-
-        Raises:
-            Refused: this process must not join the announced driver.
-            StartupFailure: no driver was found in time.
-        """
+        """Wait for the driver and connect to it; return the connection, or how the run has ended."""
         deadline = time.monotonic() + self._timeout
         reason = "none was announced"
         gone = ""  # name of a driver that has ended without a result
@@ -173,8 +155,7 @@ class JoinedRun:
                 pass  # there is no driver at the announced address
 
     def note_end(self, code: int | None) -> None:
-        """Note in the store, for late agents, how the run ended; `code` is None if the driver ended without a
-        result."""
+        """Note in the store, for late agents, how the run ended; `code` is None if the driver ended without one."""
         if self._launched.rank == 0 and self._driver is not None:
             try:
                 self._meeting.end(self._driver, code)

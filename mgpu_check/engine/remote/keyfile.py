@@ -34,11 +34,7 @@ class UnusableKey(Exception):
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Return the default path of the key file. Hosts with a shared home directory share it.
-
-    Raises:
-        UnusableKey: this user has no home directory.
-    """
+    """Return the default path of the key file. Hosts with a shared home directory share it."""
     configuration = environment.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(configuration):
         return configuration / _NAME
@@ -56,11 +52,7 @@ def secret_in(path: Path, make_directory: bool) -> bytes:
     """Return the 32-byte key from the file at `path`, and make the file if it does not exist.
 
     Args:
-        path: of the key file.
         make_directory: whether to make its directory, too.
-
-    Raises:
-        UnusableKey: the file cannot be made or read, or others could have read or replaced it.
     """
     try:
         if make_directory:
@@ -85,8 +77,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _safe(directory: Path) -> Path:
-    """Return the real path of `directory`, after a check that only this user and root can replace this user's files
-    there."""
+    """Return the real path of `directory`, after a check that no other user can replace files there."""
     real = Path(os.path.realpath(directory, strict=True))
     trusted = {0, os.geteuid(), _unmapped()}
     for one in (real, *real.parents):

@@ -52,10 +52,8 @@ class AgentLauncher:
         """Create the launcher without waiting for agents.
 
         Args:
-            connections: to the agents.
             run: prefix of this run's keys in the store.
             versions: name -> version on this host, for the software that must be the same on all hosts.
-            environment: of this process at its start.
         """
         self.hosts: list[RemoteHost] = []
         self.connections = connections
@@ -66,11 +64,7 @@ class AgentLauncher:
         self._rank_at: dict[Slot, int] = {}
 
     def gather(self) -> list[Slot]:
-        """Wait for all agents, and return their slots in the order of hosts.
-
-        Raises:
-            WrongLaunch: an agent is missing, or has other versions.
-        """
+        """Wait for all agents, and return their slots in the order of hosts."""
         connections = self.connections
         missing = connections.await_agents(range(connections.size), connections.patience)
         if connections.over is not None:
@@ -167,11 +161,7 @@ class AgentLauncher:
         return launched
 
     def _await(self, ranks: Sequence[int]) -> None:
-        """Wait until lost agents are back.
-
-        Raises:
-            StartupFailure: they are not back in time, or never will be.
-        """
+        """Wait until lost agents are back."""
         connections = self.connections
         patience = 0.0 if self.lost_for_good() else connections.patience
         missing = connections.await_agents(sorted(set(ranks)), patience)

@@ -47,21 +47,13 @@ class Lines:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add received bytes.
-
-        Raises:
-            ValueError: a line is too long.
-        """
+        """Add received bytes."""
         self._data += data
         if len(self._data) > LONGEST and b"\n" not in self._data:
             raise ValueError(f"a line of more than {LONGEST} bytes")
 
     def next(self) -> dict[str, Any] | None:
-        """Return the next complete message, or None.
-
-        Raises:
-            ValueError: the line is not a JSON object.
-        """
+        """Return the next complete message, or None."""
         end = self._data.find(b"\n")
         if end < 0:
             return None

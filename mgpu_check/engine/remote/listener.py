@@ -54,8 +54,6 @@ class Listener:
         """Register with `selector`, whose owner must call the data of each ready key.
 
         Args:
-            listener: the listening socket.
-            key: of the run.
             admit: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if
                 the message is invalid.
             refuse: receives the address of a peer with another key.
@@ -76,7 +74,6 @@ class Listener:
             self._send_away(guest)
 
     def close(self) -> None:
-        """Stop listening, and close the connections that are not admitted yet."""
         for guest in list(self._guests):
             self._send_away(guest)
         self._selector.unregister(self._listener)

@@ -57,16 +57,7 @@ class Meeting:
     """The entries of the store that announce the driver and its end. Imports torch."""
 
     def __init__(self, launched: LaunchedProcess, timeout: float, key: Key | None) -> None:
-        """Connect to the store. Rank 0 makes the store if the launcher has none.
-
-        Args:
-            launched: this process.
-            timeout: of the store, in seconds.
-            key: of the user; None with --trust-network, where the store holds the key.
-
-        Raises:
-            RuntimeError, OSError: the store cannot be reached, or its port is taken.
-        """
+        """Connect to the store. Rank 0 makes the store if the launcher has none."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._key = None if key is None else key.of_run(launched.identity)
@@ -98,12 +89,7 @@ class Meeting:
         return Announced(address, port, name, key)
 
     def driver(self) -> Announced | None:
-        """Return the driver that was announced last, None without an announcement.
-
-        Raises:
-            WrongKey: the announcement was made with another key.
-            Stranger: the announcement is invalid, or only one of both sides uses --trust-network.
-        """
+        """Return the driver that was announced last, None without an announcement."""
         found = self._read(_DRIVER)
         if found is None:
             return None
@@ -132,7 +118,6 @@ class Meeting:
         self._say(_END, driver.key, {"name": driver.name, "code": code})
 
     def ended(self, driver: Announced) -> End | None:
-        """Return how `driver` has ended, None if no end is noted."""
         try:
             found = self._read(_END)
             if found is None:
@@ -151,8 +136,7 @@ class Meeting:
         self._store.set(name, json.dumps(value if opened is None else {**value, "key": opened.hex()}))
 
     def _read(self, name: str) -> tuple[str, bytes, bytes | None] | None:
-        """Read an entry of the store: its text, its proof, and the key with --trust-network; None if there is no
-        entry."""
+        """Read an entry of the store: its text, its proof, and with --trust-network its key; None without an entry."""
         if not self._store.check([name]):
             return None
         text = self._store.get(name)

@@ -52,11 +52,7 @@ class LaunchedProcess:
 
 
 def launched_process_of(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return the launched process that `environment` describes; None without a launcher, or for a run of one process.
-
-    Raises:
-        ValueError: a variable is missing, is not a number, or is out of range.
-    """
+    """Return the launched process of `environment`; None without a launcher, or for a run of one process."""
     variables = _Variables(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         launched = _of_torchrun(variables)
