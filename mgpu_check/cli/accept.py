@@ -76,7 +76,6 @@ The last line of the output is the verdict.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the acceptance, and return the exit code of its verdict."""
     arguments = list(argv)
     if arguments[:1] == ["merge"]:
         from mgpu_check.cli import accept_merge

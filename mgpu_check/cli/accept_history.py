@@ -33,7 +33,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the history of a directory, and return the exit code."""
     parser = _parser()
     try:
         given = parser.parse_args(list(argv))

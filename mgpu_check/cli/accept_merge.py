@@ -49,8 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Join the reports of `argv`, print the verdict, write the reports, and return the exit code of the worst
-    verdict."""
+    """Join the reports of `argv`, write the result, and return the exit code of the worst verdict."""
     parser = _parser()
     try:
         given = parser.parse_args(list(argv))

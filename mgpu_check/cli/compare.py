@@ -147,7 +147,6 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare the runs that `argv` names, and return the exit code: see ``--help``."""
     parser = _parser()
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)

@@ -21,7 +21,6 @@ from mgpu_check.compare.verdict import ComparisonVerdict, of_inputs
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of curves."""
     add = parser.add_argument
     add(
         "--curve",
@@ -44,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def of_files(given: argparse.Namespace, words: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Compare the curves in files."""
     if len(words) != 2:
         parser.error(
             f"curves of {len(words)} sides given: {', '.join(words)}; give two sides, each a file, a directory, or a "

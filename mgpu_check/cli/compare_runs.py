@@ -29,7 +29,6 @@ def are_files(words: Sequence[str]) -> bool:
 
 
 def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Compare two traces."""
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
     why = "two traces are compared without running a script; only --unjudged, --html, --json and --sarif go with them"
@@ -116,7 +115,6 @@ def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
 
 
 def _both(given: argparse.Namespace, plan: ComparisonPlan, one: RunRecording, other: RunRecording) -> int:
-    """Record two runs, and compare them."""
     done = ScriptComparison(plan)
     share = not given.against  # slices of one run may be found in the other run
     found: list[RecordedRun] = []

@@ -67,11 +67,6 @@ def writable(text: str) -> Path:
 
 
 def add_run_options(parser: argparse.ArgumentParser, steps: str) -> None:
-    """Add the options of runs of a script.
-
-    Args:
-        steps: what happens to the steps: "compare".
-    """
     add = parser.add_argument
     add("--gpus", type=number(1, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
     simulate.add_simulate(parser)
