@@ -32,8 +32,7 @@ import pytest
 from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.findings import judged
 from mgpu_check.acceptance.health.checks import examine_health
-from mgpu_check.acceptance.inventory.checks import examine_inventory, examine_pcie
-from mgpu_check.acceptance.inventory.identity import examine_identity
+from mgpu_check.acceptance.inventory.checks import examine_identity, examine_inventory, examine_pcie
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
 from mgpu_check.devices.telemetry.simulated import PROFILE, Override

@@ -42,7 +42,6 @@ class Outlier:
 
     @property
     def seen(self) -> str:
-        """The comparison in one line without the node."""
         c = self.comparison
         return (
             f"{self.quantity} of size {self.size} is {amount(self.value, self.unit)}, {c.missing:.0%} "
@@ -52,7 +51,6 @@ class Outlier:
 
     @property
     def observation(self) -> Observation:
-        """The comparison as a failed observation of the host."""
         measured = {"quantity": self.quantity, "unit": self.unit, "size": self.size, "value": self.value}
         evidence = {**measured, "comparisons": [self.comparison.as_json()]}
         case = f"{self.quantity}, size {self.size}"

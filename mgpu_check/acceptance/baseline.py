@@ -71,19 +71,15 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Model and software: unique within a file."""
         return (self.name, self.memory, *(self.software.get(name, "") for name in SOFTWARE))
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The entries of one baseline file."""
-
     file: str
     entries: tuple[Entry, ...]
 
     def of(self, gpu: Gpu) -> list[Entry]:
-        """Return the entries of the model of `gpu`, the latest first."""
         found = [entry for entry in self.entries if entry.name == gpu.name and same_memory(entry.memory, gpu.memory)]
         return sorted(found, key=lambda entry: entry.recorded, reverse=True)
 
@@ -190,10 +186,5 @@ def place_of(measurement: Measurement, gpus: Mapping[int, Gpu]) -> str:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read a baseline file.
-
-    Raises:
-        ValueError: the file is not a valid baseline. The message names the file, the key, its value and the valid
-            values.
-    """
+    """Read a baseline file, or raise ValueError that names the key, its value and the valid values."""
     return FORM.decoded(read_document(path), str(path))

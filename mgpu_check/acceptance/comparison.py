@@ -54,7 +54,6 @@ class Comparison:
     numbers: Mapping[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison as plain values for JSON."""
         mine = {"against": self.against, "outcome": self.outcome, "reference": self.reference, "missing": self.missing}
         return {**mine, "limit": self.limit, "why": self.why, **(self.numbers or {})}
 
@@ -74,7 +73,6 @@ def models(gpus: Iterable[Gpu]) -> dict[int, tuple[str, int]]:
 
 
 def least_shortfall(kind: MeasuredKind) -> float:
-    """Return the entry of `LEAST_SHORTFALL` for measurements of a kind."""
     if kind.unit == "B/s" and kind.subject in ("upload", "download"):
         return LEAST_SHORTFALL["pageable B/s" if kind.quantity.startswith("pageable") else "host B/s"]
     return LEAST_SHORTFALL[kind.unit]

@@ -41,12 +41,7 @@ _WORDS = {
 
 
 def read_document(path: Path) -> Any:
-    """Read a JSON file. NaN and infinities are kept, so that the lint can report them. A whole number becomes an
-    integer.
-
-    Raises:
-        ValueError: the file cannot be read, or is not JSON.
-    """
+    """Read a JSON file, or raise ValueError. NaN and infinities are kept for the lint; 80e9 becomes an integer."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -66,11 +61,7 @@ def _parsed(text: str) -> float:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees either the old content or the new content, never a part.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file atomically: a reader sees the old content or the new content, never a part."""
     target = path.resolve()  # replace the target of a symbolic link, not the link
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
@@ -108,11 +99,7 @@ class DocumentType(Generic[Content]):
     origin: str
 
     def decoded(self, document: Any, file: str) -> Content:
-        """Make the content from a parsed JSON document.
-
-        Raises:
-            ValueError: the document is not valid. The message names the file, the key, its value and the valid values.
-        """
+        """Make the content from a parsed JSON document, or raise ValueError that names the key and its valid values."""
         wrong = _head(self, document)
         if not wrong:
             document = {**document, "file": file}
@@ -161,11 +148,7 @@ def _head(form: DocumentType[Any], document: Any) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert a parsed JSON value to an annotation.
-
-    Raises:
-        msgspec.ValidationError: the value does not fit.
-    """
+    """Convert a parsed JSON value to an annotation, or raise `msgspec.ValidationError`."""
     return msgspec.convert(value, kind, dec_hook=_number, str_keys=True)
 
 

@@ -89,7 +89,6 @@ class Planted:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that the verdict must accuse."""
         return self.fault.parts(self.parameters)
 
 
@@ -108,22 +107,18 @@ def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defe
 
 
 def gpu(parameters: Parameters) -> tuple[Part, ...]:
-    """Return the GPU ``device`` as the part at fault."""
     return (Part("gpu", (int(parameters["device"]),)),)
 
 
 def host(_: Parameters) -> tuple[Part, ...]:
-    """Return the first host as the part at fault."""
     return (Part("host", (0,)),)
 
 
 def link(parameters: Parameters) -> tuple[Part, ...]:
-    """Return the link from ``device`` to ``peer`` as the part at fault."""
     return (Part("link", (int(parameters["device"]), int(parameters["peer"]))),)
 
 
 def host_link(parameters: Parameters) -> tuple[Part, ...]:
-    """Return the link between the host and ``device`` as the part at fault."""
     return (Part("host-link", (int(parameters["device"]),)),)
 
 
@@ -131,11 +126,7 @@ _faults: dict[str, HardwareFault] = {}
 
 
 def hardware_fault(fault: HardwareFault) -> HardwareFault:
-    """Register a fault.
-
-    Raises:
-        ValueError: another fault has this name.
-    """
+    """Register a fault."""
     if _faults.get(fault.name, fault) != fault:
         raise ValueError(f"hardware_fault: {fault.name!r} is registered already")
     _faults[fault.name] = fault
@@ -150,11 +141,7 @@ def all_hardware_faults() -> dict[str, HardwareFault]:
 
 
 def planted_from(text: str) -> Planted:
-    """Parse a fault in the notation of the command line: a name, a colon, and parameters that differ from the defaults.
-
-    Raises:
-        ValueError: the name, a parameter or its value is unknown. The message gives the valid set.
-    """
+    """Parse a fault of the command line, a name with parameters, or raise ValueError with the valid set."""
     faults = all_hardware_faults()
     name, _, given = text.partition(":")
     if name not in faults:

@@ -122,7 +122,6 @@ class ReportedFinding:
 
 
 def identify(entry: Observation) -> FindingKind:
-    """Return the kind of a failed observation."""
     return next(kind for kind in KINDS.values() if kind.matches(entry))
 
 
@@ -159,7 +158,6 @@ def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
 
 
 def table() -> str:
-    """Return the table of all kinds in Markdown."""
     head = ("id", "severity", "action", "verdict", "means", "evidence", "do")
     rows = [
         (f"`{kind.id}`", kind.severity, kind.action, kind.ruling, kind.meaning, kind.evidence, _for_page(kind))

@@ -31,7 +31,6 @@ def floors(
     """Return the least work that passes, by check and subject.
 
     Args:
-        memory_share: share of each GPU's memory to be tested.
         soak: requested seconds of load; None without a soak.
         dcgm: whether results of DCGM's diagnostic were given.
     """
@@ -57,7 +56,6 @@ def floors(
 
 
 def _ways(gpus: Sequence[Gpu]) -> list[Subject]:
-    """Return all copies that the check of links must make."""
     ways = [Subject(kind, (gpu.number,)) for gpu in gpus for kind in ("upload", "download")]
     for one, other in itertools.permutations(gpus, 2):
         if one.host == other.host:

@@ -39,13 +39,11 @@ _MOST_SLOWDOWN = 3.0
 
 
 def slowdown(most: float = math.inf) -> float:
-    """Return how many processes share a core of the host of pytest, from 1 to `most`: healthy GPUs answer later if
-    their ranks wait for a core."""
+    """Return how many processes share a core here, from 1 to `most`: ranks that wait for a core answer later."""
     return min(most, max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))
 
 
 def seconds_for_a_call() -> float:
-    """Return the time limit in seconds of one call on all GPUs: that of the level, longer on a busy host, or
-    ``--rank-timeout`` if that was given and is less."""
+    """Return the seconds that a call on all GPUs may take: more on a busy host, at most ``--rank-timeout`` if given."""
     own = _SECONDS[active().depth] * slowdown(_MOST_SLOWDOWN)
     return min(own, active().rank_timeout) if active().given("rank_timeout") else own

@@ -60,11 +60,7 @@ class Remark:
 
 
 def lint(path: Path) -> list[Remark]:
-    """Read a table of floors or a baseline, and return its errors.
-
-    Raises:
-        ValueError: the file cannot be read, or is neither of the two.
-    """
+    """Return the errors of a table of floors, or of a baseline."""
     document = read_document(path)
     name = document.get("format") if isinstance(document, dict) else None
     if name == skus.FORM.name:
@@ -119,7 +115,6 @@ def _off_scale(value: float, quantity: str, unit: str, what: str) -> str:
 
 
 def lint_floors(table: Floors) -> list[Remark]:
-    """Return the errors of a table of floors."""
     found: list[Remark] = []
     names = Counter((name, sku.memory) for sku in table.skus for name in sku.names)
     for (name, _), count in names.items():
@@ -175,7 +170,6 @@ def _of_nominal(nominal: Nominal | None, known: Nominal | None, table: Floors) -
 
 
 def _known(sku: Sku) -> Sku | None:
-    """Return the packaged entry of the same model."""
     return next((known for known in packaged_floors().skus if set(known.names) & set(sku.names)), None)
 
 
@@ -259,7 +253,6 @@ def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[
 
 
 def lint_baseline(recorded: Baseline) -> list[Remark]:
-    """Return the errors of a baseline."""
     found: list[Remark] = []
     counts = Counter(entry.key for entry in recorded.entries)
     for entry in recorded.entries:

@@ -14,11 +14,7 @@ _SHARE = 64  # of the free memory
 
 
 def keep_busy(rank: Rank, seconds: float) -> int:
-    """Multiply matrices, and copy the products to the host and back, for `seconds`.
-
-    Returns:
-        the number of rounds.
-    """
+    """Multiply matrices, and copy the products to the host and back, for `seconds`."""
     import torch
 
     free, _ = torch.cuda.mem_get_info(rank.device)

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.acceptance.answering import answers
 from mgpu_check.acceptance.levels import seconds_for_a_call, slowdown
 from mgpu_check.acceptance.run_log import RepeatableCall
 from mgpu_check.acceptance.verdict.troubles import observations_of
-from mgpu_check.devices.observations import MeasuredKind, Measurement, Observation, SubjectResult
+from mgpu_check.devices.observations import MeasuredKind, Measurement, Observation, Subject, SubjectResult, Work
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.errors import RankHang, StartupFailure
 from mgpu_check.option_values import Depth, depth_of
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from mgpu_check.acceptance.run_report import Gpu, Host
     from mgpu_check.acceptance.watch import Watch
     from mgpu_check.engine.pool import RankPool
+    from mgpu_check.engine.rank_side.rank import Rank
 
 _HURRY = 4
 
@@ -47,13 +47,11 @@ class Node:
 
     Attributes:
         gpus: all GPUs; the number of a GPU is its index here.
-        plan: the settings of the run.
         visible: number of GPUs of each host, including those outside the run.
         slots: PCI bus id of each GPU by number, from torch; empty where torch does not report it.
         past_xids: Xid -> times in the kernel log before the run, by GPU; without GPUs whose log could not be read.
         kernel_before: what the kernel of each host said before the run, by name and boot id of the host.
         lost: GPUs that no longer answer; no check is called on them.
-        telemetry: source of telemetry; None without one.
         boundaries: a snapshot before the first test, and one after each test.
     """
 
@@ -84,22 +82,18 @@ class Node:
 
     @property
     def depth(self) -> Depth:
-        """How much each check does."""
         return depth_of(self.plan.level)
 
     @property
     def memory_share(self) -> float:
-        """Share of the free memory of each GPU to be written and read back."""
         return self.plan.memory_share
 
     @property
     def soak(self) -> float | None:
-        """Seconds of load after the checks; None for no soak."""
         return self.plan.soak
 
     @property
     def simulated(self) -> bool:
-        """True if the GPUs are simulated."""
         return self.plan.simulate is not None
 
     @property
@@ -205,7 +199,6 @@ class Node:
         return results
 
     def measurements(self) -> list[Measurement]:
-        """Return the measurements so far."""
         return list(self._log.measurements())
 
     def measure_again(self, slow: Iterable[Measurement], until: Callable[[], bool]) -> list[Measurement]:
@@ -225,7 +218,6 @@ class Node:
         return self.measurements()[before:]
 
     def mark(self, check: str = "", test: str = "") -> None:
-        """Take a telemetry snapshot after a test has ended."""
         if self.telemetry is not None:
             self.boundaries.append(Boundary(check, test, self.telemetry.snapshot(full=not self.boundaries)))
 
@@ -270,7 +262,7 @@ class Node:
         return translated
 
     def _patience(self, check: str) -> float:
-        """Return the time limit of a call, shorter after a call of this check has hung: others hang for the same
+        """Return the time limit of a call. It is shorter once a call of this check has hung: others hang for the same
         reason."""
         return seconds_for_a_call() / (_HURRY if check in self._hung else 1)
 
@@ -307,3 +299,14 @@ def _with_devices(fn: Callable[..., Any], indices: Sequence[int], args: Sequence
     import torch  # in the node process
 
     return fn([torch.device("cuda", index) for index in indices], *args)
+
+
+def answers(rank: Rank, check: str) -> list[Observation]:
+    """Sum numbers on the device of a rank and check the result; a lost device raises, or never returns."""
+    import torch  # here, because the parent refers to this function
+
+    total = int(torch.arange(1024, device=rank.device).sum().item())
+    subject = Subject("gpu", (rank.index,))
+    if total == 1024 * 1023 // 2:
+        return [Observation(check, subject, "passed", case="sum of 0 to 1023", work=Work(operations=1))]
+    return [Observation(check, subject, "failed", f"the sum of 0 to 1023 is {total}", "sum of 0 to 1023")]

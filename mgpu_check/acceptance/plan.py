@@ -27,16 +27,11 @@ class Plan:
         memory_share: share of the free memory of each GPU to be written and read back.
         soak: seconds of load after the checks; None for no soak.
         simulate: backing device of simulated GPUs; None on real ones.
-        planted: defects of the simulated node.
-        baseline: the baseline to compare the GPUs with; None without one.
-        reports: files to write.
         record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record
             nothing.
-        verdict_file: file to write the verdict to; None for none.
         policy: rulings on findings that differ from the defaults, by id.
         evidence: whether JSON reports keep every observation and sample.
         syslog: whether to send the verdict to the system log.
-        dcgm: results of DCGM's diagnostic; None without a file.
     """
 
     level: Level
@@ -55,12 +50,7 @@ class Plan:
 
     @classmethod
     def of(cls, settings: Settings) -> Plan:
-        """Make the plan for `settings`.
-
-        Raises:
-            ValueError: a file cannot be read or written, or a defect is unknown. The message names the option, its
-                value and the remedy.
-        """
+        """Make the plan for `settings`, or raise ValueError that names the wrong option, its value and the remedy."""
         option = "accept_plant"
         try:
             planted = tuple(planted_from(text) for text in settings.accept_plant)

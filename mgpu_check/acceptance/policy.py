@@ -16,11 +16,7 @@ _PAGE = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/reference/findi
 
 
 def read_policy(path: Path) -> dict[str, Ruling]:
-    """Return the rulings of a TOML file, by id of the kind of finding.
-
-    Raises:
-        ValueError: the file cannot be read, or has an unknown id, value or table. The message names the valid ones.
-    """
+    """Return the rulings of a TOML file, by id of the kind of finding."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -85,23 +85,13 @@ def _recorded(measurements: Sequence[Measurement], gpus: Mapping[int, Gpu]) -> t
 
 
 def record(path: Path, entries: Sequence[Entry]) -> None:
-    """Add entries to a baseline file, or create it. New entries replace old ones of the same model and software.
-
-    Raises:
-        ValueError: the file exists and is not a baseline; it is left unchanged.
-        OSError: the file cannot be written.
-    """
+    """Add entries to a baseline file, or create it. They replace entries of the same model and software."""
     there = read_baseline(path).entries if path.exists() else ()
     new = {entry.key for entry in entries}
     write(path, Baseline(str(path), (*(entry for entry in there if entry.key not in new), *entries)))
 
 
 def write(path: Path, baseline: Baseline) -> None:
-    """Write a baseline file atomically: a reader sees either the old content or the new content.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
     ordered = sorted(baseline.entries, key=lambda entry: entry.key)
     document = {"format": FORM.name, "version": FORM.version, "entries": [asdict(entry) for entry in ordered]}
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"

@@ -24,8 +24,7 @@ from mgpu_check.acceptance.report.text import verdict_lines
 from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
-from mgpu_check.acceptance.verdict.advice import advice_for
-from mgpu_check.acceptance.verdict.evidence import evidence_lines
+from mgpu_check.acceptance.verdict.advice import advice_for, evidence_lines
 from mgpu_check.acceptance.verdict.localisation import Look, found_about, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.acceptance.watch import Watch
@@ -51,10 +50,8 @@ class Run:
     """One acceptance run.
 
     Args:
-        plan: the validated settings.
         command: the command line of the user, without the options that select checks.
         seed: seed of Hypothesis; None if it is not a number.
-        selection: the options that select checks.
 
     Attributes:
         ended_by: the signal that interrupted the run; "" for Ctrl-C.
@@ -94,7 +91,6 @@ class Run:
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def start(self) -> None:
-        """Take the inventory of the GPUs, start telemetry, and plant the requested defects."""
         plan = self.plan
         files.clear([*plan.reports, *([plan.verdict_file] if plan.verdict_file else [])])
         if plan.simulate == "cpu" or plan.planted:
@@ -116,7 +112,6 @@ class Run:
         }
 
     def _watch(self, gpus: Sequence[Gpu]) -> Watch:
-        """Start to sample the telemetry of the drivers, or of simulated ones."""
         simulated = None
         if self.plan.simulate:
             overrides = [other for one in self.plan.planted for other in one.fault.telemetry(one.parameters)]
@@ -157,7 +152,6 @@ class Run:
         return dataclasses.replace(host, software={**host.software, "driver": str(driver)}) if driver else host
 
     def end(self) -> None:
-        """Stop the telemetry."""
         if self.node is not None and self.node.telemetry is not None:
             self.node.telemetry.close()
 
@@ -196,7 +190,6 @@ class Run:
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:
-        """Lease all GPUs outside of a test."""
         self.session.begin_test(name, 0)
         try:
             yield
@@ -221,14 +214,12 @@ class Run:
         return found
 
     def look_again(self) -> None:
-        """Repeat the cases that failed in groups, to find the parts at fault."""
         assert self.node is not None
         with self.leased("acceptance: second looks"):
             for look in look_again(self.node, self.log):
                 self.looks.append(look)  # each when it is done, so that an interrupted run keeps it
 
     def report(self) -> RunReport:
-        """Return the report of the run up to now."""
         plan = self.plan
         observations = tuple(self.log.observations())
         gpus = self.node.gpus if self.node else ()

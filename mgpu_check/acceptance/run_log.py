@@ -75,11 +75,9 @@ class RunLog:
         self.zero = time.monotonic()
 
     def now(self) -> float:
-        """Return the seconds since the start of the run."""
         return time.monotonic() - self.zero
 
     def begin(self, check: str, test: str) -> Section:
-        """Begin the section of a test."""
         section = Section(check, test, self.now())
         self.sections.append(section)
         return section
@@ -101,7 +99,6 @@ class RunLog:
         return started, sum(section.ended - section.started for section in sections)
 
     def any_failed(self) -> bool:
-        """Return whether an observation failed whose call can be repeated."""
         return next(self.failed_calls(), None) is not None
 
     def failed_calls(self) -> Iterator[tuple[Observation, RepeatableCall]]:

@@ -45,12 +45,10 @@ class Selection:
         )
 
     def narrowed(self, checks: Iterable[str]) -> Selection:
-        """Return the part of this selection that is in `checks`."""
         wanted = " or ".join(checks)
         return replace(self, keyword=f"({self.keyword}) and ({wanted})" if self.keyword not in ("", wanted) else wanted)
 
     def added_to(self, command: str) -> str:
-        """Return `command` with the options of this selection."""
         words = [*(("-k", self.keyword) if self.keyword else ()), *(("-m", self.mark) if self.mark else ())]
         words += [f"--deselect={one}" for one in self.left_out]
         return shlex.join([*shlex.split(command), *words, *self.files])

@@ -56,8 +56,6 @@ class Floor:
 
 @dataclass(frozen=True)
 class Pcie:
-    """The PCIe link of a model."""
-
     generation: Positive
     width: Positive
     source: Text = field(compare=False)
@@ -103,7 +101,6 @@ class Sku:
     nominal: Nominal | None = None
 
     def facts(self, gpus: int) -> dict[str, Value]:
-        """Return the facts that each GPU has on a host with `gpus` GPUs of this model."""
         found: dict[str, Value] = {}
         if self.pcie is not None:
             found |= {"pcie_generation_max": self.pcie.generation, "pcie_width_max": self.pcie.width}
@@ -142,7 +139,6 @@ class Floors:
     measured_by: Mapping[str, Texts] = field(default_factory=dict)
 
     def sku(self, gpu: Gpu) -> Sku | None:
-        """Return the model of a GPU, or None."""
         return next((sku for sku in self.skus if sku.why_not(gpu) is None), None)
 
     def about(self, gpu: Gpu) -> str:
@@ -154,11 +150,7 @@ class Floors:
 
     def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu]) -> list[Comparison]:
         """Compare a measurement with the lowest floor of its GPUs. Return an empty list if one of the GPUs has no
-        floor.
-
-        Args:
-            gpus: all GPUs of the run, by number.
-        """
+        floor."""
         subject = measurement.subject
         members = [] if subject.kind == "host" else [gpus[member] for member in subject.members]
         if not members or len({gpu.host for gpu in members}) > 1:
@@ -192,15 +184,9 @@ FORM = DocumentType("mgpu-check floors", 1, Floors, f"{TABLE} in the package is 
 
 @functools.cache
 def packaged_floors() -> Floors:
-    """Return the table that comes with this package."""
     text = files("mgpu_check.acceptance").joinpath(TABLE).read_text(encoding="utf-8")
     return FORM.decoded(json.loads(text), TABLE)
 
 
 def read_floors(path: Path) -> Floors:
-    """Read a table of floors.
-
-    Raises:
-        ValueError: the file is not a valid table. The message names the file, the key, its value and the valid values.
-    """
     return FORM.decoded(read_document(path), str(path))

@@ -9,8 +9,7 @@ import pytest
 
 from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.health.checks import allowed_growth, examine_growth, examine_health, examine_troubles
-from mgpu_check.acceptance.inventory.checks import Reference, examine_inventory, examine_pcie
-from mgpu_check.acceptance.inventory.identity import examine_identity
+from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
 from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject

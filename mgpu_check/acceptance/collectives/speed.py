@@ -63,10 +63,7 @@ def _speeds(case: RepeatedCollective, members: Sequence[int], times: Sequence[fl
 
 
 def time_collectives(rank: Rank, cases: Sequence[RepeatedCollective], repeats: int) -> list[list[float]]:
-    """Return for each case `repeats` measurements of the seconds of one call; empty if this rank is not in the group.
-
-    Each measurement is the mean of ``case.iterations`` calls that are queued at once.
-    """
+    """Return for each case `repeats` measurements of the seconds of a call; empty for a group without this rank."""
     found: list[list[float]] = []
     with groups_of(rank, (case.members for case in cases)) as groups:
         for case in cases:

@@ -46,12 +46,10 @@ _MOST_PAIRS = {"quick": 28, "standard": 496, "long": 2016}
 
 
 def fits(node: Node, size: int) -> bool:
-    """Return whether every GPU has memory for collectives of `size` bytes."""
     return size * 12 <= min(node.gpus[number].memory for number in node.numbers)
 
 
 def look(node: Node, cases: Sequence[RepeatedCollective]) -> None:
-    """Run collectives on all GPUs, and record the observations."""
     from mgpu_check.acceptance.collectives.views import examine_collectives
     from mgpu_check.suite.collectives.exact import Cases
 

@@ -27,11 +27,7 @@ def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
 
 
 def observations_of_views(cases: Sequence[RepeatedCollective], results: Iterable[Sequence[View]]) -> list[Observation]:
-    """Return an observation for each group in each case.
-
-    Args:
-        results: the views of each rank.
-    """
+    """Return an observation for each group in each case."""
     views: dict[tuple[int, tuple[int, ...]], list[View]] = {}
     for seen in results:
         for view in seen:
@@ -82,7 +78,6 @@ def _pairs_that_passed(case: RepeatedCollective, members: Sequence[int], work: W
 
 
 def _ways(bad: Mapping[int, View]) -> dict[tuple[int, int], View]:
-    """Return the (source, receiver) pairs of wrong data, each with the view of the receiver."""
     found: dict[tuple[int, int], View] = {}
     for receiver, view in bad.items():
         for wrong in view.wrong:

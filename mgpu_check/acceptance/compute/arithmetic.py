@@ -41,8 +41,7 @@ def measure_launches(rank: Rank, repeats: int) -> list[SubjectResult]:
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
-    """Run `cases` on all GPUs, and record what their oracles find and which GPUs are outvoted by others of their
-    model."""
+    """Run `cases` on all GPUs, and record wrong results and outvoted GPUs."""
     numbers = node.numbers
     results = node.on_ranks("compute", _EXAMINE, cases, timeout=20 + 3 * sum(case.seconds for case in cases))
     ballots: dict[ComputeCase, dict[int, int]] = {}

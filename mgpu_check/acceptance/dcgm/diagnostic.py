@@ -78,7 +78,6 @@ def read_diagnostic(path: Path) -> Diagnostic:
 
 
 def _run(document: Mapping[str, Any]) -> tuple[str, list[DiagnosticResult], str]:
-    """Return the version, the results, and the error of one iteration."""
     name = next((name for name in _NAMES if name in document), None)
     if name is None:
         raise ValueError(f"there is no {' or '.join(map(repr, _NAMES))} in {sorted(document)[:8]}")

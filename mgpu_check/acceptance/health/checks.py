@@ -85,17 +85,7 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
 
 
 def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observation]:
-    """Compare the counters of two snapshots.
-
-    A counter without a value in one of the snapshots is skipped.
-
-    Args:
-        case: the name of the work between them.
-
-    Returns:
-        For each GPU that answered both times: one failed observation for each counter that grew by more than
-        `allowed_growth`; or a single passed one if no counter did, even if all were skipped.
-    """
+    """Compare the counters of two snapshots."""
     seconds = max(0.0, after.at - before.at)
     found = []
     for gpu in sorted(before.counters.keys() & after.counters.keys()):
@@ -117,7 +107,6 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
 
 
 def _grown(name: str, first: int, last: int, allowed: float) -> str:
-    """Describe the excessive growth of a counter; "" if it is allowed."""
     what = field_of(name).text
     if last < first and first > _WRAPS:
         last += 1 << 32
@@ -277,7 +266,6 @@ def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observatio
 
 
 def examine_troubles(troubles: Iterable[Trouble], host: int = 0) -> list[Observation]:
-    """Return an observation for each trouble, about its GPU or the host; none for a consequence of another trouble."""
     return [entry for trouble in troubles for entry in _trouble(trouble, host)]
 
 

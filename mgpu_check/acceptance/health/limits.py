@@ -46,7 +46,6 @@ def examine_limits(
 
     Args:
         before, after: full snapshots at the start and at the end of the run.
-        samples: samples of the run, by GPU.
     """
     busy = {gpu: [sample for sample in mine if is_under_load(sample)] for gpu, mine in samples.items()}
     found: list[Observation] = []

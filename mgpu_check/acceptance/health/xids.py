@@ -57,21 +57,15 @@ _XIDS: dict[int, tuple[str, str]] = {
 
 
 def meaning_of(xid: int) -> str:
-    """Return the meaning of an Xid, as a line that starts with its number."""
     return f"Xid {xid}: {_XIDS[xid][0]}" if xid in _XIDS else f"Xid {xid}"
 
 
 def advice_on(xid: int) -> str:
-    """Return the advice on an Xid."""
     return _XIDS[xid][1] if xid in _XIDS else f"look it up in NVIDIA's catalog of Xids; {_RESET}"
 
 
 def examine_past_xids(seen: Mapping[int, Mapping[int, int]]) -> list[Observation]:
-    """Return an observation for each Xid that the kernel log has of a GPU from before the run.
-
-    Args:
-        seen: Xid -> number of times, by GPU.
-    """
+    """Return an observation for each Xid that the kernel log has of a GPU from before the run."""
     found = []
     for gpu, xids in sorted(seen.items()):
         for xid, times in sorted(xids.items()):

@@ -49,7 +49,6 @@ class Reference:
     nominal: bool = False
 
     def meets(self, name: str, value: Value) -> bool:
-        """Return whether the value of a fact is right."""
         right = self.facts[name]
         if self.nominal and name in _MORE_IS_BETTER:
             return float(value) >= float(right)
@@ -143,7 +142,6 @@ def _reference(name: str, references: Sequence[Reference]) -> Reference | None:
 
 
 def _facts(snapshot: Snapshot, host: int, references: Sequence[Reference]) -> list[Observation]:
-    """Compare all facts: the model over all GPUs, all others over GPUs of one model."""
     models, found = snapshot.by_model(), []
     for name in names("fact"):
         for gpus in [sorted(snapshot.facts)] if name == "name" else models:
@@ -156,7 +154,6 @@ def _facts(snapshot: Snapshot, host: int, references: Sequence[Reference]) -> li
 
 
 def _among_each_other(snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> list[Observation]:
-    """Compare one fact over GPUs."""
     values = {gpu: value for gpu in gpus if (value := snapshot.facts[gpu][name]) is not None}
     same = _same_as(name)
     usual = _majority(list(values.values()), same)
@@ -192,7 +189,6 @@ def _silent(snapshot: Snapshot, name: str, gpus: Sequence[int], usual: Value, th
 
 
 def _against(reference: Reference, snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> list[Observation]:
-    """Compare one fact of GPUs with a reference."""
     right = reference.facts[name]
     values = {gpu: snapshot.facts[gpu][name] for gpu in gpus}
     off = {gpu: value for gpu, value in values.items() if value is not None and not reference.meets(name, value)}
@@ -293,3 +289,43 @@ def _of_host(host: int, text: str, name: str, value: Any, usual: Any) -> Observa
 
 def _unknown(gpu: int, why: str) -> Observation:
     return Observation(_CHECK, Subject("gpu", (gpu,)), "unknown", why)
+
+
+_CHECK = "inventory"
+_CASE = "identity"
+
+
+def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int = 0) -> list[Observation]:
+    """Compare the identities of the GPUs of one host with each other, and their slots with those that torch reports.
+
+    GPUs on a board with several GPUs share its serial number. MIG devices share that of their GPU, and its slot.
+
+    Args:
+        slots: PCI bus id of each GPU by its number, from torch; absent where unknown.
+
+    Returns:
+        Failed observations only. It is unknown which of two GPUs has a wrong identity, so they are about the host.
+    """
+    found = []
+    for name in ("uuid", "serial", "pci"):
+        owners: dict[object, list[int]] = {}
+        for gpu, values in sorted(snapshot.identity.items()):
+            facts = snapshot.facts.get(gpu, {})
+            may_share = facts.get("mig") == "on" or (name == "serial" and facts.get("multi_gpu_board") is True)
+            if values.get(name) and not may_share:
+                owners.setdefault(values[name], []).append(gpu)
+        for value, gpus in owners.items():
+            if len(gpus) > 1:
+                text = f"its GPUs {', '.join(map(str, gpus))} have one {field_of(name).text}: {value}"
+                found.append(_wrong(Subject("host", (host,)), text, name, value, {"shared by": gpus}))
+    for gpu, slot in sorted(slots.items()):
+        seen = snapshot.identity.get(gpu, {}).get("pci")
+        if seen and slot and str(seen).lower() != slot.lower():
+            text = f"PCI bus id is {seen} for the driver's library, and {slot} for torch"
+            found.append(_wrong(Subject("gpu", (gpu,)), text, "pci", seen, {"of torch": slot}))
+    return found
+
+
+def _wrong(subject: Subject, text: str, name: str, value: object, more: Mapping[str, object]) -> Observation:
+    evidence = {"field": name, "seen": value, **more}
+    return Observation(_CHECK, subject, "failed", text, _CASE, Work(operations=1), evidence)

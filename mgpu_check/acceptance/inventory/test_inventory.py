@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mgpu_check.acceptance.inventory.checks import Reference, examine_inventory, examine_pcie
-from mgpu_check.acceptance.inventory.identity import examine_identity
+from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
 from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.devices.observations import Observation, Subject
 

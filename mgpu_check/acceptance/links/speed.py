@@ -36,8 +36,7 @@ class _MeasuredCopy:
 
 
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[SubjectResult]:
-    """Measure the bandwidth of copies of `size` bytes, or of what fits, and the latency of small ones, on every
-    path."""
+    """Measure the bandwidth of copies of up to `size` bytes, and the latency of small copies, on every path."""
     found: list[SubjectResult] = []
     torch.cuda.empty_cache()
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))

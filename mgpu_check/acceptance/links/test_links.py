@@ -47,8 +47,7 @@ _MANY_SIMULATED = {
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, ...]:
-    """Draw sizes in bytes: a small one, sizes around limits where the implementation of copies changes, and a large
-    one."""
+    """Draw sizes in bytes: a small one, some around limits where implementations change, and a large one."""
     level = active().depth
     around = st.integers(-70, 70)
     borders = [64 << 10, 2 << 20] if level == "quick" else [4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20]
@@ -115,8 +114,7 @@ def test_many_copies(node: Node, seed: int) -> None:
 
 
 def reaches(node: Node) -> list[int]:
-    """Return the offsets that fit into a quarter of the memory of each GPU; of smaller GPUs, the largest power of
-    two."""
+    """Return the offsets that fit into a quarter of each GPU's memory, or else the largest power of two."""
     most = min(node.gpus[number].memory for number in node.numbers) // 4
     return [reach for reach in _REACHES if reach <= most] or [1 << max(1, most).bit_length() - 1]
 

@@ -57,7 +57,6 @@ _LIMITS = (
 
 
 def of_host(outcome: Outcome, seen: str, case: str, work: Work, **evidence: Any) -> Observation:
-    """Return an observation of the host."""
     return Observation("machine", Subject("host", (0,)), outcome, seen, case, work, evidence)
 
 
@@ -110,7 +109,6 @@ def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Obser
 
 
 def _states(facts: KernelFacts) -> Iterator[tuple[str, Component, str]]:
-    """Yield the kind of finding, the component and the text of each wrong state."""
     yield from _speeds(facts)
     gpus = [one for one in facts.values() if one.model == "gpu"]
     for one in facts.values():

@@ -114,8 +114,7 @@ def _compute(deadline: float, wrong: bool) -> tuple[int, _Results]:
 
 
 def _work(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield results whose bits are alike on all cores: sums of small integers are exact in any order, and functions run
-    through one code path."""
+    """Yield results with equal bits on all cores: sums of small integers are exact, and functions use one code path."""
     import torch
 
     whole = torch.arange(_SIDE * _SIDE, dtype=torch.int64, device="cpu")

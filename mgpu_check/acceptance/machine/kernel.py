@@ -50,7 +50,6 @@ class Component:
 
     @property
     def is_up(self) -> bool:
-        """True if its link is up."""
         return self.values.get("state") == _ACTIVE or self.values.get("operstate") == "up"
 
 

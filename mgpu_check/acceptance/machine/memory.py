@@ -85,7 +85,6 @@ class WordPattern:
         self._first = first.neg_() if self._other else first  # the complement of n is -n - 1
 
     def write(self, start: int, chunk: torch.Tensor) -> None:
-        """Write the words from index `start` on to `chunk`, in one pass over it."""
         import torch
 
         added = start * _ODD + self._shift

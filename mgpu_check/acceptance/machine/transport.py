@@ -26,7 +26,6 @@ Paths = Mapping[tuple[int, int], str]
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that make ranks write NCCL's log, a file for each process."""
     name = Path(tempfile.gettempdir()) / f"mgpu-check-{os.getpid()}-%p.log"
     return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET", _VARIABLE: str(name)}
 

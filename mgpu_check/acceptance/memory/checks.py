@@ -78,7 +78,6 @@ def _seen(wrong: WrongRegion, kinds: list[str]) -> str:
 
 
 def _bandwidth(region: Region, subject: Subject) -> list[Measurement]:
-    """Measure copies within the memory, as the sum of bytes read and written per second."""
     if len(region.chunks) < 2 or region.chunks[0].shape != region.chunks[1].shape:
         return []
     watch = Stopwatch(region.device)

@@ -37,7 +37,6 @@ class WrongWord:
 
     @property
     def differs(self) -> int:
-        """The bits that differ."""
         return self.expected ^ self.read
 
 
@@ -46,8 +45,6 @@ class WrongRegion:
     """The errors of a region.
 
     Attributes:
-        count: the number of wrong words.
-        words: some of the wrong words.
         blind: lines that explain why the comparison on the device is unreliable.
         astray: lines about words that the host reads wrong, although a working device finds them right.
     """
@@ -87,11 +84,9 @@ class Region:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return 8 * self.words
 
     def write(self, pattern: Pattern, backwards: bool = False) -> None:
-        """Write a pattern over the whole region, chunk after chunk."""
         put = pattern.maker(self.device)
         self.watch.start()
         for index in self._order(backwards):
@@ -107,8 +102,6 @@ class Region:
         host compares some words, drawn by `seed`.
 
         Args:
-            pattern: the pattern that was written.
-            wrong: collects the errors.
             seed: selects the words for the tests of the comparison.
             then: the pattern to write over each chunk right after its comparison.
             backwards: from the last chunk to the first.
@@ -146,7 +139,6 @@ class Region:
         return int(chunk[place].item()) & MASK
 
     def set(self, word: int, value: int) -> None:
-        """Write one word."""
         chunk, place = self._place(word)
         chunk[place] = signed(value)
 

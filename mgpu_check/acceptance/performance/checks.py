@@ -108,8 +108,6 @@ def judge(
 
 @dataclass(frozen=True)
 class _JudgedSpeed:
-    """An observation, the kind of its measurement, and whether it is of the second look."""
-
     second: bool
     kind: tuple[Any, ...]
     entry: Observation

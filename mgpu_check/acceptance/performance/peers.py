@@ -39,8 +39,7 @@ def gpus_of(subject: Subject) -> tuple[int, ...]:
 def among_peers(
     measurements: Sequence[Measurement], gpus: Mapping[int, Gpu], links: Mapping[tuple[int, int], str]
 ) -> tuple[dict[int, Comparison], list[Group]]:
-    """Return the comparison of each measurement with its peers, and the groups of peers that differ without a
-    majority."""
+    """Compare each measurement with its peers, and return the groups that differ without a majority."""
     found: dict[int, Comparison] = {}
     groups: defaultdict[tuple[Any, ...], dict[int, Measurement]] = defaultdict(dict)
     turns: Counter[tuple[Any, ...]] = Counter()

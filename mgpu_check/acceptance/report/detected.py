@@ -13,7 +13,6 @@ _MISSED = 0.05
 
 
 def detected(report: RunReport) -> list[str]:
-    """Return a line on rare faults and one on slow parts, where something is known."""
     return [line for line in (rates(report), slowness(report)) if line]
 
 

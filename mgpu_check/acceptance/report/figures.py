@@ -70,7 +70,6 @@ class Grid:
     frame: str = "accused"
 
     def cells(self) -> Iterator[tuple[str, list[Cell]]]:
-        """Yield the label and the cells of each row."""
         for row, label in enumerate(self.rows):
             scale, best, _ = self._best(row)
             cells = []
@@ -126,7 +125,6 @@ def over_time(
 
     Args:
         samples: samples of the GPUs to draw; at least one has a value for a field of `PANELS`.
-        accused: numbers of the GPUs whose curves are highlighted.
     """
     by_gpu: dict[int, list[TelemetrySample]] = {}
     for sample in samples:

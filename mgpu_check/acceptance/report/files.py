@@ -28,12 +28,7 @@ _WRITERS: Mapping[str, tuple[str, str]] = dict(
 
 
 def check_paths(paths: Iterable[Path | str]) -> None:
-    """Check before a run that reports can be written to these files.
-
-    Raises:
-        ValueError: a suffix is not in `option_values.ACCEPTANCE_SUFFIXES`, a directory does not exist or is not
-            writable, or the extra for pages is missing. The message names the file and the remedy.
-    """
+    """Raise ValueError, with the file and the remedy, unless a report can be written to each path."""
     for path in map(Path, paths):
         _writer(path)
         check_place(path)
@@ -42,11 +37,7 @@ def check_paths(paths: Iterable[Path | str]) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Check that a file can be written.
-
-    Raises:
-        ValueError: its directory does not exist or is not writable, or the path is itself a directory.
-    """
+    """Raise ValueError unless a file can be written at `path`."""
     if not path.absolute().parent.is_dir():
         raise ValueError(
             f"there is no directory {path.absolute().parent} for {path.name}; make it, or choose another one"
@@ -73,14 +64,7 @@ def shortened(path: Path, report: RunReport) -> RunReport:
 
 
 def write(path: Path | str, report: RunReport) -> None:
-    """Write a report in the format of the suffix of `path`, in upper or lower case.
-
-    The write is atomic: on failure the file is unchanged.
-
-    Raises:
-        ValueError: the suffix is unknown, or the extra for pages is missing.
-        OSError: the file cannot be written.
-    """
+    """Write a report atomically, in the format of the suffix of `path`, in upper or lower case."""
     path = Path(path)
     if path.suffix.lower() == ".html":
         pages.require(f"the report {path.name}")

@@ -40,11 +40,7 @@ def facts_of(gpu: Gpu) -> list[tuple[str, str]]:
 
 
 def health_of(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]:
-    """Return the telemetry findings of a GPU: name, value, and whether it is a bad sign.
-
-    Args:
-        samples: samples of one GPU, by time.
-    """
+    """Return the telemetry findings of a GPU: name, value, and whether it is a bad sign."""
     if not samples:
         return [("telemetry", "none", False)]
     rows: list[tuple[str, str, bool]] = []

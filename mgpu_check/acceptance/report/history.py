@@ -94,16 +94,11 @@ class FleetHistory:
     gpus: tuple[GpuHistory, ...]
 
     def have(self, outcome: str) -> list[GpuHistory]:
-        """Return the GPUs with a change of this outcome."""
         return [gpu for gpu in self.gpus if any(change.outcome == outcome for change in gpu.changes)]
 
 
 def history(directory: Path) -> FleetHistory:
-    """Read all reports in a directory and those below it.
-
-    Raises:
-        ValueError: there is no directory, no report in it, or some reports are simulated and others are not.
-    """
+    """Read all reports in a directory and below it, or raise ValueError if they cannot be compared."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; give one with JSON reports of mgpu-check accept")
     named: dict[str, RunReport] = {}

@@ -22,7 +22,6 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(report: RunReport) -> str:
-    """Render the report as JUnit XML."""
     by_case: dict[tuple[str, Subject], list[Observation]] = {}
     for entry in report.observations:
         by_case.setdefault((entry.check, entry.subject), []).append(entry)

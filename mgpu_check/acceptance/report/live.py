@@ -24,15 +24,7 @@ _CATEGORIES = {"passed": "passed", "failed": "failed", "skipped": "skipped"}
 
 
 class Live:
-    """A pytest plugin that replaces pytest's dots for the tests of an acceptance. Register it when their order is
-    known.
-
-    Args:
-        terminal: pytest's terminal reporter; None without one.
-        tests: node id of each test -> name of its check, in the order they run.
-        known: check -> total seconds of its tests, if fixed in advance, as for a soak.
-        clock: returns seconds since a fixed time.
-    """
+    """A pytest plugin that replaces pytest's dots in an acceptance. Register it when the order of tests is known."""
 
     def __init__(
         self,
@@ -65,7 +57,6 @@ class Live:
         self.tick()
 
     def tick(self) -> None:
-        """Update the display, because time has passed."""
         self._line.show(self.text)
         if not self._line.lives and self._clock() - self._said >= _APART:
             self._stay(self.text())
@@ -80,7 +71,6 @@ class Live:
         self._line.show(self.text, now=True)
 
     def end(self) -> None:
-        """Remove the live line."""
         self._line.clear()
 
     def text(self) -> str:
@@ -124,7 +114,6 @@ class Live:
         return ", ".join(parts)
 
     def _stay(self, text: str, red: bool = False) -> None:
-        """Print a permanent line."""
         self._said = self._clock()
         self._line.stay(text, **({"red": True} if red else {}))
 

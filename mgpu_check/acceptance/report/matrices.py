@@ -29,7 +29,6 @@ class Matrix:
 
 
 def heat_maps(report: RunReport) -> list[Matrix]:
-    """Return heading, note and content of each matrix of a report."""
     links = {_pair(accusation.part) for accusation in report.verdict.accusations if accusation.part.kind == "link"}
     pictures = []
     for key, found in sorted(_most_telling(_by_pair(report)).items()):
@@ -55,8 +54,7 @@ def _pair(one: Subject | Part) -> tuple[int, int]:
 
 
 def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Keep one size for each quantity: the smallest for times, which shows latency; else the largest, which shows
-    bandwidth."""
+    """Keep one size for each quantity: of times the smallest, which shows latency, else the largest."""
     chosen: dict[tuple[str, str], int] = {}
     for quantity, unit, size in pairs:
         best = chosen.get((quantity, unit))
@@ -67,8 +65,7 @@ def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
-    """Return the GPUs of each matrix with a suffix for its heading: one matrix for few GPUs, else one for each shown
-    host."""
+    """Return the GPUs of each matrix with a suffix for its heading: all GPUs, or those of each shown host."""
     numbers = [gpu.number for gpu in report.gpus]
     if len(numbers) <= view.MATRIX:
         return [("", numbers)]

@@ -84,7 +84,6 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
 
 
 def worst(kinds: Iterable[Kind]) -> Kind:
-    """Return the worst of the verdicts: REJECTED, then SUSPECT, INCONCLUSIVE, ACCEPTED."""
     return min(kinds, key=_WORST.index)
 
 
@@ -169,10 +168,7 @@ def _with_suspects(whole: RunReport) -> RunReport:
 
 
 def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
-    """Return the lines on checks that could not be done on a node.
-
-    With `with_partial`, also list a partial selection.
-    """
+    """Return why checks could not be done on a node; `with_partial` adds a partial selection."""
     partial = report.verdict.partial if with_partial else ()
     return [*report.verdict.unknown, *([f"{name}: only {', '.join(partial)} ran"] if partial else [])]
 

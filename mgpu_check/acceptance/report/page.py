@@ -131,7 +131,6 @@ def _accused(report: RunReport) -> dict[int, list[str]]:
 
 
 def _wrong(report: RunReport) -> set[int]:
-    """Return the accused GPUs."""
     return {one.part.members[0] for one in report.verdict.accusations if one.part.kind == "gpu"}
 
 

@@ -82,7 +82,6 @@ class Picture:
 
 
 def pictures(report: RunReport) -> list[Picture]:
-    """Return a picture of each host that the page shows in detail."""
     known = states(report)
     return [
         _picture(report, host, [gpu for gpu in report.gpus if gpu.host == host.number], known)

@@ -17,7 +17,6 @@ _HEALTH = ("temperature", "memory_temperature", "power")
 
 
 def render(report: RunReport) -> str:
-    """Render the report in the text format of Prometheus, version 0.0.4."""
     lines: list[str] = []
     for name, text, rows in _metrics(report):
         found = [f"mgpu_check_{name}{_labelled(labels)} {_number(value)}" for labels, value in rows]

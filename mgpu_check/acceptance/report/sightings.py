@@ -33,7 +33,6 @@ class Sighting:
 
     @property
     def place(self) -> str:
-        """Host, index and slot in words."""
         return (
             f"{self.host.name or f'host {self.host.number}'} (cuda:{self.gpu.index}, PCI {self.gpu.pci or 'unknown'})"
         )

@@ -16,9 +16,7 @@ _TEXTS = 2
 
 
 def lines(report: RunReport) -> list[str]:
-    """Return the summary of a run: the verdict, each accused part, what could not be checked, a table of the checks,
-    and the command to repeat the run.
-    """
+    """Return the summary of a run: verdict, accused parts, unknown results, table of checks, command to repeat it."""
     found = [view.headline(report)]
     if report.simulated:
         found.append(f"  {view.SIMULATED}")

@@ -52,17 +52,11 @@ def encoded(value: Any) -> Any:
 
 
 def read(path: Path) -> RunReport:
-    """Read the report of a JSON report.
-
-    Raises:
-        ValueError: the file cannot be read, is not a report, or has another version of the format. The message names
-            the invalid field.
-    """
+    """Read a JSON report, or raise ValueError that names the invalid field."""
     return FORM.decoded(read_document(path), str(path))
 
 
 def schema() -> str:
-    """Return the content of `SCHEMA`."""
     where = f"https://github.com/mgpu-check/mgpu-check/blob/main/mgpu_check/acceptance/report/{SCHEMA.name}"
     document = FORM.schema(f"{FORM.name}, version {FORM.version}")
     return json.dumps({"$id": where, **document}, indent=1) + "\n"

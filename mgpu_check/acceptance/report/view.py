@@ -32,8 +32,6 @@ _BYTES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
 
 @dataclass(frozen=True)
 class Tally:
-    """Numbers of observations, by outcome."""
-
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -59,7 +57,6 @@ class Tally:
 
 
 def tallies(report: RunReport) -> Mapping[str, Tally]:
-    """Return the tally of observations of each check, in the order they ran."""
     found: dict[str, list[Outcome]] = {run.name: [] for run in in_order(report.checks)}
     for entry in report.observations:
         found.setdefault(entry.check, []).extend([entry.outcome] * entry.times)
@@ -67,7 +64,6 @@ def tallies(report: RunReport) -> Mapping[str, Tally]:
 
 
 def check_names(report: RunReport) -> list[str]:
-    """Return the names of all checks that ran or have observations."""
     return list(tallies(report))
 
 
@@ -108,7 +104,6 @@ def _least(works: Iterable[Work]) -> Work:
 
 
 def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
-    """Return the tally of the outcomes of checks."""
     return Tally.of(run.outcome for run in checks)
 
 
@@ -155,13 +150,11 @@ def is_suspect(accusation: Accusation) -> bool:
 
 
 def warning_text(report: RunReport, finding: ReportedFinding) -> str:
-    """Return a warning in one line."""
     times = f" ({finding.times} times)" if finding.times > 1 else ""
     return f"{finding.id}: {name_of(report, finding.subject)}: {finding.seen}{times}; do: {finding.advice}"
 
 
 def ruled(report: RunReport) -> list[str]:
-    """Return a line for each ruling of the policy."""
     return [f"policy: {name} = {ruling}" for name, ruling in report.policy.items()]
 
 
@@ -178,8 +171,7 @@ def what(number: int, thing: str) -> str:
 
 
 def host_name(report: RunReport, number: int) -> str:
-    """Return the name of a host, with its boot id if another has the same name; without a name, "host" and its
-    number."""
+    """Return the name of a host, with its boot id if another host has the same name."""
     names = distinct_names([(host.name or f"host {host.number}", host.boot) for host in report.hosts])
     return next(
         (name for host, name in zip(report.hosts, names, strict=True) if host.number == number), f"host {number}"
@@ -203,8 +195,7 @@ def name_of(report: RunReport, part: Part | Subject) -> str:
 
 
 def in_detail(report: RunReport) -> list[Host]:
-    """Return the hosts that a page shows in detail: all, or with more than `MATRIX` GPUs up to 16 that were not
-    ACCEPTED."""
+    """Return the hosts to show in detail: all, or on large systems up to 16 that were not ACCEPTED."""
     if len(report.gpus) <= MATRIX:
         return list(report.hosts)
     verdicts = report.verdicts
@@ -213,7 +204,6 @@ def in_detail(report: RunReport) -> list[Host]:
 
 
 def describe_gpu(report: RunReport, gpu: Gpu) -> str:
-    """Describe a GPU by index, host, model, UUID, serial number and PCI bus id."""
     parts = [f"cuda:{gpu.index} of {host_name(report, gpu.host)}", gpu.name]
     return "; ".join([*parts, *(f"{label} {value}" for label, value in identity(gpu))])
 
@@ -281,10 +271,7 @@ def prefix(values: Iterable[float]) -> tuple[float, str]:
 
 
 def among_hosts(report: RunReport) -> list[str]:
-    """Return a line for each host that is slower than the others of its model, or that could not be compared.
-
-    Empty for a single host.
-    """
+    """Return a line for each host that is slower than the others of its model, or could not be compared."""
     if len(report.hosts) < 2:
         return []
     if len(report.hosts) <= LEAST_PEERS:
@@ -303,7 +290,6 @@ def work_text(work: Work) -> str:
 
 
 def evidence_of(report: RunReport, accusation: Accusation) -> list[Observation]:
-    """Return the observations that an accusation explains."""
     return [report.observations[number] for number in accusation.observations if number < len(report.observations)]
 
 

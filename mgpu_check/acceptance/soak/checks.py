@@ -147,8 +147,6 @@ class _CopyLoad(_Beside):
 
 
 class _MemoryLoad(_Beside):
-    """Memory tests with patterns that follow from the position of a word."""
-
     def __init__(self, rank: Rank, case: SoakCase) -> None:
         super().__init__(rank, case)
         with self.streaming():

@@ -85,7 +85,6 @@ class Soak:
         self._round = min(_LONGEST, max(_SHORTEST, seconds / _ROUNDS))
 
     def run(self) -> None:
-        """Load all GPUs until the time is over, and record each round as it ends."""
         began, number, turns = self._clock(), 1, _LEAST_TURNS
         while self._goes_on(self._clock() - began):
             loaded = self._one_round(number, turns)

@@ -34,8 +34,6 @@ class Departure:
 
 @dataclass(frozen=True)
 class Divided:
-    """GPUs that differ without a majority."""
-
     step: int
     names: tuple[str, ...]
     gpus: tuple[int, ...]
@@ -84,7 +82,6 @@ def judge(trained: Mapping[int, Trained], bits: Bits) -> tuple[list[Observation]
     The GPUs without a majority have no observation yet.
 
     Args:
-        trained: results by number of GPU; two or more.
         bits: called for the GPUs that depart, to count the elements that differ and to see whether it happens again.
     """
     gone, divided = departures(trained)

@@ -60,8 +60,7 @@ def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Tr
 
 
 def bytes_after(rank: Rank, case: TransformerCase, step: int, name: str) -> bytes:
-    """Train up to a step, counted from 1, and return the bits of the loss ("loss") or of the parameter `name` after
-    it."""
+    """Train up to a step, counted from 1, and return the bits of the loss or of the parameter `name`."""
     with torch.cuda.device(rank.device), arithmetic(case):
         here = placed(prepared(case), rank.device)
         steps = here.steps()
@@ -85,7 +84,6 @@ class Training:
         self.parameters = {name: value.detach() for name, value in model.named_parameters()}
 
     def steps(self) -> Iterator[torch.Tensor]:
-        """Take the steps, and yield the loss after each."""
         case = self.case
         torch.manual_seed(case.seed)
         optimizer = self._optimizer()
@@ -112,7 +110,6 @@ def prepared(case: TransformerCase) -> Training:
 
 
 def model_of(case: TransformerCase) -> Transformer:
-    """Make the model of a case on the host."""
     with torch.random.fork_rng(devices=[]):
         model = Transformer(
             vocabulary=case.vocabulary,
@@ -139,7 +136,6 @@ def tokens_of(case: TransformerCase) -> torch.Tensor:
 
 
 def placed(training: Training, device: torch.device) -> Training:
-    """Move the model and the tokens of `training` to a device."""
     return Training(training.case, training.model.to(device), training.tokens.to(device))
 
 
@@ -156,8 +152,7 @@ def _compared(
     sent: Sequence[torch.Tensor],
     arrived: Sequence[torch.Tensor],
 ) -> Observation | None:
-    """Return a failed observation if data is wrong at the start: of the upload, the download, or the device's
-    checksum."""
+    """Return a failed observation if data arrived wrong: by the upload, the download, or the device's checksum."""
     on_device = {name for name, a, b in zip(names, expected, got, strict=True) if a != b}
     read = digests([plain(value) for value in arrived]).tolist()
     on_host = {name for name, a, b in zip(names, expected, read, strict=True) if a != b}

@@ -18,19 +18,17 @@ from mgpu_check.suite.gradients.checks import (
 
 
 def examine_data_parallel(devices: Sequence[torch.device], training: TrainingSpec) -> list[Observation]:
-    """Check that `nn.DataParallel` on all devices trains as one of them does; see `assert_data_parallel_agrees`."""
     return [
         _looked(range(len(devices)), "DataParallel", training, lambda: assert_data_parallel_agrees(training, devices))
     ]
 
 
 def examine_distributed(rank: Rank, training: TrainingSpec) -> list[Observation]:
-    """Check that DDP on all ranks trains as one device does; see `assert_distributed_agrees`. A collective."""
     return _of_ranks(rank, "DDP", training, lambda: assert_distributed_agrees(training, rank))
 
 
 def examine_replicas(rank: Rank, training: TrainingSpec) -> list[Observation]:
-    """Check that DDP keeps all ranks equal bit for bit; see `assert_distributed_replicas_agree`. A collective."""
+    """Check that DDP keeps all ranks equal bit for bit. A collective."""
     return _of_ranks(rank, "DDP replicas", training, lambda: assert_distributed_replicas_agree(training, rank))
 
 

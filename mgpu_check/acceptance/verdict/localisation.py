@@ -77,8 +77,7 @@ class _TimeIsOver(Exception):
 
 
 def found_about(part: Part, calls: Iterable[RepeatableCall], looks: Iterable[Look]) -> str:
-    """Return the findings of the second looks at groups that contain `part`, and at calls whose failures it explains,
-    in one line."""
+    """Return in one line the findings of the second looks at groups of `part` and at calls that it explains."""
     cases = {(call.check, call.case) for call in calls}
     found = [
         look
@@ -145,8 +144,7 @@ class _SecondRun:
         return next(filter(None, pairs), group)
 
     def _around(self, pair: tuple[int, ...], group: Sequence[int]) -> list[str]:
-        """Pair each GPU of a failing pair with up to two other GPUs: a GPU that fails with them too is itself at
-        fault."""
+        """Pair each GPU of a failing pair with other GPUs: a GPU that fails with them too is at fault."""
         others = [gpu for gpu in group if gpu not in pair][:2]
         seen = []
         for gpu in pair:

@@ -72,8 +72,7 @@ class Explanation:
     rivals: tuple[tuple[Part, ...], ...] = ()
 
     def others(self, part: Part) -> dict[int, list[Part]]:
-        """Return for each shared observation of a part the other parts that explain it; a link's other direction is
-        not one."""
+        """Return, for each shared observation of a part, the other parts that explain it."""
         mine = [number for number in self.parts[part] if number in self.shared]
         same = {part, Part(part.kind, part.members[::-1])}
         return {number: [one for one in self.parts if one not in same and number in self.parts[one]] for number in mine}
