@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +10,6 @@ from typing import Any
 
 from mgpu_check.engine.world import Function
 from mgpu_check.processes import pickling, protocol
-from mgpu_check.processes.unpicklable import culprit, culprit_of
 
 
 class NotPicklable(TypeError):
@@ -55,3 +55,21 @@ def call_context(simulate: str | None) -> protocol.CallContext:
     except FileNotFoundError:
         directory = os.sep
     return protocol.CallContext(tuple(sys.path), directory, environment)
+
+
+def culprit_of(function: Callable[..., Any]) -> str | None:
+    """Describe the first variable of `function` that cannot be pickled; None if there is no such variable."""
+    try:
+        variables = inspect.getclosurevars(function)
+    except (TypeError, ValueError):
+        return None
+    return culprit((), {**variables.globals, **variables.nonlocals})
+
+
+def culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    for name, value in (*enumerate(args), *kwargs.items()):
+        try:
+            pickling.dumps(value)
+        except Exception as error:
+            return f"{name!r}, of type {type(value).__name__}, cannot be pickled: {error}"
+    return None

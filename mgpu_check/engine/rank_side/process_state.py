@@ -3,16 +3,136 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # no stubs
+import contextlib
+import copy
 import gc
+import locale
+import logging
+import multiprocessing
+import operator
 import os
 import resource
 import signal
+import socket
 import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_check.engine.rank_side.interpreter import InterpreterState, files_left_open, open_files
 from mgpu_check.processes.leftovers import children_but_managers
+
+Kept = tuple[str, Callable[[], Any], Callable[[Any], Any]]
+"""The name of a setting, its getter, and its setter."""
+
+
+def _attribute(owner: Any, name: str) -> Kept:
+    return f"{owner.__name__}.{name}", lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _content(name: str, values: list[Any]) -> Kept:
+    def put(value: list[Any]) -> None:
+        values[:] = value
+
+    return name, lambda: list(values), put
+
+
+_KEPT: tuple[Kept, ...] = (
+    ("umask", _umask, os.umask),
+    ("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    ("gc", gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
+    ("gc thresholds", gc.get_threshold, lambda value: gc.set_threshold(*value)),
+    ("gc flags", gc.get_debug, gc.set_debug),
+    _content("gc callbacks", gc.callbacks),
+    ("socket timeout", socket.getdefaulttimeout, socket.setdefaulttimeout),
+    ("switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    ("trace function", sys.gettrace, sys.settrace),
+    ("profile function", sys.getprofile, sys.setprofile),
+    ("trace function of threads", threading.gettrace, threading.settrace),
+    ("profile function of threads", threading.getprofile, threading.setprofile),
+    ("locale", lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)),
+    (
+        "start method",
+        lambda: multiprocessing.get_start_method(allow_none=True),
+        lambda value: multiprocessing.set_start_method(value, force=True),
+    ),
+    ("arguments", lambda: list(sys.argv), lambda value: setattr(sys, "argv", value)),
+    *(_attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook", "breakpointhook")),
+    *(_attribute(sys, name) for name in ("dont_write_bytecode", "tracebacklimit") if hasattr(sys, name)),
+)
+_OF_SYSTEM: tuple[Kept, ...] = (
+    ("user", os.getresuid, lambda value: os.setresuid(*value)),  # first: the others may need its privileges
+    ("group", os.getresgid, lambda value: os.setresgid(*value)),
+    (
+        "niceness",
+        lambda: os.getpriority(os.PRIO_PROCESS, 0),
+        lambda value: os.setpriority(os.PRIO_PROCESS, 0, value),
+    ),
+    ("processor affinity", lambda: os.sched_getaffinity(0), lambda value: os.sched_setaffinity(0, value)),
+)
+"""Settings that a process without privileges may be unable to restore."""
+
+
+_state_of = operator.attrgetter("level", "propagate", "disabled", "handlers", "filters")
+
+
+def _restore(logger: logging.Logger, state: tuple[int, bool, bool, list[logging.Handler], list[Any]]) -> None:
+    level, logger.propagate, logger.disabled, handlers, filters = state
+    for handler in set(logger.handlers) - set(handlers):
+        logger.removeHandler(handler)
+        with contextlib.suppress(Exception):
+            handler.close()  # its file must not stay open in the next test
+    logger.handlers[:], logger.filters[:] = handlers, filters
+    logger.setLevel(level)
+
+
+def _loggers() -> list[logging.Logger]:
+    """Return the root logger and those with at most two name parts, such as "torch.distributed".
+
+    Most deeper loggers inherit from these. There are hundreds of them, too many to check after each test.
+    """
+    found = [(name, one) for name, one in logging.root.manager.loggerDict.items() if name.count(".") < 2]
+    return [logging.root, *(one for _, one in found if isinstance(one, logging.Logger))]
+
+
+def open_files() -> dict[int, tuple[int, int]]:
+    """Return file descriptor -> (device, inode) for all open files; empty without /proc."""
+    found: dict[int, tuple[int, int]] = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return found  # not Linux
+    for number in map(int, names):
+        try:
+            status = os.fstat(number)
+        except OSError:
+            continue  # the descriptor of the listing itself, which is closed now
+        found[number] = status.st_dev, status.st_ino
+    return found
+
+
+def files_left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]]) -> list[str]:
+    """Return the regular files that a test left open. A lock on one could block the next test."""
+    names = []
+    for number, identity in now.items():
+        if before.get(number) != identity:
+            with contextlib.suppress(OSError):
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if (
+                    name.startswith(os.sep)
+                    and os.path.isfile(name)
+                    and not name.startswith(("/proc/", "/sys/", "/dev/"))
+                ):
+                    names.append(name)
+    return sorted(set(names))
+
 
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})))
@@ -26,14 +146,13 @@ class ProcessState:
     path: tuple[str, ...]
     handlers: dict[int, Any]
     blocked: frozenset[int]
-    umask: int
     limits: dict[int, tuple[int, int]]
-    recursion_limit: int
-    collects: bool
-    streams: tuple[Any, Any]
     files: dict[int, tuple[int, int]]
     children: frozenset[int]
-    interpreter: InterpreterState
+    kept: list[Any]
+    of_system: list[Any]
+    loggers: list[tuple[logging.Logger, Any]]
+    disabled: int
 
     @classmethod
     def take(cls) -> ProcessState:
@@ -41,14 +160,13 @@ class ProcessState:
             path=tuple(sys.path),
             handlers=_handlers(),
             blocked=frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-            umask=_umask(),
             limits={limit: resource.getrlimit(limit) for limit in _LIMITS},
-            recursion_limit=sys.getrecursionlimit(),
-            collects=gc.isenabled(),
-            streams=(sys.stdout, sys.stderr),
             files=open_files(),
             children=frozenset(children_but_managers()),
-            interpreter=InterpreterState.take(),
+            kept=[get() for _, get, _ in _KEPT],
+            of_system=[get() for _, get, _ in _OF_SYSTEM],
+            loggers=[(logger, tuple(map(copy.copy, _state_of(logger)))) for logger in _loggers()],
+            disabled=logging.root.manager.disable,
         )
 
     def restore(self) -> None:
@@ -61,17 +179,22 @@ class ProcessState:
                 signal.signal(number, self.handlers[number])
         # After the handlers, because this delivers signals that the test had blocked.
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
-        os.umask(self.umask)
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
         for limit, (soft, hard) in self.limits.items():
             now = resource.getrlimit(limit)
             if now != (soft, hard) and now[1] == hard:
                 resource.setrlimit(limit, (soft, hard))
-        if sys.getrecursionlimit() != self.recursion_limit:
-            sys.setrecursionlimit(self.recursion_limit)
-        if gc.isenabled() != self.collects:
-            (gc.enable if self.collects else gc.disable)()
-        sys.stdout, sys.stderr = self.streams
-        self.interpreter.restore()
+        for (_, get, put), value in zip((*_KEPT, *_OF_SYSTEM), (*self.kept, *self.of_system), strict=True):
+            if get() != value:
+                with contextlib.suppress(OSError):
+                    put(value)
+        time.tzset()  # the variable TZ is restored already, but the time zone may still be the test's
+        if logging.root.manager.disable != self.disabled:
+            logging.disable(self.disabled)
+        for logger, state in self.loggers:
+            if _state_of(logger) != state:
+                _restore(logger, state)
         if sys.path != list(self.path):
             sys.path[:] = self.path
 
@@ -82,27 +205,22 @@ class ProcessState:
             found.append(f"processes that still run: {', '.join(sorted(set(running)))}")
         if any(resource.getrlimit(limit)[1] != hard for limit, (_, hard) in self.limits.items()):
             found.append("lowered resource limits")
-        for name, stream in zip(("stdout", "stderr"), self.streams, strict=True):
-            if getattr(stream, "closed", False):
+        for name in ("stdout", "stderr"):
+            if getattr(getattr(sys, name), "closed", False):
                 found.append(f"a closed {name}")
         now = open_files()
         if other := sorted(number for number, identity in self.files.items() if now.get(number) != identity):
             found.append(f"closed or replaced file descriptors: {', '.join(map(str, other))}")
         if left := files_left_open(self.files, now):
             found.append(f"files that are still open: {', '.join(left)}")
-        return [*found, *self.interpreter.left_behind()]
+        pairs = zip(_OF_SYSTEM, self.of_system, strict=True)
+        return [*found, *(f"another {name} of the process" for (name, get, _), value in pairs if get() != value)]
 
 
 def _handlers() -> dict[int, Any]:
     """Return signal number -> handler, without handlers that were set outside Python."""
     # `signal.getsignal` would convert each of 62 answers to an enum after each test.
     return {number: handler for number in _SIGNALS if (handler := _signal.getsignal(number)) is not None}
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _command(pid: int) -> str:
