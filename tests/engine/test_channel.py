@@ -9,10 +9,12 @@ import resource
 import select
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -197,8 +199,6 @@ def test_a_message_with_a_buffer_too_many_is_no_message(ends):
 
 def test_arrays_and_gates_tensors_arrive_as_they_were(pool):
     def body(rank):
-        import numpy
-
         from mgpu_check.torch_hooks.parcels import Parcel
 
         large = torch.arange(1_000_000, dtype=torch.float32).reshape(1000, 1000) + rank.index
@@ -317,16 +317,11 @@ def test_a_rank_that_stops_in_the_middle_of_its_answer_is_a_hang(pool):
     def body(rank):
         class Stops:
             def __reduce__(self):
-                import threading
-
                 # Once the answer of 50 MB is on its way, of which the socket takes a part at most.
                 threading.Thread(target=stop, daemon=True).start()
                 return bytes, ()
 
         def stop():
-            import os
-            import signal
-
             os.kill(os.getpid(), signal.SIGSTOP)
 
         return [b"x" * 50_000_000, Stops()] if rank.index == 2 else None
@@ -341,10 +336,6 @@ def find():
     """Return code that finds, in a rank, the file descriptor of its connection to the pytest process."""
 
     def connection_of_this_process():
-        import os
-        import socket
-        import stat
-
         for fd in range(3, 256):
             try:
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -360,8 +351,6 @@ def find():
 
 def test_a_rank_that_writes_to_its_connection_is_named(pool, find):
     def body(rank):
-        import os
-
         if rank.index == 3:
             os.write(find(), b"this is not for you\n")
 
@@ -372,8 +361,6 @@ def test_a_rank_that_writes_to_its_connection_is_named(pool, find):
 
 def test_a_rank_that_closes_its_connection_is_named(pool, find):
     def body(rank):
-        import os
-
         if rank.index == 3:
             os.close(find())
 

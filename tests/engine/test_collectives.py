@@ -11,7 +11,9 @@ import sys
 import types
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
@@ -60,9 +62,6 @@ def test_every_collective_of_torch_is_recorded_and_simulated():
 
 def test_different_collectives_are_named_with_number_and_place(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         x = torch.ones(4, device=rank.device)
         for _ in range(6):
             dist.all_reduce(x)
@@ -82,9 +81,6 @@ def test_different_collectives_are_named_with_number_and_place(pool):
 
 def test_ranks_that_wait_for_each_other_in_different_collectives_are_not_waited_for(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         x = torch.ones(4, device=rank.device)
         group = dist.new_group([0, 1])
         if rank.index == 0:
@@ -122,9 +118,6 @@ def test_a_disagreement_that_goes_unnoticed_by_gloo_is_a_failure(pool, what, sai
     """All ranks return, with garbage."""
 
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         what(dist, torch.ones(4), rank.index)
 
     with pytest.raises(RankFailure) as info:
@@ -200,16 +193,10 @@ def test_what_one_side_of_a_transfer_lacks_is_a_failure_and_hurts_no_later_call(
     """gloo keeps what was sent for the next who receives, and takes the bytes of one dtype for those of another."""
 
     def body(rank, what):
-        import torch
-        import torch.distributed as dist
-
         dist.barrier()
         return what(dist, torch.ones(4), torch.ones(4, dtype=torch.int32), rank.index)
 
     def innocent(rank):
-        import torch
-        import torch.distributed as dist
-
         x = torch.zeros(4)
         for sender, receiver in ((0, 1), (0, 2), (2, 1)):
             if rank.index == sender:
@@ -230,9 +217,6 @@ def test_what_one_side_of_a_transfer_lacks_is_a_failure_and_hurts_no_later_call(
 
 def test_what_is_balanced_is_no_failure(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         x, right, left = torch.ones(4), (rank.index + 1) % rank.size, (rank.index - 1) % rank.size
         for work in dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, torch.zeros(2, 2), left)]
@@ -272,9 +256,6 @@ def test_what_is_balanced_is_no_failure(pool):
 
 def test_a_disagreement_in_a_group_of_some_ranks(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         pair = dist.new_group([1, 3])
         if rank.index in (1, 3):
             dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank.index == 3 else dist.ReduceOp.SUM, group=pair)
@@ -285,9 +266,6 @@ def test_a_disagreement_in_a_group_of_some_ranks(pool):
 
 def test_what_ranks_may_do_differently_is_no_disagreement(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         half = dist.new_group([0, 1])
         if rank.index < 2:
             dist.barrier(group=half)
@@ -314,9 +292,6 @@ def test_what_ranks_may_do_differently_is_no_disagreement(pool):
 
 def test_a_wait_for_an_asynchronous_collective_is_a_place(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         if rank.index == 1:
             dist.recv(torch.ones(1), 0)
         dist.all_reduce(torch.ones(2, 2), async_op=True).wait()
@@ -332,11 +307,6 @@ def test_a_wait_for_an_asynchronous_collective_is_a_place(pool):
 
 def test_the_last_collective_of_each_rank_is_told(pool):
     def body(rank):
-        import os
-
-        import torch
-        import torch.distributed as dist
-
         dist.all_reduce(torch.ones(3))
         if rank.index == 1:
             os._exit(7)
@@ -349,9 +319,6 @@ def test_the_last_collective_of_each_rank_is_told(pool):
 
 def test_numbers_start_anew_with_each_call(pool):
     def body(rank, fail):
-        import torch
-        import torch.distributed as dist
-
         dist.all_reduce(torch.ones(3))
         assert not fail
 
@@ -363,8 +330,6 @@ def test_numbers_start_anew_with_each_call(pool):
 
 def test_more_collectives_than_the_record_holds(pool):
     def body(rank):
-        import torch.distributed as dist
-
         for _ in range(100):
             dist.barrier()
         raise ValueError
@@ -375,10 +340,6 @@ def test_more_collectives_than_the_record_holds(pool):
 
 def test_functional_collectives_are_recorded(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-        from torch.distributed import _functional_collectives as functional
-
         total = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
         assert total.tolist() == [0, 0], "told"
 
@@ -416,11 +377,6 @@ def test_compiled_code_is_left_alone(tmp_path):
 
 def test_a_gate_reads_functions_and_methods_alike(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-        from torch.distributed import _functional_collectives as functional
-
         from mgpu_check.diagnosis.observed import RankTrace
         from mgpu_check.gates.events import traced
         from mgpu_check.gates.operands import Rows

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
@@ -122,9 +127,6 @@ def test_two_groups_of_the_same_ranks_in_two_threads(pool):
     """Each thread goes at its own pace on each rank."""
 
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         def go(group, dtype, first):
             for number in range(20):
                 if rank.index == first:
@@ -166,8 +168,6 @@ def test_a_frozen_clock(pool, monkeypatch):
 
 def test_a_message_without_end(pool):
     def body(rank):
-        import gc
-
         from mgpu_check.processes import channel
 
         if rank.index == 1:
@@ -191,8 +191,6 @@ def own_pool():
 
 
 def test_nothing_is_left_in_a_temporary_directory_of_any_name(tmp_path, monkeypatch):
-    import tempfile
-
     directory = tmp_path / "ünï #c%41?d"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -235,9 +233,6 @@ def spawned(index, sent, doubled):
 
 def test_ranks_can_spawn_functions_of_a_test_module(pool):
     def body():
-        import torch
-        import torch.multiprocessing as mp
-
         doubled = torch.zeros(2).share_memory_()
         mp.spawn(spawned, args=(Sent(4), doubled), nprocs=2)  # type: ignore[attr-defined]
         return doubled.tolist()
@@ -253,8 +248,6 @@ def use_multiprocessing():
 
 
 def start_a_child():
-    import subprocess
-
     return subprocess.Popen(["sleep", "3600"]).pid
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from mgpu_check.engine import hash_seeds, kept
 from mgpu_check.engine.forkserver import END
@@ -106,8 +107,6 @@ def test_two_runs_at_once_share_a_keeper_and_nothing_else(keeper):
         assert len(servers) == 2 and {parent_of(server) for server in servers} == {keeper}
 
         def changed(value: str) -> str:
-            import torch
-
             torch.mine = value  # type: ignore[attr-defined]  # a mark, which the other run must not see
             return value
 
@@ -152,9 +151,6 @@ def test_what_a_killed_fork_server_leaves_is_killed(keeper):
     run = pool()
 
     def body():
-        import os
-        import signal
-
         child = os.fork()
         if child == 0:
             os.setsid()  # not in the process group of its rank

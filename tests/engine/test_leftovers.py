@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from multiprocessing import get_context, shared_memory
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.multiprocessing as mp
 
 from mgpu_check.engine.rank_side.state import _still_running
 from mgpu_check.errors import RankDied
@@ -36,11 +40,6 @@ def await_gone(condition):
 
 def share(directory):
     """Make one of each kind, keep it, and write down their names."""
-    from multiprocessing import get_context, shared_memory
-
-    import torch
-    import torch.multiprocessing as mp
-
     segment = shared_memory.SharedMemory(create=True, size=64)
     gone = shared_memory.SharedMemory(create=True, size=64)
     gone.close()
@@ -106,8 +105,6 @@ def test_what_ranks_share_by_name_goes_with_them(pool, tmp_path, monkeypatch):
 
 
 def test_nobody_loses_what_ranks_have_only_attached(pool):
-    from multiprocessing import shared_memory
-
     segment = shared_memory.SharedMemory(create=True, size=8)
 
     def attach(name):
@@ -129,8 +126,6 @@ def test_nobody_loses_what_ranks_have_only_attached(pool):
 
 
 def start_children(directory):
-    import subprocess
-
     share(directory)
     forked = os.fork()
     if forked == 0:

@@ -88,14 +88,9 @@ def test_a_module_is_found_only_where_it_has_its_name():
 
 
 def test_functions_that_name_them_run_in_ranks(pool):
-    from torch.backends import cudnn
-    from torch.backends.cuda import matmul
-
     aten, add, narrow = torch.ops.aten, torch.ops.aten.add.Tensor, torch.finfo(torch.float16)
 
     def body(rank):
-        import torch
-
         cudnn.benchmark = True
         matmul.allow_tf32 = True
         total = aten.mul(add(torch.ones(2), torch.ones(2)), 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -64,8 +65,6 @@ def test_code_keeps_a_name_that_is_no_file(reducer, monkeypatch):
 
 
 def test_functions_that_ranks_spawn_keep_their_file(reducer):
-    from multiprocessing.reduction import ForkingPickler
-
     from mgpu_check.processes import spawned
 
     elsewhere = outer(1)[1]

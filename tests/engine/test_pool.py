@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 import threading
+import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.errors import RankFailure, RankHang
@@ -28,9 +33,6 @@ def test_a_size_keeps_its_processes(pool):
 
 def test_every_size_has_a_default_group_of_that_size(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         x = torch.ones(1)
         dist.all_reduce(x)
         return dist.get_world_size(), int(x), torch.cuda.device_count()
@@ -45,9 +47,6 @@ def test_groups_that_are_gone_have_no_threads(pool, destroyed):
         return len(os.listdir("/proc/self/task"))
 
     def body(rank, destroyed):
-        import torch
-        import torch.distributed as dist
-
         for members in ([0, 1], [1, 0, 2]):
             group = dist.new_group(members)
             if rank.index in members:
@@ -70,8 +69,6 @@ def test_ranks_and_the_node_process_have_looked_at_their_devices(pool):
     """As on real devices: the mask that a test sets is for the processes that it starts."""
 
     def looked():
-        import torch
-
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
         return torch.cuda.is_initialized(), torch.cuda.device_count()
 
@@ -87,9 +84,6 @@ def test_a_wrong_size_is_a_value_error(pool, size):
 
 def test_ranks_run_on_the_devices_that_are_chosen_in_their_order_with_their_variables(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         total = torch.full((3,), float(rank.index + 1), device=rank.device)
         dist.all_reduce(total)
         own = os.environ.get("NCCL_P2P_DISABLE")
@@ -166,12 +160,8 @@ def test_what_cannot_travel_is_named(pool):
 
 def test_device_tensors_come_back_as_cpu_tensors(pool):
     def body(rank):
-        import torch
-
         x = torch.arange(3.0, device=rank.device)
         return {"x": x, "p": torch.nn.Parameter(x + 1), "nested": [(x.half(),)]}
-
-    import torch
 
     for result in pool.run(body):
         assert type(result["x"]) is torch.Tensor
@@ -199,8 +189,6 @@ def test_a_rank_that_closes_its_output_harms_no_other(pool):
     before = pids(pool, 3)
 
     def body(rank):
-        import sys
-
         if rank.index == 1:
             sys.stdout.close()
 
@@ -223,8 +211,6 @@ def test_functions_that_are_called_once_are_not_kept(pool):
 
 def test_the_environment_of_now_reaches_warm_ranks(pool, monkeypatch, tmp_path):
     def seen():
-        import os
-
         return os.environ.get("MODE"), os.getcwd(), os.environ["RANK"]
 
     home = os.getcwd()
@@ -241,8 +227,6 @@ def test_a_call_ends_with_what_its_simulated_streams_have_to_do(pool):
     other."""
 
     def sleep(rank, cycles):
-        import torch
-
         if rank.index == 1:
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda._sleep(cycles)
@@ -259,9 +243,6 @@ def test_output_of_each_rank_since_the_test_began(pool):
     pool.begin_test()
 
     def body(rank):
-        import os
-        import sys
-
         print("out", rank.index)
         print("err", file=sys.stderr)
         os.write(1, b"raw\n")
@@ -277,9 +258,6 @@ def test_output_of_each_rank_since_the_test_began(pool):
 
 def test_of_much_output_the_beginning_and_the_end_are_kept_and_the_rest_leaves_the_disk(pool):
     def body():
-        import os
-        import time
-
         print("first")
         print("x" * 50_000_000)
         print("last")
@@ -298,10 +276,6 @@ def test_of_much_output_the_beginning_and_the_end_are_kept_and_the_rest_leaves_t
 
 def test_the_same_seed_on_every_rank_and_in_every_call(pool):
     def body():
-        import random
-
-        import torch
-
         return torch.rand(1).item(), random.random()
 
     assert len({*pool.run(body), *pool.run(body), *pool.run(body, size=2)}) == 1

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
+import unittest
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mgpu_check.engine.world import Abandoned
 from mgpu_check.errors import RankDied, RankFailure
@@ -27,9 +33,6 @@ def test_ranks_out_of_lockstep_are_replaced(pool):
     """All answer, but one has entered a collective more: the next collective would pair up wrongly."""
 
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         if rank.index == 1:
             dist.all_reduce(torch.ones(1), async_op=True)
         raise ValueError("no")
@@ -42,9 +45,6 @@ def test_ranks_out_of_lockstep_are_replaced(pool):
 
 def test_sends_and_receives_that_differ_between_ranks_are_no_reason_to_replace_them(pool):
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         x = torch.zeros(1)
         if rank.index == 0:
             for other in range(1, rank.size):
@@ -61,9 +61,6 @@ def test_a_collective_that_only_one_rank_has_begun_is_a_failure(pool):
     """All answer, and the next collective would pair up with what is pending."""
 
     def body(rank):
-        import torch
-        import torch.distributed as dist
-
         dist.all_reduce(torch.ones(4), async_op=True)
         if rank.index == 0:
             dist.all_reduce(torch.ones(5), async_op=True)
@@ -75,12 +72,6 @@ def test_a_collective_that_only_one_rank_has_begun_is_a_failure(pool):
 
 def test_a_death_out_of_lockstep_is_a_death(pool):
     def body(rank):
-        import os
-        import threading
-
-        import torch
-        import torch.distributed as dist
-
         if rank.index == 0:
             dist.all_reduce(torch.ones(3), async_op=True)
         else:
@@ -94,9 +85,6 @@ def test_an_end_that_the_connection_hides_is_told_at_once(pool):
     """A grandchild in a session of its own holds the rank's connection open."""
 
     def body(rank):
-        import os
-        import time
-
         if rank.index == 1:
             if os.fork() == 0:
                 os.setsid()
@@ -132,10 +120,6 @@ def test_errors_with_difficult_classes(pool):
 
 def test_a_raise_just_before_the_deadline_is_no_hang(pool):
     def body(rank):
-        import time
-
-        import torch.distributed as dist
-
         if rank.index == 1:
             time.sleep(0.9)
             raise ValueError("the cause")
@@ -147,8 +131,6 @@ def test_a_raise_just_before_the_deadline_is_no_hang(pool):
 
 def test_one_raises_while_others_wait(pool):
     def body(rank):
-        import torch.distributed as dist
-
         if rank.index == 2:
             raise KeyError("only here")
         dist.barrier()
@@ -177,8 +159,6 @@ def test_different_errors_are_told_apart_and_equal_ones_folded(pool):
 )
 def test_death_by_signal(pool, number, said):
     def body(rank, number):
-        import os
-
         if rank.index == 1:
             os.kill(os.getpid(), number)
         return rank.index
@@ -194,8 +174,6 @@ def test_death_by_exit(pool, code):
     """An exit code of 0 in mid-test is a death like any other."""
 
     def body(rank, code):
-        import os
-
         if rank.index == 0:
             os._exit(code)
 
@@ -205,8 +183,6 @@ def test_death_by_exit(pool, code):
 
 def test_skips_of_all_are_a_skip_and_of_some_a_failure(pool):
     def body(rank, which):
-        import unittest
-
         if rank.index in which:
             raise unittest.SkipTest("not today")
 

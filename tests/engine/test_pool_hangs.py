@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from mgpu_check.errors import RankHang
 from tests.engine.processes import gone, pids
@@ -14,10 +17,6 @@ from tests.engine.processes import gone, pids
 
 def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
     def body(rank):
-        import time
-
-        import torch.distributed as dist
-
         if rank.index == 1:
             time.sleep(3600)
         dist.barrier()
@@ -36,9 +35,6 @@ def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
 
 def test_a_stopped_rank_is_a_hang_without_stacks(pool):
     def body(rank):
-        import os
-        import signal
-
         if rank.index == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -53,8 +49,6 @@ def test_an_interrupt_of_the_parent_breaks_the_world(pool):
     """After Ctrl-C in mid-call, answers of the old call must not be taken for those of the next."""
 
     def body(rank):
-        import time
-
         time.sleep(0.5)
         return "old"
 
@@ -75,10 +69,6 @@ def test_an_interrupt_of_the_parent_breaks_the_world(pool):
 
 def test_after_an_interrupt_it_is_told_where_ranks_were_also_those_that_cannot_answer(pool):
     def body(rank, ranks, parent):
-        import os
-        import signal
-        from pathlib import Path
-
         from mgpu_check.processes.signals import STACKS_SIGNAL
 
         if rank.index == 0:

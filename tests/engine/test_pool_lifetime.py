@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -30,15 +31,10 @@ def test_idle_worlds_beyond_the_limit_are_let_go():
 
 
 def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pool = RankPool(LocalLauncher(simulate="cpu"), slots=2, simulate="cpu", timeout=30.0)
 
     def body():
-        import subprocess
-        import sys
-
         command = [sys.executable, "-c", "import time; time.sleep(3600)"]
         return [subprocess.Popen(command).pid, subprocess.Popen(command, start_new_session=True).pid]
 
@@ -66,9 +62,6 @@ def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
     pool = RankPool(LocalLauncher(simulate="cpu"), slots=2, simulate="cpu", timeout=30.0)
 
     def body():
-        import subprocess
-        import sys
-
         command = [sys.executable, "-c", "import time; time.sleep(3600)"]
         return subprocess.Popen(command, start_new_session=True).pid
 

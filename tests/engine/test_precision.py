@@ -58,8 +58,6 @@ def test_whatever_is_set_is_put_back(seed):
 
 def test_what_a_call_has_set_ends_with_it(pool):
     def set_all(rank):
-        import torch
-
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
