@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import secrets
@@ -37,6 +38,8 @@ _OWN_SWITCHES = ("--evidence", "--syslog")
 _OURS = {*_OWN, *_OWN_SWITCHES}
 
 _LIST = ("--accept-plant", "list")
+_ON_FILES = ("history", "lint", "merge")
+"""Commands on files of earlier runs: the modules ``accept_…`` beside this one."""
 
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=glance|quick|standard|long] [--for=TIME] [--simulate]
@@ -77,18 +80,8 @@ The last line of the output is the verdict.
 
 def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
-    if arguments[:1] == ["merge"]:
-        from mgpu_check.cli import accept_merge
-
-        return accept_merge.main(arguments[1:])
-    if arguments[:1] == ["history"]:
-        from mgpu_check.cli import accept_history
-
-        return accept_history.main(arguments[1:])
-    if arguments[:1] == ["lint"]:
-        from mgpu_check.cli import lint
-
-        return lint.main(arguments[1:])
+    if arguments and arguments[0] in _ON_FILES:
+        return int(importlib.import_module(f"mgpu_check.cli.accept_{arguments[0]}").main(arguments[1:]))
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0
@@ -107,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         driver.connections.interrupted_by_leaving = True
     ending = _Ending()
     line = command_line(("accept",), arguments, typed, "--accept-")
-    # No rewritten assertions: the checks have none, and to rewrite all modules takes a second where none may be kept.
+    # The checks have no assertions to rewrite, and rewriting takes a second if the cache cannot be kept.
     code = run(["-rN", "--assert=plain", *arguments], [ending, line], mgpu_check.acceptance)
     if ending.interrupted:
         return INTERRUPTED

@@ -34,16 +34,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
+    given = parser.parse_args(list(argv))
     try:
-        given = parser.parse_args(list(argv))
-        try:
-            found = history(given.directory)
-            if given.gpu and not any(given.gpu in (gpu.key, gpu.uuid) for gpu in found.gpus):
-                raise ValueError(f"--gpu={given.gpu}: no report has this serial number or UUID")
-        except ValueError as error:
-            parser.error(str(error))
-    except SystemExit as stop:
-        return int(stop.code or 0)
+        found = history(given.directory)
+        if given.gpu and not any(given.gpu in (gpu.key, gpu.uuid) for gpu in found.gpus):
+            raise ValueError(f"--gpu={given.gpu}: no report has this serial number or UUID")
+    except ValueError as error:
+        parser.error(str(error))
     if given.json:
         print(json.dumps({"format": "mgpu-check history", "version": 1, **encoded(found)}, indent=1))
     else:

@@ -51,20 +51,17 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Join the reports of `argv`, write the result, and return the exit code of the worst verdict."""
     parser = _parser()
+    given = parser.parse_args(list(argv))
     try:
-        given = parser.parse_args(list(argv))
-        try:
-            check_paths(given.report)
-            reports: dict[str, RunReport] = {}
-            for path in given.files:
-                if str(path) in reports:
-                    raise ValueError(f"{path} is given twice; give the report of each node once")
-                reports[str(path)] = read(path)
-            report = merge(reports, shlex.join(["mgpu-check", "accept", "merge", *argv]))
-        except ValueError as error:
-            parser.error(str(error))
-    except SystemExit as stop:
-        return int(stop.code or 0)
+        check_paths(given.report)
+        reports: dict[str, RunReport] = {}
+        for path in given.files:
+            if str(path) in reports:
+                raise ValueError(f"{path} is given twice; give the report of each node once")
+            reports[str(path)] = read(path)
+        report = merge(reports, shlex.join(["mgpu-check", "accept", "merge", *argv]))
+    except ValueError as error:
+        parser.error(str(error))
     print("\n".join(text.lines(report)))
     for path in given.report:
         try:

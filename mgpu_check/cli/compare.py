@@ -165,8 +165,6 @@ def main(argv: Sequence[str]) -> int:
         if given.curve is not None:
             return compare_curves.of_runs(given, plan, parser)
         return compare_runs.of_runs(given, plan, parser) if of_runs else _compare(given, plan)
-    except SystemExit as stop:
-        return int(stop.code or 0)
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED

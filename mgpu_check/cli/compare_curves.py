@@ -61,7 +61,6 @@ def of_files(given: argparse.Namespace, words: Sequence[str], parser: argparse.A
 
 
 def _until(side: Side, steps: int) -> Side:
-    """Return the side with the first steps only; 0 for all."""
     cut = [RunCurve(c.name, {s: v for s, v in c.values.items() if not steps or s <= steps}) for c in side.curves]
     return Side(side.name, cut)
 

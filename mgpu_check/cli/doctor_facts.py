@@ -57,7 +57,6 @@ class HostFacts:
         address: the host's name resolves to this address; "" if it does not.
         interfaces: names of the network interfaces.
         port: where torchrun's ranks would meet, if another process listens there; None if it is free.
-        environment: the environment variables.
     """
 
     versions: Mapping[str, str]

@@ -85,8 +85,6 @@ def main(argv: Sequence[str]) -> int:
             print(f"  values are not recorded without safetensors: {INSTALL}", flush=True)
         recording = RunRecording(given.out.name, ScriptComparison(plan), values, rounding=not given.no_rounding)
         return write_recorded(recording, given.out)
-    except SystemExit as stop:
-        return int(stop.code or 0)
     except KeyboardInterrupt:
         print("mgpu-check record: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED

@@ -19,8 +19,6 @@ class PropertyMatrix:
     """The faults and checks of one property, and the outcomes of each pair that was tried.
 
     Attributes:
-        name: of the property.
-        faults: the faults to plant.
         checks: the checks that have run, in their order.
         cells: (fault, check) -> the outcome of each try: `CAUGHT`, `PASSED`, `SKIPPED` or `ERROR`.
         complete: whether all faults of the property are planted, so that each check must catch at least one.
@@ -112,7 +110,6 @@ class PropertyMatrix:
 def of_properties(
     names: Sequence[str], faults: Mapping[str, Fault], chosen: set[str], *, all_pairs: bool = False
 ) -> dict[str, PropertyMatrix]:
-    """Return an empty matrix for each property, with its faults that are in `chosen`."""
     found = {}
     for name in names:
         all_of_it = [fault for fault in faults.values() if fault.property == name]

@@ -145,14 +145,11 @@ def environment(gpus: int, backing: str) -> dict[str, str]:
 def main(argv: list[str]) -> int:
     """Run the program of ``argv``, and return its exit code (128 + N if signal N ended it); 4 on wrong usage."""
     parser = _parser()
-    try:
-        own, program = split_program(argv, ("--gpus",))
-        given = parser.parse_args(own)
-        command = program_command(
-            program, parser, "; name a script, -m and a module, or a program of the PATH such as torchrun or mpiexec"
-        )
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    own, program = split_program(argv, ("--gpus",))
+    given = parser.parse_args(own)
+    command = program_command(
+        program, parser, "; name a script, -m and a module, or a program of the PATH such as torchrun or mpiexec"
+    )
     notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.simulate}; this says nothing about hardware"
     print(notice, file=sys.stderr)
     with tempfile.TemporaryFile() as entered:

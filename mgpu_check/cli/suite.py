@@ -122,7 +122,6 @@ def files(package: ModuleType = mgpu_check.suite) -> list[str]:
 
 
 def _paths(package: ModuleType) -> dict[str, Path]:
-    """Return the path of each test file by its name."""
     return {path.name: path for path in _directory(package).glob("*/test_*.py")}
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.__main__ import main
 from mgpu_check.acceptance.report.files import write
 from mgpu_check.acceptance.report.history import history, lines
 from mgpu_check.acceptance.run_report import RunReport
-from mgpu_check.cli.accept import main
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 from mgpu_check.devices.telemetry.values import TelemetrySample
 from tests.acceptance import run_reports
@@ -59,20 +59,20 @@ def changes(directory: Path) -> dict[str, list[tuple[str, str]]]:
 
 def test_nothing_has_changed(directory, capsys):
     where = directory(on(1, GOOD), on(2, GOOD))
-    assert main(["history", str(where)]) == 0
+    assert main(["accept", "history", str(where)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "4 GPUs without a change; 0 GPUs in one report only",
         "4 GPUs in 2 reports: 0 got worse, 0 undecided; 0 files could not be read",
     ]
-    assert main(["history", str(where), f"--gpu={serial(2)}"]) == 0
+    assert main(["accept", "history", str(where), f"--gpu={serial(2)}"]) == 0
     assert "  nothing has changed" in capsys.readouterr().out
 
 
 def test_a_gpu_becomes_slower_and_the_others_do_not(directory, capsys):
     where = directory(on(3, slowed(GOOD, {2: 0.8})), on(1, GOOD), on(2, GOOD))
     assert changes(where) == {serial(2): [("speed", "worse")] * 2}
-    assert main(["history", str(where)]) == 1
+    assert main(["accept", "history", str(where)]) == 1
     said = capsys.readouterr().out
     assert "matrix product float16 (gpu), size 8192: 20% slower than before, the 3 others of its model by 0%" in said
     assert "(695 TFLOP/s -> 695 TFLOP/s -> 556 TFLOP/s)" in said  # in order of time, not of files
@@ -97,7 +97,7 @@ def test_slower_without_a_control_is_undecided(directory):
     pair = run_reports.good(2, 5.0)
     where = directory(on(1, pair), on(2, slowed(pair, {0: 0.7})))
     assert changes(where) == {serial(0): [("speed", "undecided")] * 2}
-    assert main(["history", str(where)]) == 2
+    assert main(["accept", "history", str(where)]) == 2
 
 
 def test_counters_grow(directory, capsys):
@@ -114,7 +114,7 @@ def test_counters_grow(directory, capsys):
         "packets sent again over PCIe: 900 more (0 -> 900)": "note",  # in a day
         "corrected memory errors since the driver was loaded: 1 more (3 -> 4)": "note",
     }
-    assert main(["history", str(where)]) == 1 and "worse: Xid 48: 1 more" in capsys.readouterr().out
+    assert main(["accept", "history", str(where)]) == 1 and "worse: Xid 48: 1 more" in capsys.readouterr().out
 
 
 def test_moves_software_and_verdicts_over_time(directory, capsys):
@@ -133,7 +133,7 @@ def test_moves_software_and_verdicts_over_time(directory, capsys):
     assert any("driver from 580.95.05 to 590.1" in one for one in text)
     assert [point.verdict for point in found[serial(3)].points] == ["ACCEPTED", "ACCEPTED", "REJECTED"]
     assert ("verdict", "worse") in [(c.kind, c.outcome) for c in found[serial(3)].changes]
-    assert main(["history", str(where), "--json"]) == 1
+    assert main(["accept", "history", str(where), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["format"], document["version"], document["reports"]) == ("mgpu-check history", 1, 3)
     assert [gpu["key"] for gpu in document["gpus"]] == [serial(n) for n in range(8)]
@@ -145,7 +145,7 @@ def test_files_that_are_no_reports_are_counted(directory, tmp_path, capsys):
     (where / "below").mkdir()
     (where / "below" / "new.json").write_text(json.dumps({**document, "version": 2}))
     (where / "half.json").write_text((where / "0.json").read_text()[:300])
-    assert main(["history", str(where)]) == 2
+    assert main(["accept", "history", str(where)]) == 2
     said = capsys.readouterr().out
     assert "version is 2; give 1, which this version of mgpu-check reads" in said and "half.json is not JSON" in said
     assert "2 files could not be read" in said
@@ -172,7 +172,10 @@ def test_wrong_usage(directory, tmp_path, capsys):
         ([str(where / "empty"), "--gpu=1"], "has no report"),
         ([], "the following arguments are required: DIR"),
     ):
-        assert main(["history", *arguments]) == 4
+        assert main(["accept", "history", *arguments]) == 4
         assert words in capsys.readouterr().err
     (where / "1.json").unlink()
-    assert main(["history", str(where), "--gpu=1"]) == 4 and "no report has this serial" in capsys.readouterr().err
+    assert (
+        main(["accept", "history", str(where), "--gpu=1"]) == 4
+        and "no report has this serial" in capsys.readouterr().err
+    )

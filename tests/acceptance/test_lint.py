@@ -6,16 +6,16 @@ import copy
 import json
 import math
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mgpu_check.acceptance import baseline as baselines
 from mgpu_check.acceptance import skus
+from mgpu_check.acceptance.documents import read_document
 from mgpu_check.acceptance.lint import Remark, lint, lint_baseline, lint_floors
-from mgpu_check.acceptance.skus import TABLE, packaged_floors, read_floors
-from mgpu_check.cli.lint import main
+from mgpu_check.acceptance.skus import TABLE, packaged_floors
+from mgpu_check.cli.accept_lint import main
 from mgpu_check.devices.pcie import bytes_per_second
 
 OWN: dict[str, Any] = json.loads(files("mgpu_check.acceptance").joinpath(TABLE).read_text())
@@ -150,10 +150,10 @@ def test_errors_of_a_table_name_the_key(change, error):
 def test_a_whole_number_may_be_written_in_any_way(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 1.6e1'))
-    assert read_floors(path).skus == packaged_floors().skus
+    assert skus.FORM.decoded(read_document(path), "t.json").skus == packaged_floors().skus
     path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 16.5'))
     with pytest.raises(ValueError, match=r"pcie\.width is 16\.5; give an integer of at least 1"):
-        read_floors(path)
+        skus.FORM.decoded(read_document(path), "t.json")
 
 
 # --- baselines ---
@@ -236,6 +236,6 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--no-such"])
     assert ended.value.code == 4
-    assert lint(good) == [] and read_floors(Path(good)).skus == packaged_floors().skus
+    assert lint(good) == []
     with pytest.raises(ValueError, match="cannot be read"):
         lint(tmp_path / "absent")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.__main__ import main
 from mgpu_check.acceptance.report import prometheus, syslog, view
 from mgpu_check.acceptance.report.files import write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
-from mgpu_check.cli.accept import main
 from mgpu_check.devices.observations import Part, Subject
 from tests.acceptance import run_reports
 
@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def test_the_worst_verdict_counts_and_outliers_are_named(files, tmp_path, capsys):
-    assert main(["merge", *files, f"--report={tmp_path}/all.json", f"--report={tmp_path}/all.md"]) == 1
+    assert main(["accept", "merge", *files, f"--report={tmp_path}/all.json", f"--report={tmp_path}/all.md"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0] == (
         "REJECTED: GPU 7 (cuda:3 of n1), link GPU 4 -> GPU 9 (cuda:0 -> cuda:5 of n1); 1 failure that no part explains; "
@@ -170,7 +170,7 @@ def test_hosts_of_one_name_are_told_apart(capsys, tmp_path):
         gpus = tuple(replace(gpu, uuid=f"{gpu.uuid}{boot}", serial=f"{gpu.serial}{boot}") for gpu in one.gpus)
         paths.append(tmp_path / f"{boot}.json")
         write(paths[-1], replace(one, gpus=gpus, hosts=(replace(one.hosts[0], boot=boot),)))
-    assert main(["merge", *map(str, paths)]) == 1
+    assert main(["accept", "merge", *map(str, paths)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[1:3] == ["  same (boot 1f0c9a3e): REJECTED", "  same (boot 77aa0b1c): REJECTED"]
     assert "GPU 3 (cuda:3 of same (boot 1f0c9a3e))" in said[0] and "GPU 11 (cuda:3 of same (boot 77aa0b1c))" in said[0]
@@ -191,13 +191,13 @@ def test_reports_that_do_not_fit_are_refused(files, tmp_path, capsys):
         ([files[0], "--report=all.txt"], "does not end in .html, .json, .md, .xml or .prom"),
         ([files[0], "--no-such-option"], "unrecognized arguments: --no-such-option"),
     ):
-        assert main(["merge", *arguments]) == 4, arguments
+        assert main(["accept", "merge", *arguments]) == 4, arguments
         assert words in capsys.readouterr().err
 
 
 def test_exit_codes_and_help(files, capsys):
-    assert main(["merge", files[0], files[3]]) == 0
+    assert main(["accept", "merge", files[0], files[3]]) == 0
     assert capsys.readouterr().out.startswith("ACCEPTED: 8 GPUs passed 8 checks\n")
-    assert main(["merge", files[0], files[4]]) == 2
-    assert main(["merge", "--help"]) == 0
+    assert main(["accept", "merge", files[0], files[4]]) == 2
+    assert main(["accept", "merge", "--help"]) == 0
     assert "the worst verdict counts" in capsys.readouterr().out

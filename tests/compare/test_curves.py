@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from mgpu_check.__main__ import main as command
 from mgpu_check.cli.compare import main
 from mgpu_check.compare.arguments import repeated
 from mgpu_check.compare.curves.judging import ALARM, RunCurve, Side, judge, quantile
@@ -253,7 +254,7 @@ def test_event_files_without_the_extra(tmp_path, monkeypatch):
     ],
 )
 def test_wrong_usage(argv, words, capsys):
-    assert main(argv) == 4
+    assert command(["compare", *argv]) == 4
     assert words in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from mgpu_check.__main__ import main as command
-from mgpu_check.cli.compare import _parser, main
+from mgpu_check.cli.compare import _parser
 from mgpu_check.cli.comparing import script_command
 
 STEP = "    optimizer.step()\n"
@@ -137,7 +137,7 @@ def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand,
     ],
 )
 def test_wrong_usage(argv, words, capsys):
-    assert main(argv) == 4
+    assert command(["compare", *argv]) == 4
     assert words in capsys.readouterr().err
 
 
@@ -155,14 +155,14 @@ def test_the_python_of_a_script_may_be_named(tmp_path, monkeypatch):
 def test_a_page_without_the_extra_is_wrong_usage_before_anything_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     tmp_path.joinpath("train.py").write_text("raise SystemExit('it has run')")
-    assert main([f"--html={tmp_path}/o.html", "--", str(tmp_path / "train.py")]) == 4
+    assert command(["compare", f"--html={tmp_path}/o.html", "--", str(tmp_path / "train.py")]) == 4
     stopped = capsys.readouterr()
     assert "a page needs jinja2, not installed here; do: pip install 'mgpu-check[report]'" in stopped.err
     assert "it has run" not in stopped.out + stopped.err and not tmp_path.joinpath("o.html").exists()
 
 
 def test_help_tells_the_exit_codes(capsys):
-    assert main(["--help"]) == 0
+    assert command(["compare", "--help"]) == 0
     text = capsys.readouterr().out
     for words in (
         "--timeout=SECONDS",

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mgpu_check.cli.compare import main
+from mgpu_check.__main__ import main
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.directories import fresh_directory
 from tests.compare.conftest import script
@@ -92,7 +92,7 @@ def test_arguments_by_world_size(word, world, value):
 )
 def test_arguments_that_have_no_value_are_wrong_usage(word, words, tmp_path, capsys):
     tmp_path.joinpath("train.py").touch()
-    assert main(["--gpus=3", "--", str(tmp_path / "train.py"), word]) == 4
+    assert main(["compare", "--gpus=3", "--", str(tmp_path / "train.py"), word]) == 4
     assert words in capsys.readouterr().err
 
 

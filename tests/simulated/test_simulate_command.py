@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mgpu_check
-from mgpu_check.cli.simulate import main
+from mgpu_check.__main__ import main
 
 HOME = Path(mgpu_check.__file__).parent.parent
 LAUNCH = (
@@ -49,7 +49,7 @@ def script(folder, name, text):
     ],
 )
 def test_wrong_usage(argv, words, capsys):
-    assert main(argv) == 4
+    assert main(["simulate", *argv]) == 4
     assert words in capsys.readouterr().err
 
 
