@@ -24,6 +24,7 @@ from mgpu_check.devices.observations import Observation
 from mgpu_check.option_values import depth_of
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.plugin.stash import INVOCATION, SESSION
+from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.processes.signals import EndOnRequest
 from mgpu_check.settings import OPTIONS
 
@@ -105,9 +106,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         run.start()
         try:
             result = yield
-        except session.Failed as failed:  # -x or --maxfail: second looks at the failures run all the same
+        except session.Failed as failed:  # -x or --maxfail: still repeat what failed
             stopped = failed
-        if run.log.any_failed():
+        if any(run.log.failed_calls()):
             live.phase("second looks at failures", SECONDS[depth_of(run.plan.level)])
         run.look_again()
     except BaseException:
@@ -198,11 +199,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _lines(failed: list[Observation]) -> list[str]:
-    found: dict[str, list[Observation]] = {}
-    for entry in failed:
-        found.setdefault(str(entry.subject), []).append(entry)
+    found = grouped((str(entry.subject), entry) for entry in failed)
     lines = []
-    for subject, entries in list(found.items())[:_MOST_LINES]:
+    for subject, entries in found[:_MOST_LINES]:
         case = f" ({entries[0].case})" if entries[0].case else ""
         lines.append(f"{subject}: {entries[0].seen}{case}" + (f"; and {len(entries) - 1} more" if entries[1:] else ""))
     if len(found) > _MOST_LINES:

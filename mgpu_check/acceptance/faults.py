@@ -126,7 +126,6 @@ _faults: dict[str, HardwareFault] = {}
 
 
 def hardware_fault(fault: HardwareFault) -> HardwareFault:
-    """Register a fault."""
     if _faults.get(fault.name, fault) != fault:
         raise ValueError(f"hardware_fault: {fault.name!r} is registered already")
     _faults[fault.name] = fault

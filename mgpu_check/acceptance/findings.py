@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from mgpu_check.acceptance.documents import convert
 from mgpu_check.devices.observations import Observation, Ruling, Subject
 from mgpu_check.devices.telemetry.fields import field_of
+from mgpu_check.processes.rank_lists import grouped
 
 Severity = Literal["warn", "config", "reset", "isolate", "replace"]
 """From the mildest: nothing to do now; change a setting; reset or restart; take out of service and examine; exchange a
@@ -139,12 +140,8 @@ def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
 
 def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
     """Return the findings of a run, the most severe first."""
-    groups: dict[tuple[str, Subject], list[Observation]] = {}
-    for entry in observations:
-        if entry.finding:
-            groups.setdefault((entry.finding, entry.subject), []).append(entry)
     found = []
-    for (name, subject), entries in groups.items():
+    for (name, subject), entries in grouped(((one.finding, one.subject), one) for one in observations if one.finding):
         kind, first = KINDS[name], entries[0]
         do = kind.do_for_host if kind.do_for_host and subject.kind == "host" else kind.do
         advice = str(first.evidence.get("advice") or do)

@@ -60,7 +60,6 @@ class Remark:
 
 
 def lint(path: Path) -> list[Remark]:
-    """Return the errors of a table of floors, or of a baseline."""
     document = read_document(path)
     name = document.get("format") if isinstance(document, dict) else None
     if name == skus.FORM.name:

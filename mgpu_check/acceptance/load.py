@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.engine.rank_side.rank import Rank
 
 _SIDES = (256, 8192)  # the first, and the largest
 _SHORT = 0.002  # seconds; a faster round doubles the side of the matrix

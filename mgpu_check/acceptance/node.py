@@ -13,6 +13,7 @@ from mgpu_check.devices.observations import MeasuredKind, Measurement, Observati
 from mgpu_check.devices.telemetry.values import Snapshot
 from mgpu_check.errors import RankHang, StartupFailure
 from mgpu_check.option_values import Depth, depth_of
+from mgpu_check.processes.rank_lists import grouped
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.machine.kernel import KernelFacts
@@ -85,14 +86,6 @@ class Node:
         return depth_of(self.plan.level)
 
     @property
-    def memory_share(self) -> float:
-        return self.plan.memory_share
-
-    @property
-    def soak(self) -> float | None:
-        return self.plan.soak
-
-    @property
     def simulated(self) -> bool:
         return self.plan.simulate is not None
 
@@ -114,10 +107,7 @@ class Node:
     @property
     def hosts(self) -> dict[int, list[int]]:
         """Number of each host -> numbers of its GPUs that checks are called on."""
-        found: dict[int, list[int]] = {}
-        for number in self.numbers:
-            found.setdefault(self.gpus[number].host, []).append(number)
-        return found
+        return dict(grouped((self.gpus[number].host, number) for number in self.numbers))
 
     def on_ranks(
         self,
@@ -132,7 +122,6 @@ class Node:
 
         Args:
             gpus: rank i has GPU ``gpus[i]``; default all. The `SubjectResult` that `fn` returns name ranks.
-            environment: variables that the ranks start with.
             timeout: seconds for all ranks; default by level.
 
         Returns:

@@ -52,7 +52,6 @@ def entries_of(
 
 
 def _facts(gpus: Sequence[Gpu]) -> dict[str, Value]:
-    """Return the facts that have one value on all these GPUs, or on all pairs of them."""
     numbers = {gpu.number for gpu in gpus}
     values: defaultdict[str, list[Value | None]] = defaultdict(list)
     for gpu in gpus:

@@ -142,7 +142,6 @@ class Run:
         return dataclasses.replace(gpu, uuid=gpu.uuid or uuid, serial=serial, pci=pci or gpu.pci, facts=facts)
 
     def _past_xids(self, gpu: Gpu) -> dict[int, int]:
-        """Return the Xids of a GPU in the kernel log of its host, with the number of times."""
         seen = self._logs.get(gpu.host, {})
         return {xid: times for (pci, xid), times in seen.items() if gpu.pci and pci == gpu.pci.upper()}
 
@@ -179,14 +178,12 @@ class Run:
         if report.verdict.accusations or report.verdict.unexplained:
             return f"NOT recorded: {path}: a check failed, and a baseline is recorded on healthy GPUs only"
         try:
-            entries = entries_of(report.measurements, report.gpus, self._software(), report.started, self._visible)
+            software = self.hosts[0].software if self.hosts else {}
+            entries = entries_of(report.measurements, report.gpus, software, report.started, self._visible)
             record(path, entries)
         except (OSError, ValueError) as error:
             return f"NOT recorded: {path}: {error}"
         return f"recorded: {path}"
-
-    def _software(self) -> dict[str, str]:
-        return dict(self.hosts[0].software) if self.hosts else {}
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:

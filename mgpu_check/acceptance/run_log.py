@@ -98,9 +98,6 @@ class RunLog:
         started = min((section.started for section in sections), default=self.now())
         return started, sum(section.ended - section.started for section in sections)
 
-    def any_failed(self) -> bool:
-        return next(self.failed_calls(), None) is not None
-
     def failed_calls(self) -> Iterator[tuple[Observation, RepeatableCall]]:
         """Yield the failed observations whose call can be repeated, with that call."""
         for section in self.sections:

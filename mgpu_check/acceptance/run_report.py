@@ -20,7 +20,7 @@ EXIT_CODES: Mapping[Kind, int] = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 
 """Exit code for each verdict. A merge of reports ends with the code of its worst verdict."""
 
 INTERRUPTED = 130
-"""Exit code of an interrupted run, whatever its verdict."""
+"""Exit code of an interrupted run, with any verdict."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.comparison import Comparison
-from mgpu_check.acceptance.documents import Count, DocumentType, Positive, Text, Texts, read_document
+from mgpu_check.acceptance.documents import Count, DocumentType, Positive, Text, Texts
 from mgpu_check.acceptance.robust import shortfall
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
@@ -186,7 +186,3 @@ FORM = DocumentType("mgpu-check floors", 1, Floors, f"{TABLE} in the package is 
 def packaged_floors() -> Floors:
     text = files("mgpu_check.acceptance").joinpath(TABLE).read_text(encoding="utf-8")
     return FORM.decoded(json.loads(text), TABLE)
-
-
-def read_floors(path: Path) -> Floors:
-    return FORM.decoded(read_document(path), str(path))

@@ -19,6 +19,7 @@ from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 from mgpu_check.devices.telemetry.visit import Visit, visit
 from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.processes.rank_lists import grouped
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
@@ -48,9 +49,7 @@ class Watch:
         self.interval = interval
         self._pool = pool
         self._simulated = simulated
-        self._of: dict[int, list[tuple[int, str]]] = {}
-        for gpu in gpus:
-            self._of.setdefault(gpu.host, []).append((gpu.number, gpu.uuid))
+        self._of = dict(grouped((gpu.host, (gpu.number, gpu.uuid)) for gpu in gpus))
         self.hosts = {host: [number for number, _ in here] for host, here in self._of.items()}
         first = self._of.pop(0, [])
         self._sampler = TelemetrySampler(first, simulated, interval, epoch=epoch)
@@ -73,7 +72,7 @@ class Watch:
         return taken
 
     def under_load(self, node: Node, check: str, seconds: float) -> list[TelemetrySample]:
-        """Keep the GPUs of all hosts busy for `seconds`, and return the samples of that time.
+        """Keep the GPUs of all hosts busy for `seconds`, and return the new samples.
 
         Repeat up to `_TRIES` times if a GPU has no sample under load: on a busy machine a sample may come late.
         """

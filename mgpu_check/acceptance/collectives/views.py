@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.processes.rank_lists import named
+from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, View, views_of
 from mgpu_check.torch_hooks.table import TRANSFERS
 
@@ -27,13 +27,9 @@ def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
 
 
 def observations_of_views(cases: Sequence[RepeatedCollective], results: Iterable[Sequence[View]]) -> list[Observation]:
-    """Return an observation for each group in each case."""
-    views: dict[tuple[int, tuple[int, ...]], list[View]] = {}
-    for seen in results:
-        for view in seen:
-            views.setdefault((view.case, view.members), []).append(view)
+    views = grouped(((view.case, view.members), view) for seen in results for view in seen)
     found: list[Observation] = []
-    for (number, members), group in sorted(views.items()):
+    for (number, members), group in sorted(views, key=lambda one: one[0]):
         # A case may be drawn without regard to the size of its group.
         case = dataclasses.replace(cases[number], root=cases[number].root % len(members))
         found += _of_group(case, members, group)
@@ -92,8 +88,8 @@ def _suspects(
     """Return the ranks that the evidence accuses; empty if it accuses no rank.
 
     In a ring, data that is wrong on one link is wrong on all ranks behind it. So a single rank with a wrong result has
-    spoiled it itself. That inference fails if only one rank has a result, or if the ranks before it in the ring have no
-    result.
+    spoiled it itself. This does not follow if only one rank has a result, or if the ranks before it in the ring have
+    no result.
     """
     if len(members) < 3:
         return set()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 
 from mgpu_check.acceptance.compute.arithmetic import compute, measure_launches
 from mgpu_check.acceptance.levels import SEEDS, drawn
+from mgpu_check.acceptance.node import Node
 from mgpu_check.settings import active
 from mgpu_check.suite.devices.computing.cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mgpu_check.acceptance.node import Node
 
 _BYTES = 512
 """Bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mgpu_check.acceptance.dcgm.checks import examine_diagnostic
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.node import Node
 
 
 def test_dcgm_has_passed(node: Node) -> None:

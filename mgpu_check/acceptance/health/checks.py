@@ -65,7 +65,7 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
     """Return the largest growth of a counter on a healthy GPU.
 
     Args:
-        seconds: the time in which it grew.
+        seconds: the time between the two readings.
         gauges: generation and width of the PCIe link.
     """
     if counter == "pcie_replays":
@@ -85,7 +85,6 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
 
 
 def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observation]:
-    """Compare the counters of two snapshots."""
     seconds = max(0.0, after.at - before.at)
     found = []
     for gpu in sorted(before.counters.keys() & after.counters.keys()):
@@ -133,7 +132,6 @@ def examine_health(
     Args:
         snapshots: at least two, in order of time, each with the name of the work before it; the first and the last are
             full.
-        samples: all samples between them.
 
     Returns:
         For each GPU failed observations, or a passed or unknown one; for the host errors that no single GPU causes.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.acceptance.health.xids import examine_past_xids
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.node import Node
 
 _SAMPLES = {"quick": 3, "standard": 20, "long": 60}
 """Samples of each GPU under load, taken even if no other check ran."""

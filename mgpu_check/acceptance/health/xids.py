@@ -65,7 +65,6 @@ def advice_on(xid: int) -> str:
 
 
 def examine_past_xids(seen: Mapping[int, Mapping[int, int]]) -> list[Observation]:
-    """Return an observation for each Xid that the kernel log has of a GPU from before the run."""
     found = []
     for gpu, xids in sorted(seen.items()):
         for xid, times in sorted(xids.items()):

@@ -59,7 +59,6 @@ def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence
     """Compare the facts of the GPUs of one host with references and with each other.
 
     Args:
-        snapshot: a full snapshot of the GPUs of this host.
         references: for each fact, the first reference that has it counts; so does the first that has counts.
 
     Returns:

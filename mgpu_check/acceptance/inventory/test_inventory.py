@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
+from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.skus import packaged_floors
 from mgpu_check.devices.observations import Observation, Subject
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
 
 _SAMPLES = 3  # under load, of each GPU; the first may be of a link that is still asleep
 

@@ -23,7 +23,6 @@ class _MeasuredCopy:
         name: begins the names of its quantities.
         clock: the device whose clock is used.
         ends: source and destination; None is the host.
-        pinned: whether the memory of the host is pinned.
         kernel: whether a kernel copies, because the dtype changes; else a copy engine does.
     """
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.levels import drawn
+from mgpu_check.acceptance.node import Node
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.settings import active
 from mgpu_check.suite.devices.copy_cases import Copies, Path
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
 
 _PATHS: tuple[Path, ...] = ("engine", "casting")
 _BETWEEN_GPUS, _WITH_HOST = (

@@ -83,7 +83,6 @@ def _healthy() -> dict[str, str]:
 
 
 def _device(slot: str, port: int, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files of a device below a bridge of its own."""
     bridge = f"0000:f0:{port:02x}.0"
     above = f"sys/devices/pci0000:00/{bridge}"
     link = {"current_link_speed": "32.0 GT/s PCIe", "current_link_width": "16"}

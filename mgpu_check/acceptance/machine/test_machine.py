@@ -6,7 +6,7 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgpu_check.acceptance.levels import seconds_for_a_call
 from mgpu_check.acceptance.machine.checks import examine_kernel, of_host
@@ -15,11 +15,9 @@ from mgpu_check.acceptance.machine.kernel import KernelFacts, read_kernel
 from mgpu_check.acceptance.machine.memory import examine_memory
 from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
 from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in, paths_of_rank
+from mgpu_check.acceptance.node import Node
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.processes.machine import boot_id
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
 
 _SECONDS = {"quick": 0.3, "standard": 5.0, "long": 30.0}
 """Seconds that the cores compute, at each level; at most half of the time limit of a call."""

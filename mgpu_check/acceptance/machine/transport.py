@@ -8,14 +8,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance.machine.checks import of_host
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Observation, Work
-
-if TYPE_CHECKING:
-    from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.engine.rank_side.rank import Rank
 
 _VARIABLE = "NCCL_DEBUG_FILE"
 _PATH = re.compile(r"NCCL INFO Channel \S+ : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[\w+\] )?via (\S+)")

@@ -13,7 +13,6 @@ class MemoryCase:
     """One check of the memory of a GPU.
 
     Attributes:
-        pattern: one of `PATTERNS`.
         share: share of the free memory to write and read back; more than 0, less than 1.
         seed: determines the shifts and seeds of the pattern, and the places that the host reads.
         passes: how often all of it is written and read back.

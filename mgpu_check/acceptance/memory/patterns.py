@@ -45,7 +45,7 @@ class Pattern(Protocol):
 class Address:
     """A pattern where each word holds its own offset in bytes, or the complement.
 
-    It shows stuck or joined address lines, and the place to which a wrong value belongs.
+    It shows stuck or joined address lines, and where a wrong value belongs.
     """
 
     complement: bool = False

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 
 from mgpu_check.acceptance.levels import SEEDS, drawn
 from mgpu_check.acceptance.memory.cases import PATTERNS, MemoryCase
+from mgpu_check.acceptance.node import Node
 from mgpu_check.engine.named_function import NamedFunction
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
 
 _EXAMINE = NamedFunction("mgpu_check.acceptance.memory.checks:examine_memory")
 _PASSES = {"quick": 1, "standard": 2, "long": 8}
@@ -25,11 +21,11 @@ _HELD = {"quick": 2.5, "standard": 20.0, "long": 120.0}
 @given(seed=SEEDS)
 def test_memory_holds_what_is_written(node: Node, pattern: str, seed: int) -> None:
     """Each bit of most of the free memory holds 0 and 1, at its own address."""
-    node.on_ranks("memory", _EXAMINE, MemoryCase(pattern, node.memory_share, seed, _PASSES[node.depth]))
+    node.on_ranks("memory", _EXAMINE, MemoryCase(pattern, node.plan.memory_share, seed, _PASSES[node.depth]))
 
 
 @drawn(quick=1, standard=1, long=2)
 @given(seed=SEEDS)
 def test_memory_keeps_what_was_written(node: Node, seed: int) -> None:
     """Most of the free memory holds random numbers, and their complement, while the GPU computes."""
-    node.on_ranks("memory", _EXAMINE, MemoryCase("random", node.memory_share, seed, held=_HELD[node.depth]))
+    node.on_ranks("memory", _EXAMINE, MemoryCase("random", node.plan.memory_share, seed, held=_HELD[node.depth]))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.performance.checks import CHECK, judge, unmeasured
 from mgpu_check.acceptance.verdict.localisation import SECONDS
 from mgpu_check.devices.observations import Observation, Subject
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
 
 
 def test_gpus_and_links_are_fast_enough(node: Node) -> None:

@@ -13,6 +13,7 @@ from mgpu_check.acceptance.run_report import Accusation, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.devices.telemetry.fields import FIELDS, Value
 from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.processes.rank_lists import grouped
 
 _WHOLE = 8
 """Observations of a check, a subject and an outcome other than passed that are kept unchanged."""
@@ -72,11 +73,8 @@ def _verdict(verdict: Verdict, place: Mapping[int, int]) -> Verdict:
 
 def _thinned(samples: Sequence[TelemetrySample]) -> list[TelemetrySample]:
     """Return evenly chosen samples of each GPU, with all values in the last, and counters where they have changed."""
-    of_gpu: dict[int, list[TelemetrySample]] = {}
-    for sample in samples:
-        of_gpu.setdefault(sample.gpu, []).append(sample)
     found = []
-    for mine in of_gpu.values():
+    for _, mine in grouped((sample.gpu, sample) for sample in samples):
         counted: Mapping[str, Value | None] = {}
         for place in _places(mine):
             sample = mine[place]

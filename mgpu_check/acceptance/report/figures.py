@@ -12,6 +12,7 @@ from mgpu_check.acceptance.health.checks import THROTTLED
 from mgpu_check.acceptance.run_report import CheckRun
 from mgpu_check.devices.observations import Outcome
 from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.processes.rank_lists import grouped
 
 _DARKEST = 45
 """Percent of colour in the darkest cell: the text of the page is readable on it, on light and on dark ground."""
@@ -126,9 +127,7 @@ def over_time(
     Args:
         samples: samples of the GPUs to draw; at least one has a value for a field of `PANELS`.
     """
-    by_gpu: dict[int, list[TelemetrySample]] = {}
-    for sample in samples:
-        by_gpu.setdefault(sample.gpu, []).append(sample)
+    by_gpu = dict(grouped((sample.gpu, sample) for sample in samples))
     end = max([sample.at for sample in samples] + [run.started + run.seconds for run in checks])
     unit, scale = ("s", 1.0) if end < 180 else ("min", 60.0) if end < 10_800 else ("h", 3600.0)
     panels = []

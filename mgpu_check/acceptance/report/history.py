@@ -16,8 +16,9 @@ from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.report.view import what
 from mgpu_check.acceptance.robust import LEAST_PEERS, shortfall
 from mgpu_check.acceptance.run_report import Kind, RunReport
-from mgpu_check.devices.observations import MeasuredKind, Measurement
+from mgpu_check.devices.observations import MeasuredKind
 from mgpu_check.devices.telemetry.fields import FIELDS, names
+from mgpu_check.processes.rank_lists import grouped
 
 _OF_CHIPS = 0.5
 """Share of `least_shortfall` that counts here: a GPU is compared with itself, so chips do not differ."""
@@ -35,7 +36,6 @@ class Point:
         findings: ids of the findings about the GPU.
         accused: whether the verdict accuses the GPU or a link of it.
         counters: last value of each error counter, and the number of times of each Xid; without unknown ones.
-        software: of the host, by name.
     """
 
     file: str
@@ -228,11 +228,12 @@ def _drifts(seen: Mapping[str, Sequence[Sighting]]) -> dict[str, list[GpuChange]
 
 def _speeds(one: Sighting) -> dict[MeasuredKind, float]:
     """Return the speeds of a GPU in a report: its own, and the median of its copies to other GPUs."""
-    groups: dict[MeasuredKind, list[Measurement]] = {}
-    for m in one.report.measurements:
-        if m.subject.kind not in ("group", "host") and m.subject.members[0] == one.gpu.number and not useless(m):
-            groups.setdefault(m.kind, []).append(m)
-    return {key: median(m.value for m in several) for key, several in groups.items()}
+    mine = (
+        (m.kind, m.value)
+        for m in one.report.measurements
+        if m.subject.kind not in ("group", "host") and m.subject.members[0] == one.gpu.number and not useless(m)
+    )
+    return {key: median(values) for key, values in grouped(mine)}
 
 
 def _row(values: Sequence[int | None]) -> str:

@@ -15,6 +15,7 @@ from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.acceptance.run_report import CheckRun, RunReport
 from mgpu_check.devices.observations import Observation, Outcome, Subject
+from mgpu_check.processes.rank_lists import grouped
 
 _MOST = 200
 """Most observations to list for one subject."""
@@ -22,10 +23,8 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(report: RunReport) -> str:
-    by_case: dict[tuple[str, Subject], list[Observation]] = {}
-    for entry in report.observations:
-        by_case.setdefault((entry.check, entry.subject), []).append(entry)
-    cases = [_case(report, check, subject, entries) for (check, subject), entries in by_case.items()]
+    by_case = grouped(((entry.check, entry.subject), entry) for entry in report.observations)
+    cases = [_case(report, check, subject, entries) for (check, subject), entries in by_case]
     heard = {entry.check for entry in report.observations}
     for run in view.checks_by_name(report):
         if run.outcome == "unknown" or run.name not in heard:

@@ -149,7 +149,6 @@ _NOTE = "Number of cases that failed. A dash: not checked. A frame: accused."
 
 
 def _failed(entries: Sequence[Observation]) -> float | None:
-    """Return the number of failures; None if no entry passed or failed."""
     looked = [entry for entry in entries if entry.outcome in ("passed", "failed")]
     return float(sum(entry.outcome == "failed" for entry in looked)) if looked else None
 

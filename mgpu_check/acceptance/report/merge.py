@@ -40,7 +40,6 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
 
     Args:
         named: the reports by file name, which error messages use.
-        command: command line of the merge.
 
     Raises:
         ValueError: a real GPU is in two reports of one host, or some reports are simulated and others are not.
@@ -174,7 +173,6 @@ def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
 
 
 def _names(reports: Sequence[RunReport]) -> list[str]:
-    """Return the names of the hosts of each report, distinct from the hosts of all other reports."""
     hosts = iter(distinct_names([(host.name, host.boot) for report in reports for host in report.hosts]))
     return [", ".join(next(hosts) for _ in report.hosts) or "a node" for report in reports]
 

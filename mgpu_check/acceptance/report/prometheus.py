@@ -9,6 +9,7 @@ from statistics import median
 
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.run_report import EXIT_CODES, Gpu, RunReport
+from mgpu_check.processes.rank_lists import grouped
 
 Labels = Mapping[str, object]
 Row = tuple[Labels, float]
@@ -96,11 +97,9 @@ def _who(report: RunReport, gpu: Gpu) -> Labels:
 
 
 def _speeds(report: RunReport) -> Iterable[Row]:
-    groups: dict[tuple[str, str, str, int], list[float]] = {}
-    for one in report.measurements:
-        if math.isfinite(one.value):
-            groups.setdefault((one.subject.kind, one.quantity, one.unit, one.size), []).append(one.value)
-    for (kind, quantity, unit, size), values in sorted(groups.items()):
+    finite = (one for one in report.measurements if math.isfinite(one.value))
+    groups = grouped(((one.subject.kind, one.quantity, one.unit, one.size), one.value) for one in finite)
+    for (kind, quantity, unit, size), values in sorted(groups):
         labels = {"subjects": kind, "quantity": quantity, "unit": unit, "size": size}
         yield {**labels, "statistic": "median"}, median(values)
         yield {**labels, "statistic": "slowest"}, max(values) if unit == "s" else min(values)

@@ -14,6 +14,7 @@ from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 from mgpu_check.processes.machine import distinct_names
+from mgpu_check.processes.rank_lists import grouped
 
 MATRIX = 32
 """Most GPUs in one matrix."""
@@ -74,10 +75,8 @@ def in_order(checks: Iterable[CheckRun]) -> list[CheckRun]:
 
 def checks_by_name(report: RunReport) -> list[CheckRun]:
     """Return one entry for each check, with the entries of several hosts combined."""
-    found: dict[str, list[CheckRun]] = {}
-    for run in in_order(report.checks):
-        found.setdefault(run.name, []).append(run)
-    return [runs[0] if len(runs) == 1 else _together(report, runs) for runs in found.values()]
+    by_name = grouped((run.name, run) for run in in_order(report.checks))
+    return [runs[0] if len(runs) == 1 else _together(report, runs) for _, runs in by_name]
 
 
 def _together(report: RunReport, runs: list[CheckRun]) -> CheckRun:

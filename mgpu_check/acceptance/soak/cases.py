@@ -13,7 +13,7 @@ class SoakCase:
     """One round of load: training, rewriting and comparing memory, collectives, and copies.
 
     Attributes:
-        every: number of training steps after which all other work is done once, and digests are taken.
+        every: number of training steps between two turns of all other work, each with digests.
         memory_share: share of the remaining free memory to rewrite and compare.
         collective: int32 elements that each rank contributes; a multiple of the number of ranks.
         copied: 64-bit words to copy to the device and back.

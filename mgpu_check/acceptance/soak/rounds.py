@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgpu_check.acceptance.comparison import UNUSABLE, models
+from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.robust import DEVIATIONS, noise_of_median
 from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
@@ -25,9 +26,6 @@ from mgpu_check.devices.observations import (
     median_and_spread,
 )
 from mgpu_check.engine.named_function import NamedFunction
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
 
 _LOAD = NamedFunction("mgpu_check.acceptance.soak.checks:examine_load")
 _ROUNDS = 40
@@ -73,7 +71,6 @@ class Soak:
     """A soak of all GPUs of a node.
 
     Args:
-        seconds: duration of the load.
         clock: returns seconds since a fixed time.
     """
 
@@ -240,7 +237,6 @@ def _noted(gpu: int, one: Loaded, case: SoakCase, seen: str = "", evidence: Any 
 
 
 def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
-    """Return the failures of collectives under load, in the group of all GPUs and in pairs."""
     found, gpus = [], tuple(loaded)
     wrong = tuple(gpu for gpu, one in loaded.items() if one.reduced)
     if wrong:

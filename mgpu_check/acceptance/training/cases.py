@@ -17,7 +17,6 @@ class TransformerCase:
     """A causal transformer and its training.
 
     Attributes:
-        precision: one of `PRECISIONS`.
         optimizer: one of `OPTIMIZERS`; SGD has momentum.
         tied: whether the output layer shares the weights of the embedding.
         dropout: whether each block drops a tenth of its outputs, by random numbers of the device.

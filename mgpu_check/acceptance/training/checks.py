@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgpu_check.acceptance.comparison import models
+from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.acceptance.training.departures import Divided, departures, judge, passed
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject
 from mgpu_check.engine.named_function import NamedFunction
-
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """cuBLAS gives the same bits each time only if this variable is set before its first call."""
@@ -36,7 +34,6 @@ _LEAST_MEMORY = {"quick": 2 << 30, "standard": 8 << 30, "long": 8 << 30}
 
 
 def sized(node: Node, case: TransformerCase) -> TransformerCase:
-    """Return the case with sizes and steps that fit the memory and the level of `node`."""
     memory = min(gpu.memory for gpu in node.gpus)
     size = _SIMULATED if memory < _LEAST_MEMORY["quick"] else _QUICK
     if node.depth != "quick" and memory >= _LEAST_MEMORY[node.depth]:

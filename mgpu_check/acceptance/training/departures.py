@@ -42,9 +42,6 @@ class Divided:
 def departures(trained: Mapping[int, Trained]) -> tuple[dict[int, Departure], Divided | None]:
     """Let the GPUs vote step by step. A GPU that has left the majority does not vote in later steps.
 
-    Args:
-        trained: results of one case on two or more GPUs of one model, by number of GPU.
-
     Returns:
         The GPUs that left the majority, and the GPUs that disagree in the first step without a majority, or None.
         The vote ends with that step.

@@ -130,7 +130,6 @@ def model_of(case: TransformerCase) -> Transformer:
 
 
 def tokens_of(case: TransformerCase) -> torch.Tensor:
-    """Make the tokens of all steps on the host: int64 (steps, batch, length + 1)."""
     shape = (case.steps, case.batch, case.length + 1)
     return integers(shape, 0, case.vocabulary - 1, seed=1000 * case.seed + 999, device=_HOST)
 

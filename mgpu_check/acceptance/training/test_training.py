@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.levels import drawn
-from mgpu_check.acceptance.training.cases import PRECISIONS, TransformerCase
+from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.training.cases import OPTIMIZERS, PRECISIONS, TransformerCase
 from mgpu_check.acceptance.training.checks import DETERMINISTIC, sized, train_alike
-from mgpu_check.acceptance.training.strategies import transformers
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.gradients.cases import TrainingSpec
 from mgpu_check.suite.gradients.strategies import trainings
 
-if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
+
+@st.composite
+def transformers(draw: st.DrawFn, precision: str) -> TransformerCase:
+    """Draw cases of a precision, with the smallest sizes.
+
+    The simplest case differs between precisions, so that one example per precision covers all variants.
+    """
+    place = PRECISIONS.index(precision)
+
+    def either(number: int, values: tuple[object, object]) -> object:
+        return draw(st.sampled_from(values if not number % 2 else values[::-1]))
+
+    return TransformerCase(
+        precision=precision,
+        optimizer=str(either(place, OPTIMIZERS)),
+        tied=bool(either(place // 2, (False, True))),
+        dropout=bool(either((place + 1) // 2, (False, True))),
+        seed=draw(st.integers(0, 999)),
+    )
+
 
 _DATA = st.data()
 _DATA_PARALLEL, _DISTRIBUTED, _REPLICAS = (

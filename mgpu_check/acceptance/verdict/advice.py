@@ -44,7 +44,6 @@ def evidence_lines(
     """Yield a line for each check, subject and kind of finding that failed, with the number of failures.
 
     Args:
-        numbers: indices of the failed observations that the accused part explains.
         others: the other accused parts that explain an observation, by its index.
     """
     looks = Counter((entry.check, entry.subject.in_any_order) for entry in observations)

@@ -35,7 +35,6 @@ class Look:
     """The result of a second look at one case.
 
     Attributes:
-        check: name of the check that the case belongs to.
         group: the smallest group that failed.
         seen: the findings, a line each.
         follows_rank: the fault stays with a rank when the rank gets another device.
@@ -77,7 +76,7 @@ class _TimeIsOver(Exception):
 
 
 def found_about(part: Part, calls: Iterable[RepeatableCall], looks: Iterable[Look]) -> str:
-    """Return in one line the findings of the second looks at groups of `part` and at calls that it explains."""
+    """Return in one line the findings of the repeats that concern `part` or calls that it explains."""
     cases = {(call.check, call.case) for call in calls}
     found = [
         look

@@ -84,7 +84,6 @@ def explain(
     """Return the parts that every smallest explanation of the failed `observations` contains.
 
     Args:
-        hosts: the host of each GPU, by number of the GPU.
         follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has
             shown. Only the host, with its software, explains them.
     """

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from mgpu_check.processes.rank_lists import grouped
+
 
 @dataclass(frozen=True)
 class Vote:
@@ -36,11 +38,8 @@ def vote(ballots: Mapping[int, Hashable], models: Mapping[int, Hashable]) -> lis
         ballots: value of each GPU by number, not None.
         models: model of each GPU by number; healthy GPUs of one model must have equal values.
     """
-    groups: dict[Hashable, list[int]] = {}
-    for gpu in sorted(ballots):
-        groups.setdefault(models[gpu], []).append(gpu)
     found = []
-    for voters in groups.values():
+    for _, voters in grouped((models[gpu], gpu) for gpu in sorted(ballots)):
         counts = Counter(ballots[gpu] for gpu in voters)
         if len(counts) == 1:
             continue
