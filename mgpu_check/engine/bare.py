@@ -95,7 +95,6 @@ class BareWorld(World):
         return found
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit code of each process, None for one that was killed here or lives."""
         return [None if process.killed else process.exit_code for process in self.processes.values()]
 
     def _pauses(self) -> Pauses:

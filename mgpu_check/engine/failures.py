@@ -107,7 +107,6 @@ class Account:
 
     Attributes:
         endings: rank -> how the call ended there, in the order of arrival.
-        who: the names of the ranks.
         doing: the function or step that the ranks ran, such as "test_step".
         deadline: in seconds; None unless it passed.
         records: rank -> the collectives that it has entered.

@@ -32,7 +32,6 @@ class RankPlaces:
 
     @classmethod
     def of(cls, interrupted: Mapping[int, Interrupted], records: Mapping[int, Record]) -> RankPlaces:
-        """Derive the place of each rank from its record and its stacks."""
         places = cls()
         for rank, end in interrupted.items():
             record, location = records.get(rank, Record((), 0)), location_of(end.stacks)

@@ -171,7 +171,6 @@ def _opened(directory: Path) -> int:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the process at the other end of a connection, and its user."""
     process, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     return process, user
 

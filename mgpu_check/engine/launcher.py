@@ -51,7 +51,6 @@ _started: weakref.WeakSet[LocalLauncher] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _making_files() -> Iterator[None]:
-    """Turn an `OSError` of making temporary files into a `StartupFailure` that names the remedy."""
     try:
         yield
     except OSError as error:
@@ -175,7 +174,6 @@ class LocalLauncher:
         )
 
     def keeper(self) -> tuple[list[str], Sequence[str], dict[str, str]]:
-        """Return the interpreter, the modules and the environment of a keeper of this launcher."""
         interpreter, environment = hash_seeds.interpreter("keeper", self._hash_seed)
         return interpreter, self._preload, environment
 

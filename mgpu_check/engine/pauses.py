@@ -14,11 +14,11 @@ from mgpu_check.processes.channel import frame
 from mgpu_check.processes.deadlock import deadlocked
 from mgpu_check.processes.matching import Uneven, ahead, uneven
 from mgpu_check.processes.protocol import COLLECTIVE, Group, Paused, Resume
-from mgpu_check.processes.rank_lists import few, named
+from mgpu_check.processes.rank_lists import few, grouped, named
 from mgpu_check.processes.record import Record, parting
 
 CROSSED = 1.0
-"""Seconds between looks at ranks of which none waits at a pause. Two equal looks show ranks that can never meet."""
+"""Seconds between two reads of the ranks' records while no rank is paused. Equal records mean that ranks never meet."""
 LOOK = 0.2
 """Seconds between two reads of the running ranks' records. A rank that enters nothing in between may be stuck."""
 
@@ -72,7 +72,6 @@ class Pauses:
         return self.failure is None
 
     def look(self, waiting: Collection[int]) -> bool:
-        """Look at the ranks that the others wait for, and return whether they may still answer."""
         before, self._seen = self._seen, {}
         for rank in waiting:
             process = self._processes[rank]
@@ -150,10 +149,8 @@ class Pauses:
 
     def _part_held(self) -> RankFailure | None:
         """Return the error if only some of the ranks that should hold a tensor have a part of it."""
-        holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for rank, message in sorted(self._paused.items()):
-            for held in message.held:
-                holders.setdefault(held, []).append(rank)
+        paused = sorted(self._paused.items())
+        holders = dict(grouped((held, rank) for rank, message in paused for held in message.held))
         without = {held: tuple(sorted(set(held[1]) - set(ranks))) for held, ranks in holders.items()}
         done = next(iter(self._paused.values())).done
         lines = [
@@ -201,8 +198,4 @@ def _by_ranks(
     without: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]],
 ) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]:
     """Group the names by the ranks that should hold a part and the ranks that lack it."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
-    for (name, among), ranks in without.items():
-        if ranks:
-            found.setdefault((among, ranks), []).append(name)
-    return found
+    return dict(grouped(((among, ranks), name) for (name, among), ranks in without.items() if ranks))

@@ -363,7 +363,6 @@ class RankPool:
         return next(filter(None, [world.stopped() for _, world in self._worlds]), None)
 
     def output(self) -> list[tuple[str, str, str]]:
-        """Return the non-empty output of this test's processes, as (process, "stdout" or "stderr", text)."""
         found = []
         for key, world in self._worlds:
             if key in self._used:

@@ -94,7 +94,6 @@ class Process:
         return os.pread(self._record.fileno(), SIZE, 0)
 
     def cause(self) -> str:
-        """Describe how the process ended."""
         return self.server_end or describe_exit(self.exit_code)
 
     def replaced_by(self) -> str:
@@ -110,7 +109,6 @@ class Process:
         return halted(self.pid)
 
     def kill(self) -> None:
-        """End the process and the process group that it leads."""
         self.killed = True
         if self.exit_code is None:
             try:

@@ -1,4 +1,4 @@
-"""Give a function its argument ``rank``, if it has a parameter of that name."""
+"""Give a function its argument ``rank``, if it has such a parameter."""
 
 from __future__ import annotations
 

@@ -34,7 +34,6 @@ def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], 
 
 
 def pickled_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle the arguments of a call."""
     try:
         return pickling.dumps((args, dict(kwargs)))
     except Exception as error:

@@ -39,8 +39,6 @@ class Function:
 
     Attributes:
         key: identifies the function among those of a test.
-        pickled: the function as bytes.
-        name: for reports.
         reused: whether the ranks keep it until the test ends, because it will be called again.
     """
 
@@ -63,7 +61,6 @@ class Begun(NamedTuple):
 
     Attributes:
         number: identifies the call in the answers.
-        name: of the function.
         started: seconds on `Clock`.
         unsent: processes that had ended, and so did not receive the call.
     """
@@ -195,7 +192,6 @@ class World(WorldProcesses):
         return call
 
     def _endings(self, answers: Mapping[int, object], number: int) -> dict[int, Ending]:
-        """Return how call `number` ended on each rank that has answered or died."""
         endings: dict[int, Ending] = {}
         deadline = Clock.now() + EXIT_TIMEOUT
         for index, answer in answers.items():
@@ -241,7 +237,6 @@ class World(WorldProcesses):
         return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
 
     def loaded(self, index: int, result: pickling.Pickled) -> object:
-        """Unpickle the result of a process."""
         try:
             value: object = pickling.loads_apart(result)
         except BaseException as error:  # unpickling runs code of the result's class

@@ -36,7 +36,6 @@ class Garbled(Exception):
 
 
 def frame(message: object) -> bytes:
-    """Pickle a message into a frame."""
     return _framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 

@@ -59,7 +59,6 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of a launcher."""
     return {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mgpu_check.processes.rank_lists import grouped
+
 _SHOWN = 8
 """Characters of a boot id that are shown: enough to distinguish the machines of a run."""
 
@@ -25,9 +27,7 @@ def distinct_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
     Args:
         hosts: name and boot id of each; empty where unknown.
     """
-    of_name: dict[str, list[str]] = {}
-    for name, boot in hosts:
-        of_name.setdefault(name, []).append(boot)
+    of_name = dict(grouped(hosts))
     found = []
     for place, (name, boot) in enumerate(hosts):
         boots = of_name[name]

@@ -84,8 +84,6 @@ def ahead(
         counts: of the ranks that have finished the step.
         late: the ranks that have not.
         records: rank -> the last collectives that it has entered.
-        size: number of ranks in the world.
-        described: name of a group -> the description that its maker gave.
     """
     latest: dict[str, dict[int, Entered]] = {}
     for rank in late:

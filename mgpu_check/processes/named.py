@@ -71,7 +71,6 @@ def _class(value: type) -> Reduced | None:
 
 
 def _held(value: Any) -> Reduced | None:
-    """Reduce a value that is an attribute of a module of torch."""
     global _known_modules
     if _known_modules != len(sys.modules):
         _known_modules = len(sys.modules)

@@ -107,7 +107,6 @@ def dumps(value: object) -> bytes:
 
 
 def dumps_apart(value: object) -> Pickled:
-    """Pickle `value` as `dumps` does, with its large buffers apart."""
     large: list[pickle.PickleBuffer] = []
 
     def stays(buffer: pickle.PickleBuffer) -> bool:

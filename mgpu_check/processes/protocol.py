@@ -57,7 +57,6 @@ class RankSpec:
         store: address of the rendezvous: ``file:///path``, or ``tcp://host:port/prefix``.
         group_timeout: seconds until a collective times out by itself; longer than any deadline of the parent.
         threads: number of threads of torch's CPU operators.
-        call_context: at the start.
         own_environment: variables of this process that override those of the pytest process.
         uuids: of the real devices that the process must see, in this order; empty to skip the check.
         bare: whether the code under test makes the process group and chooses the device, and nothing is restored
@@ -125,7 +124,6 @@ class RaisedInRank:
         kind: "error", or how pytest or Hypothesis abandons a test ("skip", "xfail") or an example ("reject").
         message: the first line of its message, may be empty.
         text: the rendered traceback.
-        filename, lineno: where it was raised.
         pickled: the exception itself, None if it cannot be pickled.
     """
 
@@ -139,7 +137,6 @@ class RaisedInRank:
 
     @property
     def headline(self) -> str:
-        """Type and message, in one line."""
         return f"{self.type}: {self.message}" if self.message else self.type
 
 
@@ -205,7 +202,6 @@ class Outcome:
     """The end of a call on one rank.
 
     Attributes:
-        number: of the call.
         value: the pickled result, None after a failure.
         failure: the exception, None after a result.
         lockstep: the increases of the sequence numbers of the default group's backends during the call, and the number

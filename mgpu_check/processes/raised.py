@@ -60,7 +60,6 @@ def failure_of(error: BaseException) -> protocol.RaisedInRank:
 
 
 def _render(error: BaseException) -> str:
-    """Render the traceback without the frames of the engine."""
     with shortened(error):
         rendered = traceback.TracebackException.from_exception(error)
     todo = [rendered]

@@ -40,7 +40,5 @@ def few(names: Sequence[object], shown: int = 2) -> str:
 
 def by_ranks(ranks_of: Mapping[Key, Sequence[int]], shown: int = 2) -> str:
     """List names by their ranks, at most `shown` names per group of ranks: "a, b on ranks 1-2; c on rank 3"."""
-    groups: dict[tuple[int, ...], list[Key]] = {}
-    for name, ranks in ranks_of.items():
-        groups.setdefault(tuple(ranks), []).append(name)
-    return "; ".join(f"{few(names, shown)} on {named(ranks)}" for ranks, names in groups.items())
+    groups = grouped((tuple(ranks), name) for name, ranks in ranks_of.items())
+    return "; ".join(f"{few(names, shown)} on {named(ranks)}" for ranks, names in groups)

@@ -37,11 +37,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Scratch:
-    """A directory that this process uses until `leave`, `remove`, or its end.
-
-    Attributes:
-        path: of the directory.
-    """
+    """A directory that this process uses until `leave`, `remove`, or its end."""
 
     def __init__(self, path: Path) -> None:
         """Use the directory `path`, and make it if it does not exist."""

@@ -43,7 +43,6 @@ def refused(error: BaseException) -> BaseException:
 
 
 def _without_debugger(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Return `tb` without the debugger's own frames at its end."""
     last = tb
     one = tb
     while one is not None:

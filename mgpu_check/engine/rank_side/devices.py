@@ -136,7 +136,6 @@ class RealDevices(_WithDriver):
             torch.cuda.synchronize(device)
 
     def restore(self) -> None:
-        """Restore the CUDA settings that a call may have changed: current streams, and the sync debug mode."""
         if not torch.cuda.is_initialized():
             return
         if torch.cuda.get_sync_debug_mode():

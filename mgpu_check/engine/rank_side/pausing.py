@@ -44,7 +44,6 @@ def pause(done: str, *, last: bool = False, held: Iterable[tuple[str, tuple[int,
     Args:
         done: the part, such as "step 1".
         last: whether this is the last part, so that every message must have been received.
-        held: see `Paused`.
     """
     if _wait is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return

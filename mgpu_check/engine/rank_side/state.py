@@ -118,7 +118,6 @@ class FreshState:
         _destroy_extra_groups()
 
     def restore_context(self) -> None:
-        """Restore environment and working directory."""
         if dict(os.environ) != self.environment:
             os.environ.clear()
             os.environ.update(self.environment)
@@ -144,7 +143,7 @@ class FreshState:
 
 
 def _still_running(threads: Iterable[threading.Thread]) -> list[str]:
-    """Wait a moment for threads to end, and return the names of those that still run.
+    """Wait a moment for threads to end, and return the names of the threads that still run.
 
     The thread of a queue, for example, ends shortly after the last use of the queue.
     """

@@ -23,8 +23,6 @@ class Stray:
         warning: name of pytest's warning class for it.
         summary: the thread or object that raised it, in one line.
         text: the same with the traceback.
-        file, line: where it was raised.
-        error: the exception itself.
     """
 
     warning: str
@@ -36,7 +34,6 @@ class Stray:
 
     @property
     def plain(self) -> tuple[str, str, str, int]:
-        """The picklable part: warning, text, file, line."""
         return self.warning, self.text, self.file, self.line
 
 

@@ -88,7 +88,6 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
 
 
 def _numbers_of(host: str) -> list[str]:
-    """Return the addresses of `host` without loopback addresses."""
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:

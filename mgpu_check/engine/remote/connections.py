@@ -83,7 +83,6 @@ class Connections:
     # Methods for the main thread.
 
     def await_agents(self, ranks: Iterable[int], timeout: float) -> list[int]:
-        """Wait for the agents of `ranks`, and return the ranks whose agents are still missing."""
         wanted = list(ranks)
 
         def missing() -> list[int]:

@@ -81,7 +81,6 @@ class Driver:
 
     Attributes:
         size: number of launched ranks.
-        connections: to the agents.
         environment: of this process at its start.
         command: the command line that launches such a run on each host.
         trusting: address of the store that shows the key of the run to everybody; empty if the key is secret.

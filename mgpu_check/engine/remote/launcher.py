@@ -17,7 +17,7 @@ from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.machine import distinct_names
 from mgpu_check.processes.protocol import CallContext
-from mgpu_check.processes.rank_lists import intervals
+from mgpu_check.processes.rank_lists import grouped, intervals
 
 _START_TIMEOUT = 300.0  # the agent's fork server imports torch first, which may take minutes from a network disk
 
@@ -76,10 +76,8 @@ class AgentLauncher:
         # Rank 0 may know the store's host as "localhost", so take the address from an agent on another host.
         beyond = next((agent for agent in agents if _machine(agent) != _machine(agents[0])), agents[0])
         self._store = f"tcp://{beyond.told['address']}:{beyond.told['port']}"
-        by_node: dict[object, list[RemoteAgent]] = {}
-        for agent in agents:
-            node = agent.told["node"]
-            by_node.setdefault(_machine(agent) if node is None else node, []).append(agent)
+        nodes = ((agent.told["node"], agent) for agent in agents)
+        by_node = dict(grouped((_machine(agent) if node is None else node, agent) for node, agent in nodes))
         nodes = sorted(by_node.values(), key=lambda here: here[0].rank)
         names = distinct_names([_machine(here[0]) for here in nodes])
         self.hosts = []

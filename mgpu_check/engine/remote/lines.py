@@ -36,7 +36,6 @@ def tune(connection: socket.socket, control: bool) -> None:
 
 
 def line(message: dict[str, Any]) -> bytes:
-    """Encode a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -53,7 +52,6 @@ class Lines:
             raise ValueError(f"a line of more than {LONGEST} bytes")
 
     def next(self) -> dict[str, Any] | None:
-        """Return the next complete message, or None."""
         end = self._data.find(b"\n")
         if end < 0:
             return None

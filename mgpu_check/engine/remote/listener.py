@@ -22,7 +22,6 @@ class _Guest:
     """A connection that is not admitted yet.
 
     Attributes:
-        address: of the peer.
         proof: the pending authentication, None once it has succeeded.
         wanted: bytes of the peer's proof.
         deadline: for the proof and the first line.

@@ -31,9 +31,7 @@ class Announced:
     """A driver that was announced in the store.
 
     Attributes:
-        address, port: where it listens.
         name: a random name, unique to this driver.
-        key: of the run.
     """
 
     address: str
@@ -57,7 +55,7 @@ class Meeting:
     """The entries of the store that announce the driver and its end. Imports torch."""
 
     def __init__(self, launched: LaunchedProcess, timeout: float, key: Key | None) -> None:
-        """Connect to the store. Rank 0 makes the store if the launcher has none."""
+        """Connect to the store. Rank 0 makes the store if the launcher has no store."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._key = None if key is None else key.of_run(launched.identity)
@@ -80,7 +78,6 @@ class Meeting:
         )
 
     def announce(self, address: str, port: int) -> Announced:
-        """Announce the driver's address in the store."""
         opened = None if self._key is not None else new_secret()
         key = self._key if opened is None else self._opened(opened)
         assert key is not None

@@ -33,7 +33,6 @@ class Launch:
     connection: socket.socket | None = None
 
     def complete(self) -> None:
-        """Complete the future if pid and connection are known."""
         if self.pid is not None and self.connection is not None and not self.future.done():
             self.future.set_result(AgentProcess(self.pid, self.connection))
 
@@ -49,11 +48,9 @@ class RemoteAgent:
     """An agent that has joined.
 
     Attributes:
-        host: name of its host.
-        boot: boot id of its host, which tells hosts of one name apart; "" if it is not known.
+        boot: boot id of its host, which distinguishes hosts of one name; "" if unknown.
         told: the agent's description of itself.
         gone: the cause of death of its processes if the agent is lost; None while it is connected.
-        lines: the messages from it.
         answers, launches: pending requests, by number.
         processes: process number -> function to call with the exit code, or with None if the agent is lost.
         exits: exit codes of processes without a watcher.

@@ -17,8 +17,6 @@ class LaunchedProcess:
 
     Attributes:
         launcher: the launcher; "variables" if only RANK, WORLD_SIZE and MASTER_ADDR identify it.
-        rank: of this process.
-        size: number of processes.
         local_rank: rank on its host, None if unknown.
         local_size: number of processes on its host, None if unknown.
         node: index of its host, None if unknown.
@@ -72,7 +70,6 @@ class _Variables:
         self.environment = environment
 
     def number(self, *names: str) -> int:
-        """Return the number in the first of `names` that is set."""
         found = self.perhaps(*names)
         if found is None:
             raise ValueError(f"environment variable {names[0]} is not set")
