@@ -180,7 +180,7 @@ class Relations:
 
     @property
     def broken(self) -> list[Result]:
-        """The results that are wrong or split; if there are none, those with any broken relation."""
+        """The results that are wrong or split, or else the results with any broken relation."""
         return [name for name in self.held if name in self.wrong or name in self.split] or [
             name for name, held in self.held.items() if False in held.values()
         ]
@@ -197,7 +197,6 @@ class CallEvent:
     Attributes:
         kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler",
             "epoch", "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
-        name: name of the function or class.
         site: the line of the code under test that made the call: "train.py:40".
         details: the arguments, as plain values.
     """
@@ -213,7 +212,7 @@ class CallEvent:
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """The descriptions of all tensors among the arguments of a collective, also of those in lists."""
+        """The descriptions of all tensors among the arguments of a collective, and in lists among them."""
         return [*self.details.get("tensors", []), *self.details.get("list", [])]
 
 

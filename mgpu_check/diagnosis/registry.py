@@ -74,7 +74,7 @@ class Precedence(IntEnum):
     """Name what a rule on results proves, the most first: the place of such a rule is `Precedence.NAME + number`.
 
     Evidence up to `EXPERIMENTS` proves a mistake by itself. From `OWN_VALUES` to `UPDATES` a mistake explains results.
-    Several mistakes explain the evidence of `AMBIGUOUS`. That of `POSSIBLE` does not rule a mistake out.
+    Several mistakes explain the evidence of `AMBIGUOUS`. The evidence of `POSSIBLE` does not rule a mistake out.
     """
 
     UNDEFINED = 0

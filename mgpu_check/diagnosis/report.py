@@ -25,7 +25,7 @@ class Finding:
     """The line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown."""
 
     def __post_init__(self) -> None:
-        known_mistake(self.mistake)  # or it is none
+        known_mistake(self.mistake)  # raises for an unknown one
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ class Tensors:
     Attributes:
         steps: number of calls of the step.
         expected: the results of one device.
-        relations: the relations that hold and fail.
         seen: the results of each rank, with all values.
-        traces: the calls of each rank.
         hypotheses: the results of one device for parts of the batch.
         wrong_alone: the step already differs from the reference at world size 1.
         right_when_small: whether all relations hold for the same batch scaled down; None if that was not tried.

@@ -16,7 +16,7 @@ COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "max": lambda parts, rank: parts.amax(0),
     "min": lambda parts, rank: parts.amin(0),
 }
-"""What a rank may hold of all parts, which are stacked in rank order."""
+"""Ways to combine all parts, which are stacked in rank order, to the result of one rank."""
 LOOSE = 1e-4
 """Tolerance, as a fraction of the magnitude of a tensor: a hypothesis is summed in another order than the result."""
 _INDEPENDENT = 1e-4
