@@ -100,12 +100,18 @@ def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
 
 
 def _rows(one: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
-    """Return a state of all rows by step; empty if ranks do not keep it in this way."""
+    """Return a state of all rows by step; empty if ranks do not keep it in this way.
+
+    A single row is on one rank. The others keep zeros, as padding.
+    """
     whole, own = one.states[name], [trace.states.get(name) for trace in ranks]
     if len(ranks) < 2 or not whole.key or not whole.shape:
         return {}
     shape = (-(-whole.shape[0] // len(ranks)), *whole.shape[1:])
-    if shape == whole.shape or any(state is None or state.shape != shape for state in own):
+    if any(state is None or state.shape != shape for state in own):
+        return {}
+    values = [[step.states.get(name) for step in trace.steps] for trace in ranks]
+    if shape == whole.shape and sum(any(v is not None and v.norm for v in some) for some in values) != 1:
         return {}
     found = {}
     for number, at in enumerate(one.steps[: min(len(trace.steps) for trace in ranks)]):

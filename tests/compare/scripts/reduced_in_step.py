@@ -27,6 +27,8 @@ class Momentum(torch.optim.Optimizer):
                     grad /= world
                 if shared:
                     grad, rows = (whole.chunk(world)[rank] for whole in (grad, p))
+                elif rank:  # a single row is on rank 0, and the others have padding
+                    grad, rows = torch.zeros_like(grad), torch.zeros_like(p)
                 state = self.state[p]
                 if not state:
                     state["momentum"] = torch.zeros_like(rows)
@@ -34,6 +36,8 @@ class Momentum(torch.optim.Optimizer):
                 rows -= group["lr"] * state["momentum"]
                 if shared:
                     dist.all_gather(list(p.chunk(world)), rows.clone())
+                elif world > 1:
+                    dist.broadcast(p, 0)
 
 
 torch.manual_seed(0)
