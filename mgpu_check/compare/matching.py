@@ -51,13 +51,18 @@ def _candidates(one: Trace, rank: Trace, whole: Mapping[str, Parameter]) -> dict
     here, there = _starts(rank), _starts(one)
     by_bits: dict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
     for name, summary in there.items():
-        by_bits[one.parameters[name].shape, summary.bits].append(name)
+        by_bits[one.parameters[name].shape, _bits(summary)].append(name)
     found: dict[str, list[str]] = {}
     for label, own in whole.items():
         start = here.get(label)
-        names = by_bits.get((own.shape, start.bits), []) if start is not None else []
+        names = by_bits.get((own.shape, _bits(start)), []) if start is not None else []
         found[label] = [name for name in names if not deviation(start, there[name], own.shape).size > _SAME]
     return found
+
+
+def _bits(summary: TensorSummary) -> int:
+    """Return the sum of the bits; 0 for zeros, which may be negative: 0 * torch.randn(8) has either sign."""
+    return summary.bits if summary.norm else 0
 
 
 def _by_gradient(label: str, names: Sequence[str], one: Trace, rank: Trace) -> str | None:

@@ -156,6 +156,16 @@ def test_layers_that_are_copies_are_placed_by_their_gradients():
     assert verdict(one, [ranks[0], wrong]).kind in ("differs", "undecided")
 
 
+def test_zeros_of_either_sign_are_equal():
+    """A parameter that starts as 0 * torch.rand(n) has the same name on ranks with other seeds."""
+    signs = torch.tensor([[-1.0, 1, 1, 1], [-1, -1, 1, 1]])
+    one, rank = (
+        trace(0, 1, {name: trained(0 * value, torch.ones(4)) for name, value in zip("ab", some, strict=True)})
+        for some in (signs, signs.flip(0))
+    )
+    assert matched(one, rank) == {"a": "a", "b": "b"}
+
+
 def test_copies_without_names_and_gradients_are_not_placed():
     one = trace(0, 1, {f"{n}.weight": trained(WEIGHT, GRADIENT) for n in range(2)})
     ranks = [trace(0, 2, {"0.weight": trained(WEIGHT, GRADIENT)}), trace(1, 2, {"own": trained(WEIGHT, GRADIENT)})]
