@@ -6,6 +6,7 @@ Runs are sequential: a script may write files, and two runs on one device would 
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.batches import others_from_the_start
+from mgpu_check.compare.control import SEED, measured
 from mgpu_check.compare.directories import fresh_directory
 from mgpu_check.compare.obstacles import SNAPSHOT, drawing, standing
 from mgpu_check.compare.processes import ScriptRun, run
@@ -36,8 +38,6 @@ from mgpu_check.compare.within_step import with_rows_together
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.record import relative
-
-SEED = 1  # any fixed seed of the perturbations, so that a comparison can be repeated
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def _replay(
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
     from mgpu_check.compare.replayed import replayed  # it imports torch, which a comparison of traces does without
 
-    def run(label: str, *, steps: int, moved: bool, files: Mapping[str, int]) -> ScriptRun:
-        return run_script(made, tell, label, 1, moved=SEED if moved else None, files=files, until=steps)
+    def run(label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun:
+        return run_script(made, tell, label, 1, moved=moved, files=files, until=steps)
 
     plan, assembly = made.plan, made.assembly
     assert assembly is not None
@@ -169,7 +169,8 @@ def _verdict(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequenc
     moved = run_script(made, tell, "one device, moved by roundoffs", 1, moved=SEED)
     if moved.failed:
         return of_failure(moved, moved.failed, one_device=True)
-    made.rounding = Rounding(one.traces[0], [moved.traces[0], again.traces[0]])
+    further = functools.partial(run_script, made, tell, "one device, moved by other roundoffs", 1)
+    made.rounding = measured(aligned, [moved.traces[0], again.traces[0]], further)
     return verdict_of(aligned, made.rounding, repeat, plan.unjudged)
 
 

@@ -6,6 +6,7 @@ the ranks (`mgpu_check.compare.replay`): once unchanged, and once moved by round
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.assembly import Assembly
+from mgpu_check.compare.control import SEED, measured
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.processes import ScriptRun
 from mgpu_check.compare.rounding import Rounding, repeatability
@@ -27,7 +29,7 @@ from mgpu_check.processes.rank_lists import few
 class RunOneDevice(Protocol):
     """Runs the script on one device."""
 
-    def __call__(self, label: str, *, steps: int, moved: bool, files: Mapping[str, int]) -> ScriptRun: ...
+    def __call__(self, label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun: ...
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,13 @@ def replayed(
     until = min(steps or STEPS, *(len(trace.steps) for trace in ranks))
     with tempfile.TemporaryFile() as file:
 
-        def again(label: str, moved: bool = False, **how: bool) -> ScriptRun:
+        def again(label: str, moved: int | None = None, **how: bool) -> ScriptRun:
             write_joint(file.fileno(), tapes, dealt, **how)
             return run(f"one device, {label}", steps=until, moved=moved, files={"replay": file.fileno()})
 
         def judged(label: str, **how: bool) -> Replay:
             runs = []
-            for name, moved in ((label, False), (f"{label}, moved by roundoffs", True)):
+            for name, moved in ((label, None), (f"{label}, moved by roundoffs", SEED)):
                 done = again(name, moved, **how)
                 if failed := done.failed or next((ended for ended in done.ranks if ended.steps < until), None):
                     return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
@@ -80,7 +82,8 @@ def replayed(
             trace, shifted = runs
             shown = with_rows_together(trace, [_until(rank, until) for rank in ranks])
             aligned = Aligned(trace, shown, len(ranks), replayed=True)
-            rounding = Rounding(trace, [shifted])
+            further = functools.partial(again, f"{label}, moved by other roundoffs", **how)
+            rounding = measured(aligned, [shifted], further)
             return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
 
         made = judged("replaying the ranks")

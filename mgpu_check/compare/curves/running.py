@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mgpu_check.compare.arguments import repeated
-from mgpu_check.compare.comparison import SEED, crashes_at_exit, found_what_was_left, run_script
+from mgpu_check.compare.comparison import crashes_at_exit, found_what_was_left, run_script
+from mgpu_check.compare.control import SEED
 from mgpu_check.compare.curves.judging import RunCurve, Side
 from mgpu_check.compare.curves.reading import curve_of
 from mgpu_check.compare.trace import Trace

@@ -12,13 +12,13 @@ from typing import IO, Any, NamedTuple
 from mgpu_check.compare import telling
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparison import (
-    SEED,
     ScriptComparison,
     constants_placed,
     crashes_at_exit,
     run_script,
     temporary,
 )
+from mgpu_check.compare.control import SEED
 from mgpu_check.compare.obstacles import SEEDS
 from mgpu_check.compare.processes import ScriptRun
 from mgpu_check.compare.trace import Trace
