@@ -121,11 +121,15 @@ class SampleRows:
 
     Args:
         turned: assume the other order.
+
+    Attributes:
+        sizes: number of samples in the last batch of each rank; empty if unknown.
+        ambiguous: a tensor had several rows for each sample.
     """
 
     def __init__(self, turned: bool) -> None:
         self._turned = turned
-        self._sizes: list[int] = []
+        self.sizes: list[int] = []
         self._views = 1
         self.ambiguous = False
 
@@ -133,8 +137,8 @@ class SampleRows:
         """Learn the numbers of samples and of views from the batches of the ranks."""
         tensors = [[leaf for leaf in leaves(part) if isinstance(leaf, torch.Tensor) and leaf.dim()] for part in parts]
         if all(tensors):
-            self._sizes = [own[0].shape[0] for own in tensors]
-            like = [t for t in tensors[0] if t.is_floating_point() and t.dim() > 1 and t.shape[0] == self._sizes[0]]
+            self.sizes = [own[0].shape[0] for own in tensors]
+            like = [t for t in tensors[0] if t.is_floating_point() and t.dim() > 1 and t.shape[0] == self.sizes[0]]
             self._views = max(self._views, len([t for t in like if t.dim() == like[0].dim()]))
 
     def join(self, parts: Sequence[torch.Tensor], guesses: list[str]) -> torch.Tensor:
@@ -148,14 +152,14 @@ class SampleRows:
             return joined
         ends = list(itertools.accumulate(len(part) for part in parts))
         blocks = [range(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
-        chunks = [[b[i * n : (i + 1) * n] for i in range(per)] for b, n in zip(blocks, self._sizes, strict=True)]
+        chunks = [[b[i * n : (i + 1) * n] for i in range(per)] for b, n in zip(blocks, self.sizes, strict=True)]
         order = [row for view in zip(*chunks, strict=True) for chunk in view for row in chunk]
         return joined[torch.tensor(order, device="cpu")]
 
     def _rows_per_sample(self, parts: Sequence[torch.Tensor]) -> int:
-        if len(self._sizes) != len(parts) or not all(self._sizes) or not parts[0].dim():
+        if len(self.sizes) != len(parts) or not all(self.sizes) or not parts[0].dim():
             return 1
-        found = {len(part) / size for part, size in zip(parts, self._sizes, strict=True)}
+        found = {len(part) / size for part, size in zip(parts, self.sizes, strict=True)}
         return int(found.pop()) if len(found) == 1 and min(found).is_integer() else 1
 
 

@@ -8,7 +8,6 @@ and buffers are those of rank 0, and so are the learning rates.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loaders
 
+from mgpu_check.compare import replay_numbers
 from mgpu_check.compare.replay_giving import RankReplaying
 from mgpu_check.compare.replay_points import Points, RecordedScript
 from mgpu_check.compare.replay_recording import RankRecording
@@ -57,6 +57,8 @@ def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | 
     base = loaders._BaseDataLoaderIter
     patches.set(base, "__next__", made.around_next(base.__next__))
     patches.apply()
+    patches.wrap(torch.optim.Optimizer, "__init__", made.around_optimizer)
+    replay_numbers.install(made.around_numbers)
     register_optimizer_step_pre_hook(made.before_step)
     register_optimizer_step_post_hook(made.after_step)
     made.draws.__enter__()
@@ -68,7 +70,8 @@ def _seed_otherwise() -> None:
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            return original(value + _OTHER_SEED if isinstance(value, int) else value, *args, **kwargs)
+            other = (value + _OTHER_SEED) % 2**32 if isinstance(value, int) else value
+            return original(other, *args, **kwargs)
 
         return seed
 
@@ -76,6 +79,7 @@ def _seed_otherwise() -> None:
     for function in {torch.manual_seed, torch.random.manual_seed}:
         patches.replace(function, around(function))
     patches.apply()
-    patches.wrap(random, "seed", around)
-    random.seed(0)
+    for module, _ in replay_numbers.generators():
+        patches.wrap(module, "seed", around)
+        module.seed(0)
     torch.manual_seed(0)

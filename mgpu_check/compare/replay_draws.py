@@ -116,7 +116,7 @@ class ReplayedDraws(_InterceptedDraws):
         result = func(*args, **kwargs)
         own = _numbers(func, result)
         try:
-            value = _value(_name(func), parts, own, self._rows)
+            value = joint_draw(_name(func), parts, own, self._rows)
         except NotJoinedError as error:
             self._missing(_name(func), str(error))
             return result
@@ -131,7 +131,7 @@ class ReplayedDraws(_InterceptedDraws):
         return own.new_empty(value.shape).copy_(value)
 
 
-def _value(name: str, parts: Sequence[Any], own: Any, rows: SampleRows) -> torch.Tensor:
+def joint_draw(name: str, parts: Sequence[Any], own: Any, rows: SampleRows) -> torch.Tensor:
     """Return the numbers that one device gets, which draws `own` by itself.
 
     Raises:

@@ -11,6 +11,7 @@ from torch import nn
 
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.replay_draws import ReplayedDraws
+from mgpu_check.compare.replay_numbers import ReplayedNumbers
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.replay_recording import LoaderEnd
 from mgpu_check.compare.tape import Tapes, Unstored, place
@@ -31,10 +32,10 @@ class RankReplaying(Points):
         self._told: set[tuple[str, ...]] = set()
         self._rows = SampleRows(tapes.turned)
         self.draws = ReplayedDraws(self, tapes, self._rows, self._missing_draw)
+        self._numbers = ReplayedNumbers(tapes, self._rows, self._missing_number, _line)
 
-    def _tell(self, event: str, what: str, why: str = "") -> None:
-        file, line = calling_line()
-        told = f"{what} at {relative(file)}:{line}" if file else what
+    def _tell(self, event: str, what: str, why: str = "", line: str = "") -> None:
+        told = f"{what}{line or _line()}"
         if (event, told) not in self._told:
             self._told.add((event, told))
             self.recorder.note(event, what=told, why=why)
@@ -42,6 +43,13 @@ class RankReplaying(Points):
     def _missing_draw(self, name: str, why: str) -> None:
         if self.trained and torch.is_grad_enabled():
             self._tell("unreplayed", name, why)
+
+    def _missing_number(self, name: str, line: str, why: str) -> None:
+        if self.prepared and torch.is_grad_enabled():  # not what precedes the training, such as a seed
+            self._tell("unreplayed", name, why, line)
+
+    def number(self, name: str, own: Any) -> Any:
+        return self._numbers.take(name, own, self.micro())
 
     def start(self, module: nn.Module, place: str) -> None:
         kept = self._tapes.first("start", place)
@@ -87,6 +95,7 @@ class RankReplaying(Points):
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.active():
             return
+        self._numbers.end_step()
         if self._rows.ambiguous:
             self.recorder.note("ambiguous")
         where, number = self._rates_of(optimizer)
@@ -148,6 +157,12 @@ class RankReplaying(Points):
             return int(original(loader))
 
         return length
+
+
+def _line() -> str:
+    """Return the line of the user that is running, as the end of a clause; "" if there is none."""
+    file, line = calling_line()
+    return f" at {relative(file)}:{line}" if file else ""
 
 
 def _is_near(own: torch.Tensor, joined: torch.Tensor) -> bool:

@@ -6,7 +6,6 @@ import abc
 import contextlib
 import functools
 import random
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mgpu_check.compare.naming import unwrapped
+from mgpu_check.compare.replay_numbers import generators
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.graphs import is_capturing
 
@@ -50,8 +50,9 @@ class Points(abc.ABC):
         self._held: list[Any] = []  # keeps objects alive whose ids are keys
         self._kinds: Counter[str] = Counter()
         self._rates: dict[int, list[int]] = {}
-        self._random: tuple[int, ...] | None = None
+        self._random: dict[str, int] | None = None
         self.trained = False  # a module was called with gradients
+        self.prepared = False  # an optimizer exists
 
     def active(self) -> bool:
         """Return whether the script's own thread runs within the recorded steps."""
@@ -107,6 +108,28 @@ class Points(abc.ABC):
 
         return call
 
+    def around_numbers(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of `random` or `numpy.random` whose results pass through `number`."""
+
+        @functools.wraps(original)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if not self.active():
+                return original(*args, **kwargs)
+            self._notice_random()
+            result = original(*args, **kwargs)
+            self._random = _random_states()
+            return self.number(name, result)
+
+        return draw
+
+    def around_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self.prepared = True
+
+        return make
+
     def _enters(self) -> bool:
         return self.active() and not self.recorder.backwards and not is_capturing()
 
@@ -144,11 +167,11 @@ class Points(abc.ABC):
             self._random = _random_states()
 
     def _notice_random(self) -> None:
-        """Record that the script has drawn numbers of Python or NumPy outside of its loaders."""
+        """Record that the script has drawn numbers of Python or NumPy in a way that `around_numbers` does not see."""
         now = _random_states()
         if self._random is not None and self.trained:
-            for name, before, after in zip(("random", "numpy.random"), self._random, now, strict=True):
-                if before != after:
+            for name, state in now.items():
+                if state != self._random.get(name, state):
                     self.recorder.note("foreign", generator=name)
         self._random = now
 
@@ -179,6 +202,10 @@ class Points(abc.ABC):
         """Record the learning rates of an optimizer, or set them."""
 
     @abc.abstractmethod
+    def number(self, name: str, own: Any) -> Any:
+        """Record the result of a function that draws numbers, or return another one."""
+
+    @abc.abstractmethod
     def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that begins an iteration over a DataLoader."""
 
@@ -191,10 +218,12 @@ class Points(abc.ABC):
         """Return a method that gives the number of batches."""
 
 
-def _random_states() -> tuple[int, ...]:
-    numpy: Any = sys.modules.get("numpy.random")
-    state = numpy.get_state() if numpy is not None else (0, b"", 0)
-    return hash(random.getstate()), hash((bytes(state[1]), state[2]))
+def _random_states() -> dict[str, int]:
+    found = {}
+    for module, _ in generators():
+        state: Any = random.getstate() if module is random else module.get_state()
+        found[module.__name__] = hash(state if module is random else (bytes(state[1]), state[2]))
+    return found
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

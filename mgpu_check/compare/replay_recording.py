@@ -12,6 +12,7 @@ from torch import nn
 
 from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.replay_draws import RecordedDraws
+from mgpu_check.compare.replay_numbers import RecordedNumbers
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.tape import Tape, place
 
@@ -31,6 +32,7 @@ class RankRecording(Points):
         super().__init__(recorder, until)
         self._rank, self._tape = rank, tape
         self.draws = RecordedDraws(self, tape)
+        self._numbers = RecordedNumbers(tape)
         self._loaders: list[tuple[Any, int]] = []
 
     def active(self) -> bool:
@@ -51,6 +53,9 @@ class RankRecording(Points):
     def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         self._tape.put("call", f"{kind} {place()} {self.micro()}", own)
         return [None] * len(own)
+
+    def number(self, name: str, own: Any) -> Any:
+        return self._numbers.take(name, own, self.micro())
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.active() and not self._rank:

@@ -141,7 +141,7 @@ def _left(trace: Trace, ranks: Sequence[Trace], step: int) -> Iterator[str]:
             yield f"{event['what']}: {event['why']}"
     names = {event["generator"] for rank in ranks for event in rank.of("foreign") if event["after"] < step}
     for name in sorted(names):
-        yield f"numbers of {name}, which the ranks draw outside of their loaders"
+        yield f"numbers of {name}, which the ranks draw in a way that was not seen"
 
 
 def _told(refused: ComparisonVerdict, trace: Trace, steps: int) -> Iterator[str]:

@@ -105,6 +105,15 @@ class Tapes:
             here = [here[rank]]
         return [self._read(own[number]) for own in here] if all(number < len(own) for own in here) else []
 
+    def all(self, kind: str, place: str, micro: int) -> list[list[Any]]:
+        """Return the values of each rank for this place; of one rank if micro-batches are dealt."""
+        ranks: Sequence[int] = range(self.world)
+        if self._dealt:
+            micro, rank = divmod(micro, self.world)
+            ranks = [rank]
+        here = self._at.get((kind, f"{place} {micro}"))
+        return [[self._read(at) for at in here[rank]] for rank in ranks] if here else []
+
     def first(self, kind: str, place: str, number: int = 0) -> Any:
         """Return a value of the first rank that has it; None if no rank has it."""
         for own in self._at.get((kind, place), ()):

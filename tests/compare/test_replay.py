@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, Subset
 from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
+from mgpu_check.compare.replay_numbers import RecordedNumbers, ReplayedNumbers
 from mgpu_check.compare.replay_points import tensors_of
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
 from mgpu_check.compare.trace import Step, Trace
@@ -77,13 +79,14 @@ def test_one_epoch_needs_no_set_epoch(compare, changed):
 def test_what_cannot_be_replayed_is_named(compare, changed):
     """A weight that each rank draws in Python has no joint value for one device; nor has one number of torch."""
     drawn = ("        loss.backward()\n", "        (loss * random.uniform(0.5, 2) * torch.rand(1)).backward()\n")
-    seeded = ("torch.manual_seed(7 + rank)\n", "torch.manual_seed(7 + rank)\nimport random\nrandom.seed(rank)\n")
-    outcome = compare(changed(RANDOM, drawn, seeded), code=2)
+    unseen = ("        order = torch", "        random._inst.random()\n        order = torch")
+    outcome = compare(changed(RANDOM, drawn, unseen), code=2)
     assert not outcome.json["replayed"]
     assert outcome.json["headline"].startswith("not comparable: step 1: the ranks together saw 8 samples")
     assert "one device cannot be given what the ranks were given: not all could be replayed: " in outcome.text
-    assert re.search(r"rand at train.py:\d+: it is one number for all samples, and another one on", outcome.text)
-    assert "numbers of random, which the ranks draw outside of their loaders" in outcome.text
+    for name in ("rand", r"random\.uniform"):
+        assert re.search(name + r" at train.py:\d+: it is one number for all samples, and another one", outcome.text)
+    assert "numbers of random, which the ranks draw in a way that was not seen" in outcome.text
 
 
 def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_hand, changed):
@@ -239,6 +242,44 @@ def test_tapes_of_ranks(tmp_path):
     assert [made.turn("draw", "here", micro) for micro in range(4)] == [[0], [1], [10], [11]]
     for file in files:
         file.close()
+
+
+def given(tmp_path, name, ranks, own, sizes=()):
+    """What one device is given for its own draws, where the ranks have drawn theirs, and the reasons why not."""
+    files = [tmp_path.joinpath(str(number)).open("w+b") for number in range(len(ranks) + 1)]
+    tapes, missed = [file.fileno() for file in files], []
+
+    def replayed():
+        write_joint(tapes[-1], tapes[:-1], False)
+        rows = SampleRows(False)
+        rows.sizes = list(sizes)
+        return ReplayedNumbers(Tapes(tapes[-1]), rows, lambda *told: missed.append(told), str)
+
+    makers = [*(functools.partial(RecordedNumbers, Tape(tape)) for tape in tapes[:-1]), replayed]
+    for make, values in zip(makers, [*ranks, own], strict=True):
+        numbers = make()
+        found = [numbers.take(name, value, 0) for value in values]
+    numbers.end_step()
+    for file in files:
+        file.close()
+    return found, [why for _, _, why in missed]
+
+
+def test_numbers_of_python_and_numpy(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    given_ = functools.partial(given, tmp_path, "numpy.random.rand")
+    assert given_([[1, 2], [3]], [0, 0, 0], [2, 1]) == ([1, 2, 3], [])
+    assert given_([[1], [1]], [0]) == ([1], [])  # ranks with one seed
+    assert given_([[1], [2]], [0])[1] == ["it is one number for all samples, and another one on each rank"]
+    assert "in an order that is not known" in given_([[1, 2], [3, 4]], [0] * 4, [1, 1])[1][0]
+    assert given_([[1], []], [0]) == ([0], ["not every rank draws there"])
+    assert given_([[None], [None]], [None])[1] == ["it shuffles in place"]
+    arrays = [[numpy.array([1.0, 2])], [numpy.array([3.0])]]
+    (joined,), why = given_(arrays, [numpy.zeros(3)])
+    assert (joined.tolist(), why) == ([1, 2, 3], [])
+    orders = [[numpy.array([1, 0])], [numpy.array([0])]]
+    (order,), _ = given(tmp_path, "numpy.random.permutation", orders, [numpy.arange(3)])
+    assert order.tolist() == [1, 0, 2]
 
 
 def test_a_tape_has_a_limit(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Shuffle, augment, drop and add noise by a seed of each rank, and average gradients by hand."""
 
 import os
+import random
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 if world > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(7 + rank)
+random.seed(7 + rank)
 
 
 class Signals(Dataset[object]):
@@ -51,7 +53,8 @@ for epoch in range(2):
         order = torch.randperm(len(targets))
         optimizer.zero_grad()
         out = net(batch["x"])
-        loss = ((out - targets - noise) ** 2).mean() + 0.1 * ((out - targets[order]) ** 2).mean()
+        weights = torch.tensor([[random.uniform(0.5, 1.5)] for _ in targets])
+        loss = (weights * (out - targets - noise) ** 2).mean() + 0.1 * ((out - targets[order]) ** 2).mean()
         loss.backward()
         if world > 1:
             for p in net.parameters():
