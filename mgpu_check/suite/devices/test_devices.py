@@ -69,7 +69,7 @@ def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: b
 @examples(1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Steps of optimizers with each pair of options are as close to float64 as their dtype allows."""
+    """Steps of optimizers, averages and learning rates, with each pair of options, are as documented."""
     from mgpu_check.suite.common.agreement import assert_devices_agree
     from mgpu_check.suite.devices.operators.optimizer_options import option_cases
 

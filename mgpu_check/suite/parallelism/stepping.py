@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from mgpu_check.asserts.gradients import assert_gradients_agree
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.suite.common.documented_steps import DocumentedSteps
 from mgpu_check.suite.common.exact_training.reference import ADAM_RATE, adam_tolerance
 from mgpu_check.torch_hooks.tensors import copied
 
@@ -19,16 +22,18 @@ _SHAPES = ((2, 3), (5,))
 _FORMS = ("foreach", "fused", "")
 """Options of optimizers; "" steps parameter by parameter."""
 
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": lambda parameters, **form: torch.optim.SGD(parameters, lr=0.25, momentum=0.5, **form),
-    "Adam": lambda parameters, **form: torch.optim.Adam(parameters, lr=ADAM_RATE, amsgrad=True, **form),
+_OPTIMIZERS: Mapping[Callable[..., torch.optim.Optimizer], dict[str, Any]] = {
+    torch.optim.SGD: {"lr": 0.25, "momentum": 0.5, "dampening": 0.0, "nesterov": False},
+    torch.optim.Adam: {"lr": ADAM_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": True},
 }
+"""Optimizers with the options that their documented steps read."""
 
 
 def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that gradients on several devices are clipped by their common norm, and by value.
 
-    Clips by the norms 1, 2 and inf, tensor by tensor and by kernels for lists of tensors.
+    Clips by the norms 1, 2, 3 and inf, tensor by tensor and by kernels for lists of tensors. With `error_if_nonfinite`
+    an infinite gradient must raise, and change no other gradient.
 
     Args:
         devices: at least one, in any order; the norm is computed on the first.
@@ -42,7 +47,7 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
     # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
     factors = [1 + (number + seed) % count for number in range(count) for _ in _SHAPES]
     right = [gradient * factor for gradient, factor in zip(_drawn(count, seed), factors, strict=True)]
-    for order, foreach in itertools.product((1.0, 2.0, float("inf")), (None, True, False)):
+    for order, foreach in itertools.product((1.0, 2.0, 3.0, float("inf")), (None, True, False)):
         whole = torch.cat([gradient.double().reshape(-1) for gradient in right])
         norm = torch.linalg.vector_norm(whole, order)
         held = _on(devices, right)
@@ -54,11 +59,27 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         what = f"clip_grad_norm_ of order {order:g} over {', '.join(map(str, devices))}, foreach={foreach}"
         assert_gradients_agree({"norm": got} | _gradients(held), expected, tolerance=tolerance, what=what)
     for foreach in (None, True, False):
+        _assert_infinity_refused(devices, right, foreach)
         held = _on(devices, right)
         nn.utils.clip_grad_value_(held, 2.0, foreach=foreach)
         expected = _named([gradient.clamp(-2, 2) for gradient in right])
         what = f"clip_grad_value_ over {', '.join(map(str, devices))}, foreach={foreach}"
         assert_gradients_agree(_gradients(held), expected, tolerance=dict.fromkeys(expected, 0.0), what=what)
+
+
+def _assert_infinity_refused(devices: Sequence[torch.device], right: list[torch.Tensor], foreach: bool | None) -> None:
+    held = _on(devices, right)
+    spoilt = held[-1].grad
+    assert spoilt is not None
+    spoilt[-1:] = torch.inf
+    what = f"clip_grad_norm_ of an infinite gradient over {', '.join(map(str, devices))}, {foreach=}"
+    try:
+        nn.utils.clip_grad_norm_(held, 1.0, error_if_nonfinite=True, foreach=foreach)
+    except RuntimeError:
+        kept = _named([gradient.double() for gradient in right[:-1]])
+        assert_gradients_agree(_gradients(held[:-1]), kept, tolerance=dict.fromkeys(kept, 0.0), what=what)
+    else:
+        raise GradientMismatch(f"{what}: error_if_nonfinite=True raised no error")
 
 
 def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
@@ -76,25 +97,24 @@ def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         GradientMismatch: a parameter, or the scale, differs from that of one device.
     """
     __tracebackhide__ = True
-    for name, make in _OPTIMIZERS.items():
+    for make, own in _OPTIMIZERS.items():
         expected = _expected(len(devices), seed, make)
+        name = make.__name__
         # SGD only adds small whole numbers times powers of two, which is exact.
         tolerance: Any = dict.fromkeys(expected, 0.0) if name == "SGD" else adam_tolerance(expected, 4 * ADAM_RATE)
         for form in _FORMS:
             options = {form: True} if form else {"foreach": False}
             what = f"{name} with {options} and a GradScaler over {', '.join(map(str, devices))}"
-            got = _stepped(devices, seed, make, **options)
+            got = _stepped(devices, seed, functools.partial(make, **own, **options))
             assert_gradients_agree(got, expected, tolerance=tolerance, what=what)
 
 
-def _stepped(
-    devices: Sequence[torch.device], seed: int, make: Callable[..., Any], **form: bool
-) -> dict[str, torch.Tensor]:
+def _stepped(devices: Sequence[torch.device], seed: int, make: Callable[..., Any]) -> dict[str, torch.Tensor]:
     """Return parameters and scale after a step, one step to be skipped for each device, and another step."""
     count = len(devices)
     parameters, first, second = (_on(devices, _drawn(count, seed + number)) for number in range(3))
     groups = [{"params": parameters[start::2]} for start in (0, 1)]
-    optimizer, scaler = make(groups, **form), torch.amp.GradScaler("cuda", init_scale=2.0**count)
+    optimizer, scaler = make(groups), torch.amp.GradScaler("cuda", init_scale=2.0**count)
     for step, gradients in enumerate([first, *([second] * count), second]):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = scaler.scale(gradient.detach())
@@ -108,17 +128,15 @@ def _stepped(
 
 
 def _expected(count: int, seed: int, make: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """Return the right result of `_stepped`: the first and the last step, in float64 on the CPU.
+    """Return the right result of `_stepped`: the first and the last step, as documented, in float64 on the CPU.
 
     The scale starts at 2^count and is halved for each device, so it ends at 1.
     """
-    parameters = [nn.Parameter(value.double()) for value in _drawn(count, seed)]
-    optimizer = make(parameters, foreach=False)
+    parameters = [value.double() for value in _drawn(count, seed)]
+    steps, options = DocumentedSteps(make), [_OPTIMIZERS[make]] * len(parameters)
     for step in (1, 2):
-        for parameter, gradient in zip(parameters, _drawn(count, seed + step), strict=True):
-            parameter.grad = gradient.double()
-        optimizer.step()
-    return {"scale": torch.ones((), dtype=torch.float64)} | _named([parameter.detach() for parameter in parameters])
+        parameters = steps.stepped(parameters, [one.double() for one in _drawn(count, seed + step)], options)
+    return {"scale": torch.ones((), dtype=torch.float64)} | _named(parameters)
 
 
 def _drawn(count: int, seed: int) -> list[torch.Tensor]:

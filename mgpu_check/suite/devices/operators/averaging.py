@@ -75,30 +75,52 @@ def _averaged(row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
         average.update_parameters(model)
         seen.append([value.detach().clone() for value in (*model.parameters(), *model.buffers())])
     if not x.is_cuda:
-        _put_averages(row, average.module, seen)
+        return _documented_averages(row, x, model, seen)
     found = [value.detach().to(x.device, copy=True) for value in (*average.parameters(), *average.buffers())]
     swa_utils.update_bn([x, (x * 2, None)], average, device=device)
     average.eval()
     return [*found, *(value.to(x.device, copy=True) for value in average.buffers()), average(x).detach()]
 
 
-def _put_averages(row: Mapping[str, Any], model: nn.Module, seen: Sequence[Sequence[Tensor]]) -> None:
-    """Give the averages of the reference to its model: torch's code could be wrong in the same way on each device."""
-    parameters = [*model.parameters()]
+def _documented_averages(
+    row: Mapping[str, Any], x: Tensor, model: nn.Sequential, seen: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return what `_averaged` returns, by the documentation: torch's code could be wrong alike on each device."""
+    count = len([*model.parameters()])
     decay = _DECAYS.get(row["rule"])
-    with torch.no_grad():
-        for number, (own, values) in enumerate(
-            zip((*parameters, *model.buffers()), zip(*seen, strict=True), strict=True)
-        ):
-            held = values[0]
-            for count, value in enumerate(values[1:], start=1):
-                weight = 1 / (count + 1) if decay is None else 1 - decay
-                held = (held + (value - held) * weight).to(value.dtype)
-            own.copy_(held if number < len(parameters) or row["use_buffers"] else values[-1])
+    averages = []
+    for number, values in enumerate(zip(*seen, strict=True)):
+        held = values[0]
+        for steps, value in enumerate(values[1:], start=1):
+            weight = 1 / (steps + 1) if decay is None else 1 - decay
+            held = (held + (value - held) * weight).to(value.dtype)
+        averages.append(held if number < count or row["use_buffers"] else values[-1])
+    updates = torch.tensor(row["updates"])
+    weight, bias, scale, shift = averages[:count]
+    rows = [(x * factor) @ weight.T + bias for factor in (1, 2)]
+    # Statistics of all batches have equal weights, whatever the momentum of the layer.
+    mean, variance = (torch.stack([one(batch) for batch in rows]).mean(0) for one in (_mean, _variance))
+    output = (rows[0] - mean) / (variance + 1e-5).sqrt() * scale + shift
+    return [*averages[:count], updates, *averages[count:], updates, mean, variance, torch.tensor(2), output]
+
+
+def _mean(rows: Tensor) -> Tensor:
+    return rows.mean(0)
+
+
+def _variance(rows: Tensor) -> Tensor:
+    return (rows - rows.mean(0)).square().sum(0) / (len(rows) - 1)
 
 
 def _hooked(x: Tensor) -> list[Tensor]:
-    """Return the parameter after steps, loads and saves whose hooks change it, and the count of their calls."""
+    """Return the parameter after steps, loads and saves whose hooks change it, and the numbers of the hooks called."""
+    if not x.is_cuda:
+        moved, squares = x, torch.zeros_like(x)
+        for _ in range(2):
+            gradient = (moved.abs() + 0.5) / 2
+            squares = squares + gradient.square()
+            moved = moved - 0.125 * gradient / (squares.sqrt() + 1e-10) + 1
+        return [moved, x.new_tensor([1, 2, 7, 3, 8, 4, 9, 5, 10, 6] * 2)]
     parameter = x.detach().clone().requires_grad_()
     optimizer = torch.optim.Adagrad([parameter], lr=0.125)
     optimizer.share_memory()
@@ -140,6 +162,9 @@ def _raise_by_one(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _exchanged(x: Tensor) -> list[Tensor]:
     """Return two parameters, of which an optimizer has stepped each with its own state."""
+    if not x.is_cuda:
+        # The second step of each has a buffer of 1 + momentum times the gradient, which stays.
+        return [part - 0.125 * 2.5 * (part + 1) for part in (x, x * 2)]
     own, other = (part.detach().clone().requires_grad_() for part in (x, x * 2))
     optimizer, second = (torch.optim.SGD([part], lr=0.125, momentum=0.5) for part in (own, other))
     for part in (own, other):

@@ -3,13 +3,15 @@ infinite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from mgpu_check.suite.common.agreement import Case
+from mgpu_check.suite.common.documented_steps import DocumentedSteps
 from mgpu_check.suite.common.values import small
+from mgpu_check.suite.devices.operators.optimizer_kinds import COARSE, FUSED, KIND_OF
 from mgpu_check.torch_hooks.tensors import name_of
 
 _OPTIMIZERS: tuple[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]], ...] = (
@@ -27,8 +29,6 @@ _OPTIMIZERS: tuple[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, An
     ("Rprop", torch.optim.Rprop, {}),
 )
 _DTYPES = (torch.float32, torch.float64)
-FUSED = frozenset({"SGD", "Adam", "AdamW"})
-"""Optimizers with a fused form on CUDA."""
 
 
 def optimizer_cases(seed: int = 0) -> Iterator[Case]:
@@ -44,24 +44,14 @@ def optimizer_cases(seed: int = 0) -> Iterator[Case]:
                 yield _case(name, kind, {**options, **form}, dtype, seed)
 
 
-def by_tensors(kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the reference, which steps tensor by tensor.
-
-    In the form of the device, its Python code could be wrong in the same way on the device and on the CPU.
-    """
-    if kind is torch.optim.ASGD:  # its rates are float32 tensors, and each form computes with them in another precision
-        return options
-    return {name: value for name, value in options.items() if name not in ("foreach", "fused")} | {"foreach": False}
-
-
 def _case(
     name: str, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype, seed: int
 ) -> Case:
     words = ", ".join(f"{option}={value}" for option, value in options.items())
-    plain = by_tensors(kind, options)
+    coarse = kind in COARSE and dtype == torch.float64
     return Case(
         f"GradScaler, and {name} with {words}, of {name_of(dtype)}",
-        lambda x: _stepped(x, kind, options if x.is_cuda else plain),
+        lambda x: [one.float() if coarse else one for one in _stepped(x, kind, options)],
         (small((5, 13), dtype, seed),),
         "close",
     )
@@ -72,18 +62,24 @@ def _stepped(
 ) -> list[torch.Tensor]:
     """Return the scale of the loss, and the parameters, after three steps.
 
-    The second step is skipped for an infinite gradient. It also restarts the count of steps until the scale grows.
+    The second step is skipped for an infinite gradient. It also restarts the count of steps until the scale grows. The
+    reference takes the other two steps, as they are documented.
     """
     # Odd, even and single numbers of elements: kernels for lists of tensors work in chunks and vectors.
-    parameters = [part.detach().clone().requires_grad_() for part in (x, x[0], x[1, :8], x[2, :1])]
+    parameters = [part.detach().clone() for part in (x, x[0], x[1, :8], x[2, :1])]
+    if not x.is_cuda:
+        own = KIND_OF[kind].defaults | options | {"lr": 0.125}
+        documented = DocumentedSteps(kind)
+        for step in (0, 2):
+            parameters = documented.stepped(parameters, _gradients(parameters, step), [own] * len(parameters))
+        return [x.new_tensor(1.0), torch.cat([one.reshape(-1) for one in parameters])]
+    parameters = [one.requires_grad_() for one in parameters]
     optimizer = kind(parameters, lr=0.125, **options)
     scaler = torch.amp.GradScaler(
         x.device.type, init_scale=4.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2
     )
     for step in range(3):
-        for number, parameter in enumerate(parameters, start=1):
-            # Keep gradients away from 0, where rounding could change their sign.
-            gradient = (parameter.detach().abs() * number + 0.5) * (1 - 0.75 * step)
+        for parameter, gradient in zip(parameters, _gradients(parameters, step), strict=True):
             parameter.grad = scaler.scale(gradient)
         if step == 1:
             last = parameters[-1].grad
@@ -93,6 +89,14 @@ def _stepped(
         scaler.update()
     # In one tensor, because an error counts in units of its largest element: a step may bring a parameter near 0.
     return [x.new_tensor(scaler.get_scale()), torch.cat([parameter.detach().reshape(-1) for parameter in parameters])]
+
+
+def _gradients(parameters: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+    """Return gradients away from 0, where rounding could change their sign."""
+    return [
+        (parameter.detach().abs() * number + 0.5) * (1 - 0.75 * step)
+        for number, parameter in enumerate(parameters, start=1)
+    ]
 
 
 def _continued(x: torch.Tensor) -> list[torch.Tensor]:

@@ -36,6 +36,9 @@ def _sends_back_from_the_middle(tensor: torch.Tensor, dst: int | None = None, *_
 
 register(
     __name__,
+    FaultRow("infinite-norms-accepted", "clip_grad_norm_ accepts an infinite norm", _STEPS,
+        around(clip_grad, "_get_total_norm"),
+        lambda norm, tensors, kind, error, *more: norm(tensors, kind, False, *more), "error_if_nonfinite"),
     FaultRow("store-overwrites", "the store uses the last gradient instead of the sum", _STORE,
         given(parameter_server.KeyValueStore, "push"), lambda store, key, gradients: (store, key, gradients[-1:])),
     FaultRow("pull-misses-a-device", "one device does not get the parameters that it pulls from the store", _STORE,
