@@ -18,6 +18,7 @@ from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
+from mgpu_check.suite.common.documented_steps import DocumentedSteps
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import ADAM_RATE, adam_tolerance, one_device, seen
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
@@ -25,7 +26,8 @@ from mgpu_check.suite.recipes.training import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
 _DECAY = 0.25
-
+_DEFAULTS = {"lr": ADAM_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "weight_decay": _DECAY / 4}
+"""Options of the optimizer, of which a group may have others."""
 
 _OPTIONS: Mapping[str, Sequence[Any]] = {
     "parameters_as_bucket_view": (False, True),
@@ -105,11 +107,18 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     single = _with_gradients(training, torch.device("cpu"))
-    reference = torch.optim.AdamW(_groups(single), lr=ADAM_RATE, weight_decay=_DECAY / 4)
-    reference.step()
-    expected = _named(reference.state_dict()["state"])
-    reference.step()
-    expected |= {name: copied(value) for name, value in single.named_parameters()}
+    groups, steps = _groups(single), DocumentedSteps(torch.optim.AdamW)
+    options = [_DEFAULTS | group for group in groups for _ in group["params"]]
+    held = [one for group in groups for one in group["params"]]
+    gradients = [one.grad.double() for one in held]
+    after = steps.stepped([one.detach().double() for one in held], gradients, options)
+    expected = {
+        f"{name} of parameter {number}": steps.states[number][key]
+        for number in range(len(held))
+        for name, key in (("exp_avg", "m"), ("exp_avg_sq", "v"))
+    }
+    last = dict(zip(map(id, held), steps.stepped(after, gradients, options), strict=True))
+    expected |= {name: last[id(value)] for name, value in single.named_parameters()}
     run_all(partial(_judge_state, training, rank, expected, parameters_as_bucket_view=view) for view in (False, True))
 
 
