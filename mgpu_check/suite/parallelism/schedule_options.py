@@ -20,7 +20,7 @@ from mgpu_check.suite.common.pairs import drawn_rows
 from mgpu_check.suite.parallelism.tensor_pipeline import assert_schedule_agrees
 from mgpu_check.torch_hooks.tensors import copied
 
-_BY_ROWS = TensorChunkSpec(0)
+_BY_ROWS, _BY_COLUMNS = TensorChunkSpec(0), TensorChunkSpec(1)
 _VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 _SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 _OPTIONS: Mapping[str, Sequence[Any]] = {
@@ -34,7 +34,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
     "micro_batches": (4, 2, 8),
     "scale_grads": (True, False),
     "args_chunk_spec": (None, (_BY_ROWS,)),
-    "kwargs_chunk_spec": (None, {"rows": _BY_ROWS}),
+    "kwargs_chunk_spec": (None, {"rows": _BY_ROWS}, {"rows": _BY_COLUMNS}),
     "output_merge_spec": (None, _BY_ROWS),
     "backward_requires_autograd": (True, False),
     "defer_pp_recv": (False, True),

@@ -187,7 +187,8 @@ def assert_schedule_agrees(
     Args:
         scaled: the loss is the mean over micro-batches, else their sum.
         in_vee: ranks get their second stages in reverse order, so the first rank has the first and the last stage.
-        options: other options of the schedule; `args_chunk_spec` is for the rank with the first stage.
+        options: other options of the schedule; `args_chunk_spec` is for the rank with the first stage. If
+            `kwargs_chunk_spec` divides columns, the keyword argument has the rows of the batch in its columns.
 
     Raises:
         GradientMismatch: this rank's outputs, gradients or parameters differ.
@@ -215,12 +216,13 @@ def assert_schedule_agrees(
     got: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
     numbers = torch.arange(training.batch, device=rank.device)
+    by_columns = any(spec.split_dim == 1 for spec in (options.get("kwargs_chunk_spec") or {}).values())
     with full_precision():
         for step, (inputs, factors) in enumerate(training.batches(), 1):
             optimizer.zero_grad()
             given = (inputs.to(rank.device),) if rank.index == 0 else ()
             target = {"target": factors.to(rank.device), "losses": losses} if last else {}
-            outputs = runs.step(*given, rows=numbers, **target)
+            outputs = runs.step(*given, rows=numbers[None] if by_columns else numbers, **target)
             optimizer.step()
             for number, module in own.items():
                 rows = {f"step {step}: rows of micro-batches": torch.cat(module.rows[-micro_batches:]).cpu()}
@@ -285,6 +287,6 @@ class _Stage(nn.Sequential):
         self.rows: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage has one more argument
-        self.rows.append(rows)
+        self.rows.append(rows.reshape(-1))
         made: torch.Tensor = super().forward(x)
         return made

@@ -28,8 +28,16 @@ def _bias_again(outputs: Any, layouts: Any, local: bool, module: Any, *_: Any) -
     return outputs + module.bias.to_local() if local and layouts[0].is_shard() else outputs
 
 
+def _first_columns(chunks: Any, args: Any, kwargs: Any, *_: Any) -> Any:
+    rows = kwargs["rows"].dim() > 1
+    return (chunks[0], [part | {"rows": chunks[1][0]["rows"]} for part in chunks[1]]) if rows else chunks
+
+
 register(
     __name__,
+    FaultRow("columns-of-the-first-micro-batch", "each micro-batch has the first columns of a keyword argument",
+        "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"), _first_columns,
+        "kwargs_chunk_spec, TensorChunkSpec(1)", 2),
     FaultRow("bias-added-twice", "RowwiseParallel adds the bias twice to local divided outputs", _MODULES,
         returned(f"{_STYLES}:RowwiseParallel", "_prepare_output_fn"), _bias_again, "use_local_output, Shard"),
     FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
