@@ -83,14 +83,14 @@ def limits_another_norm(tensors: Tensors) -> Finding | None:
 
 def _is_limited(tensors: Tensors) -> bool:
     """Return whether gradients are right for a batch that is scaled down, and otherwise reach a limit."""
-    return tensors.gradient_like and tensors.right_when_small is True and shows_a_limit(tensors)
+    return tensors.gradient_like and tensors.right_when_small is True and _shows_a_limit(tensors)
 
 
 _SAME = 1e-4
 """Largest relative difference between two norms that one limit was applied to."""
 
 
-def shows_a_limit(tensors: Tensors) -> bool:
+def _shows_a_limit(tensors: Tensors) -> bool:
     """Return whether gradients are limited: clipping was called, or other samples reach the same largest size.
 
     The size is the total norm, the largest norm of a tensor, or the largest element of the gradients of one device. A

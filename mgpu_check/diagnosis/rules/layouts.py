@@ -52,8 +52,7 @@ def strided_view(tensors: Tensors) -> Finding | None:
 
 @on_tensors(Precedence.UNDEFINED + 50)
 def other_layouts(tensors: Tensors) -> Finding | None:
-    """Detect a collective whose tensors have different memory formats on different ranks, or in the list that it
-    fills."""
+    """Detect a collective whose tensors have other memory formats on some ranks, or in the list that it fills."""
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         for given in zip(*(event.details.get("tensors", []) for event in same), strict=False):

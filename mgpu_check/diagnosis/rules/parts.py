@@ -58,8 +58,7 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
 
 @on_tensors(Precedence.SUMS + 320)
 def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
-    """Detect gradients that are the mean of the parts', where no weighted sum of the parts gives those of one
-    device."""
+    """Detect gradients that are the mean of the parts', while one device gives no weighted sum of the parts."""
     found = tensors.mean_of_parts
     if found is None or found[0].along or not tensors.gradient_like or clips_parts(tensors):
         return None
@@ -99,8 +98,7 @@ def uneven_parts(evidence: Evidence) -> Finding | None:
 
 @on_tensors(Precedence.AMBIGUOUS + 160)
 def wrong_where_uneven(tensors: Tensors) -> Finding | None:
-    """Detect a mean of means: ranks agree on a wrong result, and the world size does not divide the number of
-    samples."""
+    """Detect a mean of means: ranks agree on a wrong result, and the number of samples does not divide evenly."""
     samples, size = tensors.samples, tensors.size
     if not samples or samples % size == 0 or tensors.relations.split or not tensors.names:
         return None

@@ -28,8 +28,7 @@ mistake(
 
 @on_tensors(Precedence.APART + 50)
 def overflows(tensors: Tensors) -> Finding | None:
-    """Detect an overflow of a sum over ranks: a non-finite result, or an integer that is off by a multiple of
-    2^bits."""
+    """Detect an overflow of a sum: a non-finite result, or an integer that is off by a multiple of 2^bits."""
     broken = tensors.broken
     for _, event in tensors.events("collective") if broken else ():
         narrow = [tensor["dtype"] for tensor in event.tensors if tensor["dtype"] in _NARROW]
