@@ -14,7 +14,7 @@ from mgpu_check.simulated import dispatch, mismatch, streams
 from mgpu_check.simulated.attention import install_attention
 from mgpu_check.simulated.autocast import install_autocast
 from mgpu_check.simulated.collectives import install_collectives
-from mgpu_check.simulated.compiler import install_compiler
+from mgpu_check.simulated.compiler import install_compiler, install_scripting
 from mgpu_check.simulated.composites import install_composites
 from mgpu_check.simulated.devices import install_device_type
 from mgpu_check.simulated.factories import install_factories
@@ -31,7 +31,6 @@ from mgpu_check.simulated.random import ambient_generator, device_generators, in
 from mgpu_check.simulated.recording import abandon
 from mgpu_check.simulated.reducer import install_reducer
 from mgpu_check.simulated.runtime import install_runtime
-from mgpu_check.simulated.scripting import install_scripting
 from mgpu_check.simulated.state import SimulatedNode, active_node, enter_node, leave_node
 from mgpu_check.simulated.storage import install_storage
 from mgpu_check.simulated.tensor import tag

@@ -21,7 +21,6 @@ def _all() -> tuple[DeviceMemory, ...]:
 
 
 def device_memory(index: int | None = None) -> DeviceMemory:
-    """Return the memory of device ``index``, by default the current one; raise CUDA's error for an invalid index."""
     memory = _all()
     wanted = current_index() if index is None else int(index)
     if not 0 <= wanted < len(memory):

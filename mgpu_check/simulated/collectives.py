@@ -24,7 +24,7 @@ from mgpu_check.simulated.nccl import UNTYPED
 from mgpu_check.simulated.parsing import parser_of
 from mgpu_check.simulated.state import active_node, device_index
 from mgpu_check.simulated.tensor import SimulatedTensor, tensors_in
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.table import METHODS
 
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
@@ -130,23 +130,21 @@ def _method(original: Callable[..., object], parse: Callable[..., list[TransferC
     return method
 
 
-def _barrier(original: Callable[..., dist.Work]) -> Callable[..., object]:
+@around
+def _barrier(
+    original: Callable[..., dist.Work], self: dist.ProcessGroup, opts: Any = None, timeout: timedelta | None = None
+) -> object:
     """Run the barrier on gloo; connect the device where NCCL would run its all_reduce."""
-
-    @functools.wraps(original)
-    def barrier(self: dist.ProcessGroup, opts: Any = None, timeout: timedelta | None = None) -> object:
-        group = nccl_of(self)
-        named = getattr(opts, "device", None)
-        if group is not None and ("cpu" not in group.backends or (named is not None and named.type == "cuda")):
-            connect(group, _barrier_device(group, opts))
-        plain = _c10d.BarrierOptions()
-        plain.device = torch.device("cpu")
-        limit = timeout if timeout is not None else getattr(opts, "timeout", None)
-        if limit is not None and limit > timedelta(0):
-            plain.timeout = limit
-        return original(self, plain)
-
-    return barrier
+    group = nccl_of(self)
+    named = getattr(opts, "device", None)
+    if group is not None and ("cpu" not in group.backends or (named is not None and named.type == "cuda")):
+        connect(group, _barrier_device(group, opts))
+    plain = _c10d.BarrierOptions()
+    plain.device = torch.device("cpu")
+    limit = timeout if timeout is not None else getattr(opts, "timeout", None)
+    if limit is not None and limit > timedelta(0):
+        plain.timeout = limit
+    return original(self, plain)
 
 
 def _barrier_device(group: NcclGroup, opts: Any) -> int:
@@ -160,27 +158,21 @@ def _barrier_device(group: NcclGroup, opts: Any) -> int:
     return dist.get_rank() % (1 if node is None else node.n)
 
 
-def _start_coalescing(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def start(self: dist.ProcessGroup, device: torch.device) -> None:
-        if nccl_of(self) is None or device.type != "cuda":
-            original(self, device)
-        else:
-            _coalescing[self.group_name] = []
-
-    return start
+@around
+def _start_coalescing(original: Callable[..., None], self: dist.ProcessGroup, device: torch.device) -> None:
+    if nccl_of(self) is None or device.type != "cuda":
+        original(self, device)
+    else:
+        _coalescing[self.group_name] = []
 
 
-def _end_coalescing(original: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def end(self: dist.ProcessGroup, device: torch.device) -> object:
-        if nccl_of(self) is None or device.type != "cuda":
-            return original(self, device)
-        for call in (asked := _coalescing.pop(self.group_name, [])):
-            call.late = True
-        return _run(self, asked)
-
-    return end
+@around
+def _end_coalescing(original: Callable[..., object], self: dist.ProcessGroup, device: torch.device) -> object:
+    if nccl_of(self) is None or device.type != "cuda":
+        return original(self, device)
+    for call in (asked := _coalescing.pop(self.group_name, [])):
+        call.late = True
+    return _run(self, asked)
 
 
 _recorded: Callable[[str, Callable[..., object]], Callable[..., object]] | None = None

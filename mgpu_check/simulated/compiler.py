@@ -1,6 +1,7 @@
-"""Make ``torch.compile`` return its argument on simulated devices, as under ``TORCH_COMPILE_DISABLE=1``.
+"""Replace compilers on a simulated node.
 
-A compiler traces the operators of a tensor, but the simulation is in the Python code around them.
+``torch.compile`` returns its argument, as under ``TORCH_COMPILE_DISABLE=1``: a compiler traces the operators of a
+tensor, but the simulation is in the Python code around them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.jit._builtins
 
 from mgpu_check.torch_hooks.patches import Patches
 
@@ -44,3 +46,19 @@ def _eager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def install_compiler(patches: Patches) -> None:
     patches.replace(torch.compile, _eager(torch.compile))
+
+
+def install_scripting(patches: Patches) -> None:
+    """Allow scripts to call the replacements of torch's functions, which `torch.jit.script` identifies by their ids.
+
+    Install this after all replacements.
+    """
+    table: dict[int, str] = torch.jit._builtins._get_builtin_table()
+    added = {id(new): table[old] for old, new in patches.replaced() if old in table}
+
+    def forget() -> None:
+        for key in added:
+            table.pop(key, None)
+
+    table.update(added)
+    patches.at_exit(forget)

@@ -6,114 +6,92 @@ too (a gate that perturbs a step uses one). So these wrappers pass tensors of th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 Function = Callable[..., torch.Tensor]
 
 
-def _matrix_rank(original: Function) -> Function:
-    @functools.wraps(original)
-    def matrix_rank(*args: object, **kwargs: object) -> torch.Tensor:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        device = tensors[0].device if tensors else None
-        together = all(isinstance(t, SimulatedTensor) and t.device == device for t in tensors)
-        if device is None or not together or kwargs.get("out") is not None:
-            return original(*args, **kwargs)
-        bare = [raw(value) if isinstance(value, torch.Tensor) else value for value in args]
-        named = {name: raw(value) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
-        return tag(original(*bare, **named), device)
-
-    return matrix_rank
+@around
+def _matrix_rank(original: Function, *args: object, **kwargs: object) -> torch.Tensor:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    device = tensors[0].device if tensors else None
+    together = all(isinstance(t, SimulatedTensor) and t.device == device for t in tensors)
+    if device is None or not together or kwargs.get("out") is not None:
+        return original(*args, **kwargs)
+    bare = [raw(value) if isinstance(value, torch.Tensor) else value for value in args]
+    named = {name: raw(value) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+    return tag(original(*bare, **named), device)
 
 
-def _istft(original: Function) -> Function:
+@around
+def _istft(
+    original: Function,
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    *args: object,
+    **kwargs: object,
+) -> torch.Tensor:
     """Wrap ``istft`` to pass a window of ones if the caller gives no window, as C++ does."""
-
-    @functools.wraps(original)
-    def istft(
-        input: torch.Tensor,
-        n_fft: int,
-        hop_length: int | None = None,
-        win_length: int | None = None,
-        window: torch.Tensor | None = None,
-        *args: object,
-        **kwargs: object,
-    ) -> torch.Tensor:
-        if window is None and isinstance(input, SimulatedTensor):
-            dtype = torch.view_as_real(input).dtype if input.is_complex() else input.dtype
-            length = n_fft if win_length is None else win_length
-            if length > 0:
-                window = torch.ones(length, dtype=dtype, device=input.device)
-        return original(input, n_fft, hop_length, win_length, window, *args, **kwargs)
-
-    return istft
+    if window is None and isinstance(input, SimulatedTensor):
+        dtype = torch.view_as_real(input).dtype if input.is_complex() else input.dtype
+        length = n_fft if win_length is None else win_length
+        if length > 0:
+            window = torch.ones(length, dtype=dtype, device=input.device)
+    return original(input, n_fft, hop_length, win_length, window, *args, **kwargs)
 
 
-def _one_hot(original: Function) -> Function:
-    @functools.wraps(original)
-    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-        made = original(raw(tensor), num_classes)
-        return tag(made, tensor.device) if isinstance(tensor, SimulatedTensor) else made
-
-    return one_hot
+@around
+def _one_hot(original: Function, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    made = original(raw(tensor), num_classes)
+    return tag(made, tensor.device) if isinstance(tensor, SimulatedTensor) else made
 
 
-def _combinations(original: Function) -> Function:
+@around
+def _combinations(original: Function, input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
     """Wrap ``combinations`` to select elements by index instead of by a mask."""
-
-    @functools.wraps(original)
-    def combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
-        if not isinstance(input, SimulatedTensor) or input.dim() != 1 or r < 0:
-            return original(input, r, with_replacement)
-        chosen = original(torch.arange(len(input)), r, with_replacement)
-        return input[chosen.to(input.device)] if r else input.new_empty(0)
-
-    return combinations
+    if not isinstance(input, SimulatedTensor) or input.dim() != 1 or r < 0:
+        return original(input, r, with_replacement)
+    chosen = original(torch.arange(len(input)), r, with_replacement)
+    return input[chosen.to(input.device)] if r else input.new_empty(0)
 
 
-def _quantile(original: Function) -> Function:
+@around
+def _quantile(
+    original: Function, input: torch.Tensor, q: float | torch.Tensor, *args: object, **kwargs: object
+) -> torch.Tensor:
     """Wrap ``quantile`` and ``nanquantile``, which make a tensor from a number ``q``."""
-
-    @functools.wraps(original)
-    def quantile(input: torch.Tensor, q: float | torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        if isinstance(input, SimulatedTensor) and isinstance(q, float | int) and 0 <= q <= 1:
-            q = torch.tensor(q, dtype=input.dtype, device=input.device)
-        return original(input, q, *args, **kwargs)
-
-    return quantile
+    if isinstance(input, SimulatedTensor) and isinstance(q, float | int) and 0 <= q <= 1:
+        q = torch.tensor(q, dtype=input.dtype, device=input.device)
+    return original(input, q, *args, **kwargs)
 
 
-def _unflatten(original: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+@around
+def _unflatten(
+    original: Callable[..., Sequence[torch.Tensor]], flat: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """Wrap the inverse of flattening, which creates new tensors for those without elements."""
-
-    @functools.wraps(original)
-    def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        made = original(flat, tensors)
-        if not isinstance(flat, SimulatedTensor):
-            return made
-        return tuple(one if isinstance(one, SimulatedTensor) else tag(one, flat.device) for one in made)
-
-    return unflatten
+    made = original(flat, tensors)
+    if not isinstance(flat, SimulatedTensor):
+        return made
+    return tuple(one if isinstance(one, SimulatedTensor) else tag(one, flat.device) for one in made)
 
 
+@around
 def _pad_packed_sequence(
-    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]], data: torch.Tensor, *args: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Wrap the padding of a packed sequence, whose result C++ creates; the lengths are always on the CPU."""
-
-    @functools.wraps(original)
-    def pad(data: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        padded, lengths = original(data, *args)
-        on_device = isinstance(data, SimulatedTensor) and not isinstance(padded, SimulatedTensor)
-        return (tag(padded, data.device) if on_device else padded), lengths
-
-    return pad
+    padded, lengths = original(data, *args)
+    on_device = isinstance(data, SimulatedTensor) and not isinstance(padded, SimulatedTensor)
+    return (tag(padded, data.device) if on_device else padded), lengths
 
 
 def install_composites(patches: Patches) -> None:

@@ -49,7 +49,6 @@ def _words(error: int) -> str:
 
 
 def _stream_create(pointer: int) -> _CudaError:
-    """Write the handle of a new stream to the address ``pointer``."""
     handle = next(_handles)
     _made.add(handle)
     ctypes.c_void_p.from_address(pointer).value = handle

@@ -183,8 +183,7 @@ def _tagged(out: object, device: torch.device) -> object:
 def _run_random(
     operator: _Operator, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    """Draw from the generator of the device: ``torch.cuda.manual_seed`` seeds it, and the CPU's generator stays
-    untouched."""
+    """Draw from the generator of the device, as ``torch.cuda.manual_seed`` seeded it, and not from the CPU's."""
     node = active_node()
     if node is None:
         with _no_dispatch():

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction, Function
 
 from mgpu_check.simulated.streams import as_on, chosen_streams
 from mgpu_check.simulated.tensor import SimulatedTensor, tag
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 _DEVICES = "_mgpu_check_devices"
 _STREAMS = "_mgpu_check_streams"
@@ -57,24 +57,20 @@ def _backward(original: Callable[..., object]) -> Callable[..., object]:
     return apply
 
 
-def _hook(original: Callable[..., object]) -> Callable[..., object]:
+@around
+def _hook(original: Callable[..., object], self: torch.Tensor, hook: Callable[..., object]) -> object:
     """Run hooks on the streams that are current at registration: mostly those that computed the tensor."""
+    streams = chosen_streams()
+    if not streams or not isinstance(self, SimulatedTensor):
+        return original(self, hook)
+    index = self._dev.index
 
-    @functools.wraps(original)
-    def register_hook(self: torch.Tensor, hook: Callable[..., object]) -> object:
-        streams = chosen_streams()
-        if not streams or not isinstance(self, SimulatedTensor):
-            return original(self, hook)
-        index = self._dev.index
+    @functools.wraps(hook)
+    def on_streams(*args: object) -> object:
+        with as_on(index, streams):
+            return hook(*args)
 
-        @functools.wraps(hook)
-        def on_streams(*args: object) -> object:
-            with as_on(index, streams):
-                return hook(*args)
-
-        return original(self, on_streams)
-
-    return register_hook
+    return original(self, on_streams)
 
 
 def install_functions(patches: Patches) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import zlib
@@ -18,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from mgpu_check.simulated.nccl import NcclOptions, ProcessGroupNCCL, on_construction
 from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import to_real
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import bytes_of
 
 NO_CPU = "No backend type associated with device type cpu"
@@ -39,7 +38,6 @@ class NcclGroup:
     numbers: dict[int, int] = field(default_factory=dict)  # rank -> number of its device, see `hardware`
 
     def made(self) -> None:
-        """Announce to the other ranks that this rank has made the group."""
         self.store.set(f"mgpu_check/made/{self.pg.rank()}", "")
 
     def await_made(self) -> None:
@@ -83,7 +81,6 @@ def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
 
 
 def nccl_alone(group: dist.ProcessGroup | None) -> bool:
-    """Return whether ``group`` has NCCL and no backend for the CPU."""
     found = nccl_of(group)
     return found is not None and "cpu" not in found.backends
 
@@ -143,48 +140,44 @@ def _register(
     return group
 
 
+@around
 def _helper(
     original: Callable[..., tuple[dist.ProcessGroup, c10d.Store]],
-) -> Callable[..., tuple[dist.ProcessGroup, c10d.Store]]:
-    @functools.wraps(original)
-    def new_group_helper(
-        group_size: int,
-        group_rank: int,
-        global_ranks_in_group: list[int],
-        backend: str,
-        store: object,
-        group_name: str,
-        backend_options: object = None,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[dist.ProcessGroup, c10d.Store]:
-        _let_go()
-        given = (group_size, group_rank, global_ranks_in_group)
-        backends: dict[str, str] = {}
-        if active_node() is not None:
-            backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
-        if not any(name in _NCCL_NAMES for name in backends.values()):
-            _groups.pop(str(group_name), None)
-            return original(*given, backend, store, group_name, backend_options, *args, **kwargs)
-        if backend_options is not None and not isinstance(backend_options, NcclOptions):
-            raise AssertionError("Expected backend_options argument to be of type ProcessGroupNCCL.Options")
-        device = kwargs.pop("device_id", None)
-        known = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
-        pg, prefix_store = original(*given, "gloo", store, group_name, None, *args, **kwargs)
-        if isinstance(pg, _pg) and (group_name not in _groups or _groups[group_name].pg is not pg):
-            world = c10d._world
-            world.pg_map[pg] = (c10d.Backend(backend), prefix_store)
-            world.pg_backend_config[pg] = ",".join(f"{d}:{b}" for d, b in known.items())
-            options = backend_options or NcclOptions()
-            timeout = kwargs.get("timeout")
-            if isinstance(timeout, timedelta):
-                options._timeout = timeout
-            options.group_name = str(group_name)
-            options.global_ranks_in_group = list(global_ranks_in_group)
-            _register(pg, prefix_store, known, options, device)
-        return pg, prefix_store
-
-    return new_group_helper
+    group_size: int,
+    group_rank: int,
+    global_ranks_in_group: list[int],
+    backend: str,
+    store: object,
+    group_name: str,
+    backend_options: object = None,
+    *args: object,
+    **kwargs: object,
+) -> tuple[dist.ProcessGroup, c10d.Store]:
+    _let_go()
+    given = (group_size, group_rank, global_ranks_in_group)
+    backends: dict[str, str] = {}
+    if active_node() is not None:
+        backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+    if not any(name in _NCCL_NAMES for name in backends.values()):
+        _groups.pop(str(group_name), None)
+        return original(*given, backend, store, group_name, backend_options, *args, **kwargs)
+    if backend_options is not None and not isinstance(backend_options, NcclOptions):
+        raise AssertionError("Expected backend_options argument to be of type ProcessGroupNCCL.Options")
+    device = kwargs.pop("device_id", None)
+    known = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
+    pg, prefix_store = original(*given, "gloo", store, group_name, None, *args, **kwargs)
+    if isinstance(pg, _pg) and (group_name not in _groups or _groups[group_name].pg is not pg):
+        world = c10d._world
+        world.pg_map[pg] = (c10d.Backend(backend), prefix_store)
+        world.pg_backend_config[pg] = ",".join(f"{d}:{b}" for d, b in known.items())
+        options = backend_options or NcclOptions()
+        timeout = kwargs.get("timeout")
+        if isinstance(timeout, timedelta):
+            options._timeout = timeout
+        options.group_name = str(group_name)
+        options.global_ranks_in_group = list(global_ranks_in_group)
+        _register(pg, prefix_store, known, options, device)
+    return pg, prefix_store
 
 
 def _gloo_group(store: c10d.Store, rank: int, size: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -200,77 +193,67 @@ def _gloo_group(store: c10d.Store, rank: int, size: int, name: str, timeout: tim
 
 
 def _constructed(store: c10d.Store, rank: int, size: int, options: NcclOptions) -> dist.ProcessGroup:
-    """Make a group for a ``ProcessGroupNCCL`` that the user constructed."""
     pg = _gloo_group(store, rank, size, f"mgpu_check_{id(options)}", options._timeout)
     _register(pg, store, {"cuda": "nccl"}, options, None)
     return pg
 
 
-def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def _forgetting(original: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
     """Free destroyed groups later, when another group is destroyed or made; a group's threads live as long as it does.
 
     Freeing a group at once can deadlock, because a model under DistributedDataParallel may hold the last reference. If
     that goes just after the last collective, gloo joins its thread under Python's lock, and the thread may wait for it.
     """
-
-    @functools.wraps(original)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        every = group is None or group is dist.group.WORLD
-        given = [*c10d._world.pg_map] if every else [group]
-        names = [one.group_name for one in given if isinstance(one, _pg)]
-        _let_go()
-        original(group)
-        _destroyed[:] = [_groups.pop(name) for name in names if name in _groups]
-
-    return destroy_process_group
+    every = group is None or group is dist.group.WORLD
+    given = [*c10d._world.pg_map] if every else [group]
+    names = [one.group_name for one in given if isinstance(one, _pg)]
+    _let_go()
+    original(group)
+    _destroyed[:] = [_groups.pop(name) for name in names if name in _groups]
 
 
-def _split(original: Callable[..., dist.ProcessGroup | None]) -> Callable[..., dist.ProcessGroup | None]:
-    @functools.wraps(original)
-    def split_group(
-        self: dist.ProcessGroup,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: NcclOptions | None = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Sequence[torch.device] | None = None,
-    ) -> dist.ProcessGroup | None:
-        parent = nccl_of(self)
-        if parent is None:
-            return original(self, ranks, timeout, opts, group_name, group_desc, device_types)
-        parent.backend.splits += 1
-        ordered = sorted(ranks)
-        if self.rank() not in ordered:
-            return None
-        name = group_name or f"{self.group_name}:split:{parent.backend.splits}"
-        store = dist.PrefixStore(f"{name}/", parent.store)  # type: ignore[attr-defined]
-        limit = timeout or parent.backend.options._timeout
-        pg = _gloo_group(store, ordered.index(self.rank()), len(ordered), name, limit)
-        pg._set_group_desc(group_desc or f"{self.group_desc}:split:{parent.backend.splits}")
-        kept = None if device_types is None else {d.type for d in device_types}
-        backends = {d: b for d, b in parent.backends.items() if kept is None or d in kept}
-        options = opts or NcclOptions()
-        options._timeout = limit
-        options.group_name = name
-        options.global_ranks_in_group = ordered
-        _register(pg, store, backends, options, self.bound_device_id)
-        return pg
-
-    return split_group
+@around
+def _split(
+    original: Callable[..., dist.ProcessGroup | None],
+    self: dist.ProcessGroup,
+    ranks: Sequence[int],
+    timeout: timedelta | None = None,
+    opts: NcclOptions | None = None,
+    group_name: str | None = None,
+    group_desc: str | None = None,
+    device_types: Sequence[torch.device] | None = None,
+) -> dist.ProcessGroup | None:
+    parent = nccl_of(self)
+    if parent is None:
+        return original(self, ranks, timeout, opts, group_name, group_desc, device_types)
+    parent.backend.splits += 1
+    ordered = sorted(ranks)
+    if self.rank() not in ordered:
+        return None
+    name = group_name or f"{self.group_name}:split:{parent.backend.splits}"
+    store = dist.PrefixStore(f"{name}/", parent.store)  # type: ignore[attr-defined]
+    limit = timeout or parent.backend.options._timeout
+    pg = _gloo_group(store, ordered.index(self.rank()), len(ordered), name, limit)
+    pg._set_group_desc(group_desc or f"{self.group_desc}:split:{parent.backend.splits}")
+    kept = None if device_types is None else {d.type for d in device_types}
+    backends = {d: b for d, b in parent.backends.items() if kept is None or d in kept}
+    options = opts or NcclOptions()
+    options._timeout = limit
+    options.group_name = name
+    options.global_ranks_in_group = ordered
+    _register(pg, store, backends, options, self.bound_device_id)
+    return pg
 
 
-def _backend_for(original: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def get_backend(self: dist.ProcessGroup, device: torch.device) -> object:
-        found = nccl_of(self)
-        if found is None:
-            return original(self, device)
-        if device.type not in found.backends:
-            raise RuntimeError(f"No backend type associated with device type {device.type}")
-        return found.backend if found.backends[device.type] in _NCCL_NAMES else original(self, device)
-
-    return get_backend
+@around
+def _backend_for(original: Callable[..., object], self: dist.ProcessGroup, device: torch.device) -> object:
+    found = nccl_of(self)
+    if found is None:
+        return original(self, device)
+    if device.type not in found.backends:
+        raise RuntimeError(f"No backend type associated with device type {device.type}")
+    return found.backend if found.backends[device.type] in _NCCL_NAMES else original(self, device)
 
 
 def _device_types(original: property) -> property:
@@ -284,12 +267,9 @@ def _device_types(original: property) -> property:
     return property(types)
 
 
-def _name(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
-    @functools.wraps(original)
-    def name(self: dist.ProcessGroup) -> str:
-        return original(self) if nccl_of(self) is None else "nccl"
-
-    return name
+@around
+def _name(original: Callable[[dist.ProcessGroup], str], self: dist.ProcessGroup) -> str:
+    return original(self) if nccl_of(self) is None else "nccl"
 
 
 def _is_nccl_available() -> bool:

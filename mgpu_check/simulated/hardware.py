@@ -40,7 +40,6 @@ class Operation:
 
     Attributes:
         name: name without namespace and overload: "mm", "convolution", "randn".
-        inputs: input tensors, which may be simulated.
         outputs: plain tensors that it wrote; a defect changes them in place.
         seconds: duration on healthy hardware.
         heat: seconds of work on the device before the operator, in this process.

@@ -18,7 +18,6 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_channels_last(t: torch.Tensor) -> bool:
-    """Return whether a tensor is dense in channels_last or channels_last_3d format, and not contiguous."""
     return t.dim() in _FORMATS and not t.is_contiguous() and t.is_contiguous(memory_format=_FORMATS[t.dim()])
 
 

@@ -16,7 +16,7 @@ from mgpu_check.simulated.state import active_node, simulated_device, untraced_d
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import captured_to_host, move
 from mgpu_check.simulated.wrappers import convert_local, distributed_to_host, is_distributed
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 _base = torch._C.TensorBase
 _dtype: type = torch.dtype
@@ -37,104 +37,95 @@ _LOWER = "_mp_param"  # attribute of a parameter in DistributedDataParallel's mi
 _VIEW = "_mgpu_check_view"  # the plain gradient in C++, a view of a bucket: its data must follow those of the gradient
 
 
-def _to(original: Method) -> Method:
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if active_node() is None:
+@around
+def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -> object:
+    if active_node() is None:
+        return original(self, *args, **kwargs)
+    device = kwargs.get("device")
+    dtype = kwargs.get("dtype")
+    rest = args
+    other = kwargs.get("other", args[0] if args else None)
+    if isinstance(other, torch.Tensor):
+        device, dtype = other.device, other.dtype
+        rest = args[1:] if "other" not in kwargs else args
+    elif args:
+        if type(args[0]) is _dtype:
+            if isinstance(self, LAZY):
+                return uninitialized_on(self, self.device, args[0])
             return original(self, *args, **kwargs)
-        device = kwargs.get("device")
-        dtype = kwargs.get("dtype")
-        rest = args
-        other = kwargs.get("other", args[0] if args else None)
-        if isinstance(other, torch.Tensor):
-            device, dtype = other.device, other.dtype
-            rest = args[1:] if "other" not in kwargs else args
-        elif args:
-            if type(args[0]) is _dtype:
-                if isinstance(self, LAZY):
-                    return uninitialized_on(self, self.device, args[0])
-                return original(self, *args, **kwargs)
-            device, rest = args[0], args[1:]
-            if rest and (rest[0] is None or type(rest[0]) is _dtype):
-                dtype, rest = rest[0], rest[1:]
-        target = None if device is None else _target(device)
-        if isinstance(self, LAZY):
-            return uninitialized_on(self, target or self.device, dtype)
-        held = isinstance(self, SimulatedTensor) or (is_distributed(self) and self.is_cuda)
-        if target is None or (target.type != "cuda" and not held):
-            if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
-                return original(self, dtype, *rest, **_without(kwargs, "other"))
-            return original(self, *args, **kwargs)
-        names = dict(zip(("non_blocking", "copy"), rest, strict=False))
-        non_blocking = bool(names.get("non_blocking", kwargs.get("non_blocking", False)))
-        copy = bool(names.get("copy", kwargs.get("copy", False)))
-        memory_format = kwargs.get("memory_format") or torch.preserve_format
-        if target == self.device:
-            return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
-        if is_distributed(self) and target.type != "cuda":
-            return distributed_to_host(self, dtype, non_blocking)  # type: ignore[arg-type]
-        if is_distributed(self):
-            moved = functools.partial(torch.Tensor.to, device=target, dtype=dtype, non_blocking=non_blocking)
-            return convert_local(self, moved)
-        return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
-
-    return to
+        device, rest = args[0], args[1:]
+        if rest and (rest[0] is None or type(rest[0]) is _dtype):
+            dtype, rest = rest[0], rest[1:]
+    target = None if device is None else _target(device)
+    if isinstance(self, LAZY):
+        return uninitialized_on(self, target or self.device, dtype)
+    held = isinstance(self, SimulatedTensor) or (is_distributed(self) and self.is_cuda)
+    if target is None or (target.type != "cuda" and not held):
+        if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
+            return original(self, dtype, *rest, **_without(kwargs, "other"))
+        return original(self, *args, **kwargs)
+    names = dict(zip(("non_blocking", "copy"), rest, strict=False))
+    non_blocking = bool(names.get("non_blocking", kwargs.get("non_blocking", False)))
+    copy = bool(names.get("copy", kwargs.get("copy", False)))
+    memory_format = kwargs.get("memory_format") or torch.preserve_format
+    if target == self.device:
+        return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
+    if is_distributed(self) and target.type != "cuda":
+        return distributed_to_host(self, dtype, non_blocking)  # type: ignore[arg-type]
+    if is_distributed(self):
+        moved = functools.partial(torch.Tensor.to, device=target, dtype=dtype, non_blocking=non_blocking)
+        return convert_local(self, moved)
+    return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
 
 
 def _without(kwargs: dict[str, object], *names: str) -> dict[str, object]:
     return {k: v for k, v in kwargs.items() if k not in names}
 
 
-def _cuda(original: Method) -> Method:
-    @functools.wraps(original)
-    def cuda(
-        self: torch.Tensor,
-        device: object = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-    ) -> object:
-        if active_node() is None:
-            return original(self, device, non_blocking, memory_format=memory_format)
-        named = _target("cuda" if device is None else device)
-        if named.type != "cuda":
-            raise RuntimeError("Invalid device, must be cuda device")
-        return self.to(named, non_blocking=non_blocking, memory_format=memory_format)
-
-    return cuda
+@around
+def _cuda(
+    original: Method,
+    self: torch.Tensor,
+    device: object = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> object:
+    if active_node() is None:
+        return original(self, device, non_blocking, memory_format=memory_format)
+    named = _target("cuda" if device is None else device)
+    if named.type != "cuda":
+        raise RuntimeError("Invalid device, must be cuda device")
+    return self.to(named, non_blocking=non_blocking, memory_format=memory_format)
 
 
-def _cpu(original: Method) -> Method:
-    @functools.wraps(original)
-    def cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> object:
-        if isinstance(self, SimulatedTensor):
-            return move(self, torch.device("cpu"), memory_format=memory_format)
-        if is_distributed(self) and self.is_cuda:
-            return distributed_to_host(self)
-        if isinstance(self, LAZY) and active_node() is not None:
-            return uninitialized_on(self, torch.device("cpu"), None)
-        return original(self, memory_format=memory_format)
-
-    return cpu
+@around
+def _cpu(original: Method, self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> object:
+    if isinstance(self, SimulatedTensor):
+        return move(self, torch.device("cpu"), memory_format=memory_format)
+    if is_distributed(self) and self.is_cuda:
+        return distributed_to_host(self)
+    if isinstance(self, LAZY) and active_node() is not None:
+        return uninitialized_on(self, torch.device("cpu"), None)
+    return original(self, memory_format=memory_format)
 
 
-def _type(original: Method) -> Method:
-    @functools.wraps(original)
-    def type_(self: torch.Tensor, dtype: object = None, non_blocking: bool = False, **kwargs: object) -> object:
-        if active_node() is None:
-            return original(self, dtype, non_blocking, **kwargs)
-        if dtype is None:
-            return type_name(self) if isinstance(self, SimulatedTensor) else original(self)
-        if isinstance(dtype, torch.dtype):
-            return self.to(dtype, non_blocking=non_blocking)
-        name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"  # type: ignore[attr-defined]
-        kind = name.rpartition(".")[2]
-        by_name = {type_name(torch.empty(0, dtype=d)).rpartition(".")[2]: d for d in _DTYPES}
-        if kind not in by_name:
-            raise ValueError(f"invalid type: '{name}'")
-        device = ("cuda" if self.device.type != "cuda" else self.device) if ".cuda." in name else "cpu"
-        return self.to(device=device, dtype=by_name[kind], non_blocking=non_blocking)
-
-    return type_
+@around
+def _type(
+    original: Method, self: torch.Tensor, dtype: object = None, non_blocking: bool = False, **kwargs: object
+) -> object:
+    if active_node() is None:
+        return original(self, dtype, non_blocking, **kwargs)
+    if dtype is None:
+        return type_name(self) if isinstance(self, SimulatedTensor) else original(self)
+    if isinstance(dtype, torch.dtype):
+        return self.to(dtype, non_blocking=non_blocking)
+    name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"  # type: ignore[attr-defined]
+    kind = name.rpartition(".")[2]
+    by_name = {type_name(torch.empty(0, dtype=d)).rpartition(".")[2]: d for d in _DTYPES}
+    if kind not in by_name:
+        raise ValueError(f"invalid type: '{name}'")
+    device = ("cuda" if self.device.type != "cuda" else self.device) if ".cuda." in name else "cpu"
+    return self.to(device=device, dtype=by_name[kind], non_blocking=non_blocking)
 
 
 _DTYPES = (
@@ -143,49 +134,40 @@ _DTYPES = (
 )  # fmt: skip
 
 
-def _copy_(original: Method) -> Method:
-    @functools.wraps(original)
-    def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> object:
-        if type(self) is not type(src) or isinstance(self, SimulatedTensor):
-            here, there = self.device, src.device
-            if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
-                if non_blocking and here.type == "cpu" and self.is_pinned() and captured_to_host(self, src):
-                    return self
-                into = None if hardware.present is None else self.detach()
-                late = non_blocking and here.type == "cuda"
-                copied = original(self, move(src, here, non_blocking=late, into=into), non_blocking)
-                if non_blocking and here.type == "cpu" and self.is_pinned():
-                    late_host_copy(self, there, non_blocking=True)
-                return copied
-        return original(self, src, non_blocking)
-
-    return copy_
+@around
+def _copy_(original: Method, self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> object:
+    if type(self) is not type(src) or isinstance(self, SimulatedTensor):
+        here, there = self.device, src.device
+        if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
+            if non_blocking and here.type == "cpu" and self.is_pinned() and captured_to_host(self, src):
+                return self
+            into = None if hardware.present is None else self.detach()
+            late = non_blocking and here.type == "cuda"
+            copied = original(self, move(src, here, non_blocking=late, into=into), non_blocking)
+            if non_blocking and here.type == "cpu" and self.is_pinned():
+                late_host_copy(self, there, non_blocking=True)
+            return copied
+    return original(self, src, non_blocking)
 
 
-def _pin_memory(original: Method) -> Method:
-    @functools.wraps(original)
-    def pin_memory(self: torch.Tensor, device: object = None) -> object:
-        if active_node() is None:
-            return original(self) if device is None else original(self, device)
-        if isinstance(self, SimulatedTensor):
-            raise RuntimeError(f"cannot pin '{type_name(self)}' only dense CPU tensors can be pinned")
-        if self.is_pinned():
-            return self
-        return pin(self.clone(memory_format=torch.preserve_format))
-
-    return pin_memory
+@around
+def _pin_memory(original: Method, self: torch.Tensor, device: object = None) -> object:
+    if active_node() is None:
+        return original(self) if device is None else original(self, device)
+    if isinstance(self, SimulatedTensor):
+        raise RuntimeError(f"cannot pin '{type_name(self)}' only dense CPU tensors can be pinned")
+    if self.is_pinned():
+        return self
+    return pin(self.clone(memory_format=torch.preserve_format))
 
 
-def _is_pinned(original: Method) -> Method:
-    @functools.wraps(original)
-    def is_pinned_on(self: torch.Tensor, device: object = None) -> object:
-        if active_node() is None:
-            return original(self) if device is None else original(self, device)
-        if isinstance(self, SimulatedTensor) or self.layout is not torch.strided:
-            return False
-        return is_pinned(self.untyped_storage())
-
-    return is_pinned_on
+@around
+def _is_pinned(original: Method, self: torch.Tensor, device: object = None) -> object:
+    if active_node() is None:
+        return original(self) if device is None else original(self, device)
+    if isinstance(self, SimulatedTensor) or self.layout is not torch.strided:
+        return False
+    return is_pinned(self.untyped_storage())
 
 
 def _data(original: object) -> property:
@@ -247,19 +229,15 @@ def _grad(original: object) -> property:
     return property(get, put, drop)
 
 
-def _gradients(original: Method) -> Method:
+@around
+def _gradients(original: Method, outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
     """Wrap ``torch.autograd.grad``: zeros that C++ returns for an unused input are on the device of the input."""
-
-    @functools.wraps(original)
-    def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
-        found = original(outputs, inputs, *args, **kwargs)
-        sources = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)  # type: ignore[arg-type]
-        return tuple(
-            tag(g, source._dev) if isinstance(source, SimulatedTensor) and type(g) is torch.Tensor else g
-            for g, source in zip(found, sources, strict=True)  # type: ignore[call-overload]
-        )
-
-    return grad
+    found = original(outputs, inputs, *args, **kwargs)
+    sources = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)  # type: ignore[arg-type]
+    return tuple(
+        tag(g, source._dev) if isinstance(source, SimulatedTensor) and type(g) is torch.Tensor else g
+        for g, source in zip(found, sources, strict=True)  # type: ignore[call-overload]
+    )
 
 
 def _check_grad_device(mine: torch.device, given: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 
@@ -11,60 +10,54 @@ import torch
 from mgpu_check.simulated.identity import put_grad
 from mgpu_check.simulated.state import untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 Groups = dict[tuple[torch.device, torch.dtype | None], tuple[list[list[torch.Tensor | None]], list[int]]]
 
 
-def _group(original: Callable[..., Groups]) -> Callable[..., Groups]:
+@around
+def _group(
+    original: Callable[..., Groups], tensorlistlist: Sequence[Sequence[torch.Tensor | None]], with_indices: bool = False
+) -> Groups:
     """Group lists of tensors by simulated device and dtype; C++ would group by the backing device."""
-
-    def group(tensorlistlist: Sequence[Sequence[torch.Tensor | None]], with_indices: bool = False) -> Groups:
-        if not any(isinstance(t, SimulatedTensor) for row in tensorlistlist for t in row):
-            return original(tensorlistlist, with_indices)
-        groups: Groups = {}
-        for i, leading in enumerate(tensorlistlist[0]):
-            if leading is None:
-                continue
-            key = (leading.device, leading.dtype)
-            lists, indices = groups.setdefault(key, ([[] for _ in tensorlistlist], []))
-            for column, row in zip(lists, tensorlistlist, strict=True):
-                if row:
-                    column.append(row[i])
-            if with_indices:
-                indices.append(i)
-        return groups
-
-    return group
+    if not any(isinstance(t, SimulatedTensor) for row in tensorlistlist for t in row):
+        return original(tensorlistlist, with_indices)
+    groups: Groups = {}
+    for i, leading in enumerate(tensorlistlist[0]):
+        if leading is None:
+            continue
+        key = (leading.device, leading.dtype)
+        lists, indices = groups.setdefault(key, ([[] for _ in tensorlistlist], []))
+        for column, row in zip(lists, tensorlistlist, strict=True):
+            if row:
+                column.append(row[i])
+        if with_indices:
+            indices.append(i)
+    return groups
 
 
-def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
+@around
+def _parse_to(original: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Parse the arguments of ``Module.to``, where an int means a CUDA device on every build of torch."""
-
-    def parse(*args: object, **kwargs: object) -> object:
-        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
-            args = (untraced_device(args[0]), *args[1:])
-        elif isinstance(kwargs.get("device"), int):
-            kwargs["device"] = untraced_device(kwargs["device"])
-        return original(*args, **kwargs)
-
-    return parse
+    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+        args = (untraced_device(args[0]), *args[1:])
+    elif isinstance(kwargs.get("device"), int):
+        kwargs["device"] = untraced_device(kwargs["device"])
+    return original(*args, **kwargs)
 
 
-def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+@around
+def _apply(
+    original: Callable[..., torch.nn.Module], self: torch.nn.Module, fn: object, recurse: bool = True
+) -> torch.nn.Module:
     """Make ``Module._apply`` move gradients: put each back, because C++ still refers to the data that it had before."""
-
-    @functools.wraps(original)
-    def apply(self: torch.nn.Module, fn: object, recurse: bool = True) -> torch.nn.Module:
-        held = [(p, grad) for p in self._parameters.values() if p is not None and (grad := p.grad) is not None]
-        try:
-            return original(self, fn, recurse)
-        finally:
-            for param, grad in held:
-                if param.grad is not grad:
-                    put_grad(param, grad)
-
-    return apply
+    held = [(p, grad) for p in self._parameters.values() if p is not None and (grad := p.grad) is not None]
+    try:
+        return original(self, fn, recurse)
+    finally:
+        for param, grad in held:
+            if param.grad is not grad:
+                put_grad(param, grad)
 
 
 def install_modules(patches: Patches) -> None:

@@ -17,25 +17,30 @@ Tensors = list[torch.Tensor]
 _Op = dist.ReduceOp
 
 
-def _late(opts: Any) -> bool:
-    return bool(getattr(opts, "asyncOp", True))
+def _one(
+    title: str, run: Callable[..., calls.Started], opts: Any, timeout: Any = None, **given: Any
+) -> list[TransferCall]:
+    """Return a call; its options are an object of torch, a time limit, or another argument, which has neither."""
+    if timeout is None:
+        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+    return [TransferCall(title, run, bool(getattr(opts, "asyncOp", True)), timeout=timeout, **given)]
 
 
-def _limit(opts: Any, timeout: timedelta | None) -> timedelta | None:
-    return timeout if timeout is not None else getattr(opts, "timeout", None)
-
-
-def _list(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
+def _list(value: Any, other: Any = None) -> Tensors:
+    """Return the tensors of an argument, or of its other spelling."""
+    value = value if other is None else other
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
-def _is_op(value: object) -> bool:
-    return isinstance(value, (_Op, _Op.RedOpType))
+def _nested(value: Any) -> Tensors:
+    """Return the only list inside a list of lists, or a flat list unchanged."""
+    given = list(value or ())
+    return list(given[0]) if given and isinstance(given[0], (list, tuple)) else given
 
 
 def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:
     """Return (options, operation) for a method whose argument is one of them."""
-    if _is_op(opts):
+    if isinstance(opts, (_Op, _Op.RedOpType)):
         opts, op = None, opts
     if op is None:
         op = _Op.SUM if opts is None else opts.reduceOp
@@ -53,26 +58,19 @@ def _parse_allreduce(
     tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None, tensor: Any = None
 ) -> list[TransferCall]:
     opts, op = _reduction(opts, op)
-    given = _list(tensors if tensor is None else tensor)
-    return [TransferCall("all_reduce", calls.all_reduce, _late(opts), both=given, op=op, timeout=_limit(opts, timeout))]
+    return _one("all_reduce", calls.all_reduce, opts, timeout, both=_list(tensors, tensor), op=op)
 
 
 def _parse_allreduce_coalesced(tensors: Sequence[torch.Tensor], opts: Any = None) -> list[TransferCall]:
     opts, op = _reduction(opts, None)
-    title = "allreduce_coalesced"
-    return [
-        TransferCall(title, calls.all_reduce, _late(opts), both=[t], op=op, timeout=_limit(opts, None)) for t in tensors
-    ]
+    return [call for t in tensors for call in _one("allreduce_coalesced", calls.all_reduce, opts, both=[t], op=op)]
 
 
 def _parse_broadcast(
     tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, tensor: Any = None, root: int = 0
 ) -> list[TransferCall]:
     source = _root(opts, root)
-    given = _list(tensors if tensor is None else tensor)
-    return [
-        TransferCall("broadcast", calls.broadcast, _late(opts), both=given, root=source, timeout=_limit(opts, timeout))
-    ]
+    return _one("broadcast", calls.broadcast, opts, timeout, both=_list(tensors, tensor), root=source)
 
 
 def _parse_reduce(
@@ -80,24 +78,14 @@ def _parse_reduce(
 ) -> list[TransferCall]:
     target = _root(opts, root)
     opts, op = _reduction(None if isinstance(opts, int) else opts, op)
-    given = _list(tensors if tensor is None else tensor)
-    return [
-        TransferCall("reduce", calls.reduce, _late(opts), both=given, op=op, root=target, timeout=_limit(opts, timeout))
-    ]
-
-
-def _nested(value: Any) -> Tensors:
-    """Return the only list inside a list of lists, or a flat list unchanged."""
-    given = list(value or ())
-    return list(given[0]) if given and isinstance(given[0], (list, tuple)) else given
+    return _one("reduce", calls.reduce, opts, timeout, both=_list(tensors, tensor), op=op, root=target)
 
 
 def _parse_allgather(
     output_tensors: Any, input_tensors: Any = None, opts: Any = None, *, input_tensor: Any = None, timeout: Any = None
 ) -> list[TransferCall]:
-    outs, ins = _nested(output_tensors), _list(input_tensors if input_tensor is None else input_tensor)
-    limit = opts if isinstance(opts, timedelta) else _limit(opts, timeout)
-    return [TransferCall("all_gather", calls.all_gather, _late(opts), outs, ins, lists=(True, False), timeout=limit)]
+    outs, ins = _nested(output_tensors), _list(input_tensors, input_tensor)
+    return _one("all_gather", calls.all_gather, opts, timeout, outs=outs, ins=ins, lists=(True, False))
 
 
 def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = None) -> list[TransferCall]:
@@ -107,42 +95,27 @@ def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = N
 
 
 def _parse_all_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[TransferCall]:
-    limit = _limit(opts, None)
-    return [TransferCall("_all_gather_base", calls.all_gather_single, _late(opts), [output], [input], timeout=limit)]
-
-
-def _parse_all_gather_single_coalesced(outputs: Any, inputs: Any, opts: Any = None) -> list[TransferCall]:
-    pairs = zip(outputs, inputs, strict=True)
-    return [call for out, mine in pairs for call in _parse_all_gather_single(out, mine, opts)]
+    return _one("_all_gather_base", calls.all_gather_single, opts, outs=[output], ins=[input])
 
 
 def _parse_gather(
     output_tensors: Any, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     input_tensor: Any = None, root: int = 0,
 ) -> list[TransferCall]:  # fmt: skip
-    target = _root(opts, root)
-    outs, ins = _nested(output_tensors), _list(input_tensors if input_tensor is None else input_tensor)
-    limit = _limit(opts, timeout)
-    return [
-        TransferCall("gather", calls.gather, _late(opts), outs, ins, root=target, lists=(True, False), timeout=limit)
-    ]
+    outs, ins, target = _nested(output_tensors), _list(input_tensors, input_tensor), _root(opts, root)
+    return _one("gather", calls.gather, opts, timeout, outs=outs, ins=ins, root=target, lists=(True, False))
 
 
 def _parse_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[TransferCall]:
-    target, limit = _root(opts, 0), _limit(opts, None)
-    return [TransferCall("gather", calls.gather_single, _late(opts), [output], [input], root=target, timeout=limit)]
+    return _one("gather", calls.gather_single, opts, outs=[output], ins=[input], root=_root(opts, 0))
 
 
 def _parse_scatter(
     output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     output_tensor: Any = None, root: int = 0,
 ) -> list[TransferCall]:  # fmt: skip
-    source = _root(opts, root)
-    outs, ins = _list(output_tensors if output_tensor is None else output_tensor), _nested(input_tensors)
-    limit = _limit(opts, timeout)
-    return [
-        TransferCall("scatter", calls.scatter, _late(opts), outs, ins, root=source, lists=(False, True), timeout=limit)
-    ]
+    outs, ins, source = _list(output_tensors, output_tensor), _nested(input_tensors), _root(opts, root)
+    return _one("scatter", calls.scatter, opts, timeout, outs=outs, ins=ins, root=source, lists=(False, True))
 
 
 def _parse_reduce_scatter(
@@ -150,59 +123,48 @@ def _parse_reduce_scatter(
     output: Any = None, input: Any = None, op: Any = None,
 ) -> list[TransferCall]:  # fmt: skip
     opts, op = _reduction(opts, op)
-    outs = _list(output_tensors if output is None else output)
-    ins = _nested(input_tensors if input is None else input)
-    limit = _limit(opts, timeout)
-    return [
-        TransferCall(
-            "reduce_scatter", calls.reduce_scatter, _late(opts), outs, ins, op=op, lists=(False, True), timeout=limit
-        )
-    ]
+    outs, ins = _list(output_tensors, output), _nested(input_tensors if input is None else input)
+    return _one("reduce_scatter", calls.reduce_scatter, opts, timeout, outs=outs, ins=ins, op=op, lists=(False, True))
 
 
 def _parse_reduce_scatter_single(
     outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
 ) -> list[TransferCall]:  # torch's names
+    outs, ins = [outputTensor], [inputTensor]
     opts, op = _reduction(opts, None)
-    title, limit = "_reduce_scatter_base", _limit(opts, None)
-    return [
-        TransferCall(
-            title, calls.reduce_scatter_single, _late(opts), [outputTensor], [inputTensor], op=op, timeout=limit
-        )
-    ]
+    return _one("_reduce_scatter_base", calls.reduce_scatter_single, opts, outs=outs, ins=ins, op=op)
 
 
-def _parse_reduce_scatter_single_coalesced(outputs: Any, inputs: Any, opts: Any = None) -> list[TransferCall]:
-    pairs = zip(outputs, inputs, strict=True)
-    return [call for out, given in pairs for call in _parse_reduce_scatter_single(out, given, opts)]
+def _each(parse: Callable[..., list[TransferCall]]) -> Callable[..., list[TransferCall]]:
+    def parse_each(outputs: Any, inputs: Any, opts: Any = None) -> list[TransferCall]:
+        return [call for pair in zip(outputs, inputs, strict=True) for call in parse(*pair, opts)]
+
+    return parse_each
 
 
 def _parse_all_to_all_single(
     output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int],
     opts: Any = None, *, timeout: Any = None,
 ) -> list[TransferCall]:  # fmt: skip
-    limit = opts if isinstance(opts, timedelta) else _limit(opts, timeout)
     splits = output_split_sizes, input_split_sizes
-    title = "all_to_all"
-    return [TransferCall(title, calls.all_to_all_single, _late(opts), [output], [input], splits=splits, timeout=limit)]
+    return _one("all_to_all", calls.all_to_all_single, opts, timeout, outs=[output], ins=[input], splits=splits)
 
 
 def _parse_alltoall(output_tensors: Any, input_tensors: Any, opts: Any = None) -> list[TransferCall]:
-    lists, limit = (True, True), _limit(opts, None)
     outs, ins = list(output_tensors), list(input_tensors)
-    return [TransferCall("all_to_all", calls.all_to_all, _late(opts), outs, ins, lists=lists, timeout=limit)]
+    return _one("all_to_all", calls.all_to_all, opts, outs=outs, ins=ins, lists=(True, True))
 
 
 def _parse_send(tensors: Any, dstRank: int, tag: int = 0) -> list[TransferCall]:
-    return [TransferCall("send", calls.send, True, ins=_list(tensors), root=dstRank, peer=True, tag=tag)]
+    return _one("send", calls.send, None, ins=_list(tensors), root=dstRank, peer=True, tag=tag)
 
 
 def _parse_recv(tensors: Any, srcRank: int, tag: int = 0) -> list[TransferCall]:
-    return [TransferCall("recv", calls.recv, True, outs=_list(tensors), root=srcRank, peer=True, tag=tag)]
+    return _one("recv", calls.recv, None, outs=_list(tensors), root=srcRank, peer=True, tag=tag)
 
 
 def _parse_recv_anysource(tensors: Any, tag: int = 0) -> list[TransferCall]:
-    return [TransferCall("recv", calls.recv_anysource, True, outs=_list(tensors), root=-1, peer=True, tag=tag)]
+    return _one("recv", calls.recv_anysource, None, outs=_list(tensors), root=-1, peer=True, tag=tag)
 
 
 PARSERS: dict[str, Callable[..., list[TransferCall]]] = {
@@ -213,13 +175,13 @@ PARSERS: dict[str, Callable[..., list[TransferCall]]] = {
     "all_gather": _parse_allgather,
     "all_gather_coalesced": _parse_allgather_coalesced,
     "all_gather_into_tensor": _parse_all_gather_single,
-    "all_gather_into_tensor_coalesced": _parse_all_gather_single_coalesced,
+    "all_gather_into_tensor_coalesced": _each(_parse_all_gather_single),
     "gather": _parse_gather,
     "gather_single": _parse_gather_single,
     "scatter": _parse_scatter,
     "reduce_scatter": _parse_reduce_scatter,
     "reduce_scatter_tensor": _parse_reduce_scatter_single,
-    "reduce_scatter_tensor_coalesced": _parse_reduce_scatter_single_coalesced,
+    "reduce_scatter_tensor_coalesced": _each(_parse_reduce_scatter_single),
     "all_to_all": _parse_alltoall,
     "all_to_all_single": _parse_all_to_all_single,
     "send": _parse_send,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,28 +9,22 @@ import torch.autograd.profiler as profiler
 import torch.autograd.profiler_legacy as legacy
 from torch._C._profiler import ProfilerActivity, ProfilerState
 
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 
-def _host_only(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        if getattr(self, "profiler_kind", None) is ProfilerState.KINETO_GPU_FALLBACK:
-            self.profiler_kind = ProfilerState.KINETO
-        if hasattr(self, "kineto_activities"):
-            self.kineto_activities.discard(ProfilerActivity.CUDA)
-
-    return init
+@around
+def _host_only(original: Callable[..., None], self: Any, *args: object, **kwargs: object) -> None:
+    original(self, *args, **kwargs)
+    if getattr(self, "profiler_kind", None) is ProfilerState.KINETO_GPU_FALLBACK:
+        self.profiler_kind = ProfilerState.KINETO
+    if hasattr(self, "kineto_activities"):
+        self.kineto_activities.discard(ProfilerActivity.CUDA)
 
 
-def _without_devices(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        self.use_cuda = False
-
-    return init
+@around
+def _without_devices(original: Callable[..., None], self: Any, *args: object, **kwargs: object) -> None:
+    original(self, *args, **kwargs)
+    self.use_cuda = False
 
 
 def _no_ranges(self: profiler.emit_nvtx) -> profiler.emit_nvtx:

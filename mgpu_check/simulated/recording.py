@@ -286,7 +286,6 @@ _current = _CurrentRecorder()
 
 
 def abandon() -> None:
-    """Abandon all captures that have not ended, and stop recording in this thread."""
     if _current.recorder is not None:
         _current.recorder.stop()
     capturing.abandon()

@@ -18,7 +18,7 @@ from mgpu_check.simulated import hardware
 from mgpu_check.simulated.groups import NO_CPU, connect, nccl_of
 from mgpu_check.simulated.late import LateFuture, LateWork
 from mgpu_check.simulated.tensor import SimulatedTensor, tag
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 _c10d = torch._C._distributed_c10d
 
@@ -35,36 +35,35 @@ def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         raise RuntimeError(NO_CPU)
 
 
-def _verify(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def verify(process_group: dist.ProcessGroup, params: Sequence[torch.Tensor], logger: Any = None) -> None:
-        _meet(process_group, params)
-        original(process_group, params, logger)
+@around
+def _verify(
+    original: Callable[..., None], process_group: dist.ProcessGroup, params: Sequence[torch.Tensor], logger: Any = None
+) -> None:
+    _meet(process_group, params)
+    original(process_group, params, logger)
 
-    return verify
 
-
-def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def _broadcast_coalesced(
+    original: Callable[..., None],
+    process_group: dist.ProcessGroup,
+    tensors: list[torch.Tensor],
+    buffer_size: int,
+    src: int = 0,
+) -> None:
     """Broadcast in one call per device: C++ joins tensors of one device, and sees only the backing device."""
-
-    @functools.wraps(original)
-    def broadcast(
-        process_group: dist.ProcessGroup, tensors: list[torch.Tensor], buffer_size: int, src: int = 0
-    ) -> None:
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(tensor)
-        for together in by_device.values():
-            _meet(process_group, together)
-            if hardware.present is None or nccl_of(process_group) is None:
-                original(process_group, together, buffer_size, src)
-                continue
-            options = _c10d.BroadcastOptions()
-            options.rootRank = src
-            for tensor in together:
-                process_group.broadcast([tensor.detach()], options).wait()
-
-    return broadcast
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for together in by_device.values():
+        _meet(process_group, together)
+        if hardware.present is None or nccl_of(process_group) is None:
+            original(process_group, together, buffer_size, src)
+            continue
+        options = _c10d.BroadcastOptions()
+        options.rootRank = src
+        for tensor in together:
+            process_group.broadcast([tensor.detach()], options).wait()
 
 
 class _Buckets:
@@ -92,30 +91,23 @@ class _Buckets:
 _buckets: dict[int, _Buckets] = {}  # by the id of the reducer, because it supports no weak references
 
 
-def _made(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        group = kwargs.get("process_group", args[2] if len(args) > 2 else None)
-        if group is not None:
-            _meet(group, params)
-        original(self, params, *args, **kwargs)
-        _buckets.pop(id(self), None)
-        if group is not None and hardware.present is not None and nccl_of(group) is not None:
-            buckets = _Buckets(group)
-            _c10d._register_comm_hook(self, None, buckets)
-            _buckets[id(self)] = buckets
-
-    return init
+@around
+def _made(original: Callable[..., None], self: Any, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    group = kwargs.get("process_group", args[2] if len(args) > 2 else None)
+    if group is not None:
+        _meet(group, params)
+    original(self, params, *args, **kwargs)
+    _buckets.pop(id(self), None)
+    if group is not None and hardware.present is not None and nccl_of(group) is not None:
+        buckets = _Buckets(group)
+        _c10d._register_comm_hook(self, None, buckets)
+        _buckets[id(self)] = buckets
 
 
-def _forward_work(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def _forward_work(original: Callable[..., None], self: object, work: object, use_static_world_size: bool) -> None:
     """Pass gloo's own work to C++, which uses it to count the active ranks in DDP's ``join``."""
-
-    @functools.wraps(original)
-    def handle(self: object, work: object, use_static_world_size: bool) -> None:
-        original(self, work.works[0] if isinstance(work, LateWork) else work, use_static_world_size)
-
-    return handle
+    original(self, work.works[0] if isinstance(work, LateWork) else work, use_static_world_size)
 
 
 def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
@@ -136,37 +128,29 @@ def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
     return register
 
 
-def _finishing(original: Callable[..., object]) -> Callable[..., object]:
+@around
+def _finishing(original: Callable[..., object], *args: Any) -> object:
     """Finish the futures in the last argument of a function before C++ waits for them."""
-
-    @functools.wraps(original)
-    def given(*args: Any) -> object:
-        for future in args[-1]:
-            if isinstance(future, LateFuture):
-                future.finish()
-        return original(*args)
-
-    return given
+    for future in args[-1]:
+        if isinstance(future, LateFuture):
+            future.finish()
+    return original(*args)
 
 
-def _bucket_buffer(original: Callable[..., torch.Tensor]) -> Callable[[object], torch.Tensor]:
-    def buffer(self: object) -> torch.Tensor:
-        made = original(self)
-        home = self.parameters()[0]  # type: ignore[attr-defined]
-        return tag(made, home.device) if isinstance(home, SimulatedTensor) and type(made) is torch.Tensor else made
-
-    return buffer
+@around
+def _bucket_buffer(original: Callable[..., torch.Tensor], self: object) -> torch.Tensor:
+    made = original(self)
+    home = self.parameters()[0]  # type: ignore[attr-defined]
+    return tag(made, home.device) if isinstance(home, SimulatedTensor) and type(made) is torch.Tensor else made
 
 
-def _bucket_gradients(original: Callable[..., list[torch.Tensor]]) -> Callable[[object], list[torch.Tensor]]:
-    def gradients(self: object) -> list[torch.Tensor]:
-        home = self.parameters()[0]  # type: ignore[attr-defined]
-        made = original(self)
-        if not isinstance(home, SimulatedTensor):
-            return made
-        return [tag(g, home.device) if type(g) is torch.Tensor else g for g in made]
-
-    return gradients
+@around
+def _bucket_gradients(original: Callable[..., list[torch.Tensor]], self: object) -> list[torch.Tensor]:
+    home = self.parameters()[0]  # type: ignore[attr-defined]
+    made = original(self)
+    if not isinstance(home, SimulatedTensor):
+        return made
+    return [tag(g, home.device) if type(g) is torch.Tensor else g for g in made]
 
 
 def install_reducer(patches: Patches) -> None:

@@ -135,7 +135,6 @@ def current_index() -> int:
 
 
 def cuda_error(code: int, name: str, hint: str = "") -> RuntimeError:
-    """Return the error of the CUDA runtime with this number and name, as torch words it."""
     error: RuntimeError = torch.AcceleratorError(_ERROR.format(name, hint))
     error.error_code = code  # type: ignore[attr-defined]
     return error

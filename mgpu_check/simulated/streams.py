@@ -282,7 +282,6 @@ def default_stream(device: object = None) -> Stream:
 
 
 def stream_by_id(stream_id: int, device_index: int, device_type: int = 1) -> Stream:
-    """Return the stream with these identifiers; raise ValueError if none exists."""
     stream = default_stream(torch.device("cuda", device_index)) if stream_id == 0 else _by_id.get(stream_id)
     if stream is None or stream.device_index != device_index:
         raise ValueError(f"stream_id={stream_id!r} names no stream of cuda:{device_index}")
@@ -335,7 +334,6 @@ def synchronize(device: object = None) -> None:
 
 
 def wait_until_idle(seconds: float) -> bool:
-    """Wait for the streams of all devices, `seconds` at most; return whether they are idle."""
     end = time.perf_counter() + seconds
     while (left := min(max(_busy.values(), default=0.0), end) - time.perf_counter()) > 0:
         time.sleep(min(left, _LONGEST_SLEEP))
@@ -349,7 +347,6 @@ def hold_outstanding(late: Late, device: torch.device) -> None:
 
 
 def hold_on_current(late: Late, device: torch.device) -> None:
-    """Queue a late result on the current stream of ``device``."""
     current_stream(device).hold(late)
     hold_outstanding(late, device)
 

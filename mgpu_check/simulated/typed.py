@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from mgpu_check.simulated.refusals import refused
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 
 class _Typed(type):
@@ -58,34 +57,28 @@ def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, .
     return torch.empty(sizes, dtype=like.dtype, device=device)  # type: ignore[arg-type]
 
 
-def _new(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
-    def new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        if active_node() is None or not isinstance(self, SimulatedTensor):
-            return original(self, *args, **kwargs)
-        device = simulated_device(kwargs.get("device", self.device))
-        if device is None:
-            raise RuntimeError(
-                f"legacy constructor expects device type: cuda but device type: {kwargs.get('device')} was passed"
-            )
-        return _made(torch.empty(0, dtype=self.dtype), device, args)
-
-    return new
+@around
+def _new(original: Callable[..., torch.Tensor], self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    if active_node() is None or not isinstance(self, SimulatedTensor):
+        return original(self, *args, **kwargs)
+    device = simulated_device(kwargs.get("device", self.device))
+    if device is None:
+        raise RuntimeError(
+            f"legacy constructor expects device type: cuda but device type: {kwargs.get('device')} was passed"
+        )
+    return _made(torch.empty(0, dtype=self.dtype), device, args)
 
 
-def _default_type(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def set_default_tensor_type(kind: object, /) -> None:
-        name = kind if isinstance(kind, str) else ""
-        chosen = getattr(torch.cuda, name.removeprefix("torch.cuda."), None) if name.startswith("torch.cuda.") else kind
-        if type(chosen) is _Typed:
-            torch.set_default_dtype(chosen.dtype)
-            torch.set_default_device("cuda")
-        else:
-            torch.set_default_device(None)
-            original(kind)
-
-    return set_default_tensor_type
+@around
+def _default_type(original: Callable[..., None], kind: object, /) -> None:
+    name = kind if isinstance(kind, str) else ""
+    chosen = getattr(torch.cuda, name.removeprefix("torch.cuda."), None) if name.startswith("torch.cuda.") else kind
+    if type(chosen) is _Typed:
+        torch.set_default_dtype(chosen.dtype)
+        torch.set_default_device("cuda")
+    else:
+        torch.set_default_device(None)
+        original(kind)
 
 
 def install_typed(patches: Patches) -> None:

@@ -55,7 +55,7 @@ class _ToHost(torch.autograd.Function):
 
 
 def distributed_to_host(t: torch.Tensor, dtype: torch.dtype | None = None, non_blocking: bool = False) -> torch.Tensor:
-    """Return a DTensor whose local tensor is a copy of that of ``t`` on the host."""
+    """Return a DTensor with a copy of the local tensor of ``t`` on the host."""
     moved: torch.Tensor = _ToHost.apply(t if dtype is None else t.to(dtype), non_blocking)
     return moved
 

@@ -7,13 +7,16 @@ modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 _ABSENT = object()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Patches:
@@ -21,7 +24,8 @@ class Patches:
 
     `set` and `wrap` replace one attribute of one owner. `replace` replaces an object under every name that a loaded
     module has for it, which includes an earlier ``from torch import randn``. `undo` also restores names that modules
-    bind to the replacement later. Without `undo` the replacements are permanent.
+    bind to the replacement later. Without `undo` the replacements are permanent. ``with Patches() as patches`` undoes
+    them at its end.
     """
 
     def __init__(self, *, among: str = "", sparing: str | None = None) -> None:
@@ -37,6 +41,12 @@ class Patches:
         self._new_of: dict[int, object] = {}
         self._old_of: dict[int, object] = {}
         self._at_exit: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``, remembering whether the owner itself (not a base class) had it before."""
@@ -117,6 +127,20 @@ class Patches:
         return found
 
 
+def around(new: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., Any]], Callable[P, R]]:
+    """Make `new`, whose first argument is the original function, a wrapper for `Patches.wrap`."""
+
+    @functools.wraps(new)
+    def wrap(original: Callable[..., Any]) -> Callable[P, R]:
+        @functools.wraps(original)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return new(original, *args, **kwargs)
+
+        return call
+
+    return wrap
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set attribute `name` of `owner` to `value`, and restore it on exit; an inherited attribute is inherited again.
@@ -125,9 +149,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         AttributeError: `owner` has no such attribute.
     """
     getattr(owner, name)
-    patches = Patches()
-    patches.set(owner, name, value)
-    try:
+    with Patches() as patches:
+        patches.set(owner, name, value)
         yield
-    finally:
-        patches.undo()

@@ -75,9 +75,7 @@ class LeakyBit(_Cells):
 
 
 class Aliased(Defect):
-    """The ``length`` bytes at ``address`` are the same cells as those ``distance`` bytes behind them: a write to one
-    place changes both.
-    """
+    """The ``length`` bytes at ``address`` are the same cells as the bytes ``distance`` behind them."""
 
     def __init__(self, parameters: Parameters) -> None:
         device, address, length = (int(parameters[name]) for name in ("device", "address", "length"))

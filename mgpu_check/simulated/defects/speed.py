@@ -87,7 +87,7 @@ class SlowHostLink(_Slow):
 
 
 class SlowCollective(_Slow):
-    """Collectives in which ``device`` takes part are slow on all ranks, which wait for it.
+    """Collectives with ``device`` are slow on all ranks, which wait for it.
 
     Parameters: operation (a transfer, or "any").
     """
